@@ -1,0 +1,25 @@
+"""Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it."""
+
+from fsdp2._api import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._policy import MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "ConfigError",
+    "FSDPError",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "StateError",
+    "UnshardHandle",
+    "UnsupportedError",
+    "fully_shard",
+    "register_fsdp_forward_method",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,171 @@
+"""Which parameters and buffers a call of ``fully_shard`` takes.
+
+Owns the walk over the module tree, ties, and every check of a parameter. It changes nothing until
+``take_ties``. It must not know hooks or phases.
+
+[Note: ties]
+A parameter that is registered in several places is one ``FSDPParam`` with several sites, and stays
+one object under every name. Places in different units are joined as the calls arrive, bottom up:
+the first unit takes the parameter, later ones add their sites, and the first unit that contains
+every site takes it over, because only that unit's forward spans all its uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2._errors import ConfigError
+from fsdp2._hooks import unit_of
+from fsdp2._mesh import DataMesh
+from fsdp2._param import FSDPParam, Site
+from fsdp2._placement import ParamPlacement, place, shard_dim
+from fsdp2._runtime import Unit
+
+
+@dataclass(frozen=True)
+class BufferSite:
+    """A buffer on a module."""
+
+    module: nn.Module
+    name: str
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the buffer, unless it is there, on meta, or a DTensor (which follows its mesh)."""
+        buffer = self.module._buffers[self.name]
+        if buffer is None or isinstance(buffer, DTensor):
+            return
+        if buffer.device not in (device, torch.device("meta")):
+            self.module._buffers[self.name] = buffer.to(device)
+
+
+@dataclass
+class Collected:
+    """What a call takes: own parameters by original, further sites of taken ones, buffers."""
+
+    data: DataMesh
+    own: dict[nn.Parameter, tuple[str, list[Site], ParamPlacement]] = field(default_factory=dict)
+    tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
+    buffers: list[BufferSite] = field(default_factory=list)
+
+
+def collect(
+    modules: Sequence[nn.Module],
+    data: DataMesh,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    ignored: set[nn.Parameter],
+) -> Collected:
+    """Find, check and place the parameters of ``modules`` that no unit below them has taken.
+
+    Raises:
+        ConfigError: a parameter that cannot be sharded; the message names it.
+    """
+    collected = Collected(data)
+    found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
+    for prefix, module in _managed(modules):
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            owner = _owner(param)
+            if owner is not None:
+                collected.tied.setdefault(owner, []).append(Site(module, name))
+            else:
+                found.setdefault(param, (fqn, []))[1].append(Site(module, name))
+        collected.buffers += [BufferSite(module, name) for name in module._buffers]
+    for param, (fqn, sites) in found.items():
+        _check_param(param, fqn, data)
+        choice = None if placement_fn is None else placement_fn(param)
+        dim = shard_dim(choice, param, fqn)
+        collected.own[param] = (fqn, sites, place(param, fqn, data, dim))
+    devices = {param.device.type == "meta" for param in found}
+    if len(devices) > 1:
+        on_meta = ", ".join(f for p, (f, _) in found.items() if p.device.type == "meta")
+        raise ConfigError(
+            f"fully_shard: found parameters on meta ({on_meta}) beside real ones in one group. "
+            "Materialise all of them, or none, or shard their modules separately."
+        )
+    return collected
+
+
+def take_ties(collected: Collected, modules: Sequence[nn.Module]) -> list[FSDPParam]:
+    """Add sites to tied parameters; return those that the new unit takes over. See [Note: ties]."""
+    for param, sites in collected.tied.items():
+        param.sites.extend(sites)
+        for site in sites:
+            site.module._parameters[site.name] = param.sharded
+    inside = {module for top in modules for module in top.modules()}
+    taken: list[FSDPParam] = []
+    for unit in _units_below(modules):
+        own = {module for top in unit.modules for module in top.modules()}
+        for group in unit.groups:
+            escaped = [
+                param
+                for param in group.params
+                if len(param.sites) > 1
+                and any(site.module not in own for site in param.sites)
+                and all(site.module in inside for site in param.sites)
+            ]
+            if not escaped:
+                continue
+            if group.data != collected.data:
+                raise ConfigError(
+                    f"{escaped[0].fqn}: is tied across units on different meshes, "
+                    f"{group.data.mesh} and {collected.data.mesh}. Use one mesh for both."
+                )
+            group.release(escaped)
+            taken += escaped
+    return taken
+
+
+def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules, with names, that no unit and no other composable API below has taken."""
+    seen: set[nn.Module] = set()
+
+    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
+        yield prefix, module
+        for name, child in module.named_children():
+            if unit_of(child) is None and "replicate" not in _torch.composable_names(child):
+                yield from walk(f"{prefix}.{name}" if prefix else name, child)
+
+    for top in modules:
+        yield from walk("", top)
+
+
+def _units_below(modules: Sequence[nn.Module]) -> list[Unit]:
+    units = (unit_of(module) for top in modules for module in top.modules())
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
+def _owner(param: nn.Parameter) -> FSDPParam | None:
+    """Return the parameter object that an earlier call made of this original."""
+    reference = param.__dict__.get("_fsdp2_param")
+    return None if reference is None else reference()
+
+
+def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
+    if isinstance(param, DTensor):
+        if param.device_mesh == data.mesh:
+            raise ConfigError(
+                f"{fqn}: is already sharded on {data.mesh}. Apply fully_shard bottom up: to "
+                "submodules before the modules that contain them."
+            )
+    elif _torch.is_wrapper_subclass(param):
+        raise ConfigError(
+            f"{fqn}: found a tensor subclass, {type(param).__name__}, that wraps other tensors. "
+            "Put it into ignored_params, or shard plain parameters."
+        )
+    if param.layout is not torch.strided:
+        raise ConfigError(
+            f"{fqn}: expected a dense parameter, found layout {param.layout}. Convert it, or put "
+            "it into ignored_params."
+        )

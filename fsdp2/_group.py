@@ -1,0 +1,351 @@
+"""Parameters that communicate together: ``unshard``, ``wait_for_unshard``, ``reshard``, ``reduce``.
+
+Owns a group's plan, its shard buffer, its full buffer and the moves between them. It must not know
+hooks, autograd or other groups: whoever calls decides when.
+
+[Note: one plan]
+Everything that depends on shapes and dtypes is computed by ``_plan`` and lives until a parameter is
+replaced behind our back (``.to()``, ``load_state_dict(assign=True)``, ``to_empty``,
+``swap_tensors``, unpickling, or an assignment). ``unshard`` notices that by identity, and *adopts*:
+it plans again and copies what is registered into a new shard buffer. The old buffer is never
+written, so a parameter that comes back (``functional_call``) still has its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _events, _packing, _torch
+from fsdp2._comm import Comm
+from fsdp2._errors import StateError
+from fsdp2._events import Clock
+from fsdp2._layout import GatherItem, GatherLayout
+from fsdp2._mesh import DataMesh
+from fsdp2._param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED, FSDPParam, StateMachine
+from fsdp2._placement import shrink
+from fsdp2._policy import MixedPrecisionPolicy, Settings
+from fsdp2._reduction import Reducer, Reduction
+from fsdp2._shards import ShardBuffer
+from fsdp2._streams import InFlight, Streams
+
+Source = tuple[Tensor, nn.Parameter | None]
+"""A shard, unpadded, and the registered parameter that holds it (None: one is to be made)."""
+
+
+class ParamGroup:
+    """One frozen layout, one mesh, and the state that its parameters share."""
+
+    def __init__(self, data: DataMesh, policy: MixedPrecisionPolicy, device: torch.device) -> None:
+        self.data = data
+        self.policy = policy
+        self.device = device
+        self.comm = Comm()
+        self.streams = Streams()
+        self.machine = StateMachine()
+        self.clock = Clock()
+        self.fqn = ""
+        self.params: list[FSDPParam] = []
+        self.reducer = Reducer(self.params, data, device, policy.reduce_dtype)
+        self._smaller: DataMesh | None = None
+        self._home: ShardBuffer | None = None
+        self._waiting: ShardBuffer | None = None
+        self._full: Tensor | None = None
+        self._gathering: InFlight | None = None
+
+    # Planning and adoption.
+
+    def shard(self, params: Sequence[FSDPParam]) -> None:
+        """Take parameters in: copy this rank's rows of each into the flat buffer, register them.
+
+        A parameter comes whole (``nn.Parameter``, maybe a DTensor over tensor-parallel axes), or
+        as the sharded DTensor that another group gave up.
+        """
+        sources = self._own_sources()
+        for param in params:
+            if param.local is None:
+                rows = self._own_rows(param)
+                if rows.device.type != "meta":
+                    rows = rows.to(self.device)
+                sources.append((rows, None))
+            else:
+                sources.append((_torch.local_tensor(param.sharded), param.sharded))
+            param.machine = self.machine
+            param.param_dtype = self.policy.param_dtype
+        self.params.extend(params)
+        self._plan(sources)
+
+    def release(self, params: Sequence[FSDPParam]) -> None:
+        """Give parameters up; another group takes them."""
+        self.params[:] = [param for param in self.params if param not in params]
+        self._plan(self._own_sources())
+
+    def _own_sources(self) -> list[Source]:
+        return [(_torch.local_tensor(param.sharded), param.sharded) for param in self.params]
+
+    def reshard_to(self, size: int | None) -> None:
+        """Reshard to ``size`` neighbours after forward from now on; None: to the whole axis.
+
+        Collective, if the smaller mesh does not exist yet.
+        """
+        smaller = None if size is None else self.data.split(size)
+        if smaller is not self._smaller:
+            self._smaller = smaller
+            self._full = None
+
+    @property
+    def reshards_to_smaller(self) -> bool:
+        return self._smaller is not None
+
+    def _own_rows(self, param: FSDPParam) -> Tensor:
+        whole: Tensor = param.sharded.detach()
+        if isinstance(whole, DTensor):
+            whole = _torch.local_tensor(whole)
+        return _packing.shard_of(whole, param.placement.layout, self.data.shard.rank)
+
+    def _plan(self, sources: Sequence[Source]) -> None:
+        """Lay the group out for the dtypes and the device of ``sources`` and copy them in."""
+        devices = {source.device for source, _ in sources}
+        if len(devices) > 1:
+            listing = ", ".join(
+                f"{p.fqn} on {s.device}" for p, (s, _) in zip(self.params, sources, strict=True)
+            )
+            raise StateError(
+                f"{self.fqn or '<root>'}: parameters of one group are on several devices: "
+                f"{listing}. Move the whole module to one device."
+            )
+        for param, (source, _) in zip(self.params, sources, strict=True):
+            param.storage_dtype = source.dtype
+        self.reducer.invalidate()
+        self._full = self._waiting = None
+        if not sources:
+            self._home = None
+            return
+        buffer = ShardBuffer(self._layout(), self.data.shard, devices.pop())
+        for index, (param, (source, registered)) in enumerate(
+            zip(self.params, sources, strict=True)
+        ):
+            local = buffer.shards[index]
+            local.copy_(source.detach())
+            param.set_shard(local, registered)
+        self._home = buffer
+        self._register(SHARDED)
+
+    def _layout(self) -> GatherLayout:
+        items = [
+            GatherItem(param.placement.layout, param.storage_dtype, param.compute_dtype)
+            for param in self.params
+        ]
+        return GatherLayout.plan(items, self.data.shard.size)
+
+    def _build_full(self) -> None:
+        """Make the unsharded parameters, and the smaller mesh's, on memory that is freed again."""
+        assert self._home is not None
+        meta = [p.fqn for p in self.params if p.sharded.device.type == "meta"]
+        if meta:
+            raise StateError(
+                f"{self.fqn or '<root>'}: parameters are still on the meta device: "
+                f"{', '.join(meta)}. Call model.to_empty(device=...) and initialise them first."
+            )
+        if self._smaller is not None:
+            self._build_waiting(self._smaller)
+        layout = self._home.layout
+        self._full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=self.device)
+        for buffer in (self._home, self._waiting):
+            if buffer is not None:
+                buffer.targets = _packing.gather_targets(self._full, buffer.layout)
+        tensors = _packing.full_tensors(self._full, layout)
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.set_unsharded(tensor)
+        self._full.untyped_storage().resize_(0)
+
+    def _build_waiting(self, smaller: DataMesh) -> None:
+        """Plan the shards over the smaller mesh. Both plans must place unsharded tensors alike."""
+        placements = [shrink(param.placement, smaller) for param in self.params]
+        items = [
+            GatherItem(placement.layout, param.compute_dtype, param.compute_dtype)
+            for placement, param in zip(placements, self.params, strict=True)
+        ]
+        assert self._home is not None
+        self._home.layout = GatherLayout.plan(
+            self._home.layout.items, self.data.shard.size, (smaller.shard.size,)
+        )
+        layout = GatherLayout.plan(items, smaller.shard.size, (self.data.shard.size,))
+        self._waiting = ShardBuffer(layout, smaller.shard, self.device)
+        for param, placement, local in zip(
+            self.params, placements, self._waiting.shards, strict=True
+        ):
+            param.set_post_forward(local, placement)
+        self._waiting.flat.untyped_storage().resize_(0)
+
+    def _was_replaced(self) -> bool:
+        for param in self.params:
+            sharded = param.sharded
+            for site in param.sites:
+                if site.module._parameters.get(site.name) is not sharded:
+                    return True
+            if _torch.local_tensor(sharded) is not param.local:  # type: ignore[arg-type]
+                return True
+        return False
+
+    def _adopt(self) -> None:
+        """Take over parameters that were replaced. See [Note: one plan]."""
+        sources: list[Source] = []
+        for param in self.params:
+            found = [site.registered for site in param.sites]
+            new = next((f for f in found if f is not param.sharded), param.sharded)
+            sources.append(self._source(param, new))
+        if _events.listeners:
+            _events.emit("adopt", self.fqn, self.clock.phase)
+        self._plan(sources)
+
+    def _source(self, param: FSDPParam, new: Tensor | None) -> Source:
+        placement = param.placement
+        if isinstance(new, nn.Parameter):
+            param.trainable = new.requires_grad
+            if (
+                isinstance(new, DTensor)
+                and new.device_mesh == placement.mesh
+                and tuple(new.placements) == placement.placements
+                and tuple(new.shape) == placement.global_shape
+            ):
+                return _torch.local_tensor(new), new
+            if not isinstance(new, DTensor) and tuple(new.shape) == placement.layout.shape:
+                param.sharded, param.attributes = new, dict(vars(new))
+                return self._own_rows(param), None
+        found = "nothing" if new is None else f"{type(new).__name__} of shape {tuple(new.shape)}"
+        if isinstance(new, DTensor):
+            found += f" with placements {new.placements} on {new.device_mesh}"
+        raise StateError(
+            f"{param.fqn}: was replaced by {found}, which this module cannot shard. Register an "
+            f"nn.Parameter with the whole tensor, of shape {placement.layout.shape}, or a DTensor "
+            f"of shape {placement.global_shape} with placements {placement.placements}."
+        )
+
+    # The moves.
+
+    @property
+    def is_unsharded(self) -> bool:
+        return self.machine.state is UNSHARDED
+
+    @property
+    def is_gathering(self) -> bool:
+        return self._gathering is not None
+
+    def _register(self, state: Any) -> None:
+        """Put one form of every parameter onto the modules."""
+        for param in self.params:
+            form = (
+                param.unsharded
+                if state is UNSHARDED
+                else param.sharded
+                if state is SHARDED
+                else param.post_forward
+            )
+            for site in param.sites:
+                site.module._parameters[site.name] = form
+
+    def unshard(self) -> None:
+        """Issue the all-gather, unless the parameters are whole or on their way."""
+        if self._gathering is not None or self.machine.state is UNSHARDED or not self.params:
+            return
+        if self.machine.state is SHARDED:
+            if self._was_replaced():
+                self._adopt()
+            for param in self.params:
+                if param.sync_trainable():
+                    self.reducer.invalidate()
+        if self._full is None:
+            self._build_full()
+        source = self._home if self.machine.state is SHARDED else self._waiting
+        assert source is not None
+        if _events.listeners:
+            nbytes = source.axis.size * source.layout.gather_nbytes
+            _events.emit("unshard", self.fqn, self.clock.phase, nbytes)
+        self._gathering = self.streams.launch(
+            "gather", lambda: source.gather(self.comm, self.streams.async_op)
+        )
+
+    def wait_for_unshard(self) -> None:
+        """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
+        if self.machine.state is UNSHARDED or not self.params:
+            self._register(UNSHARDED)
+            return
+        self.unshard()
+        assert self._gathering is not None and self._full is not None
+        source = self._home if self.machine.state is SHARDED else self._waiting
+        assert source is not None
+        self._gathering.wait()
+        buffers, self._gathering = self._gathering.buffers, None
+        self._full.untyped_storage().resize_(source.layout.full_nbytes)
+        with torch.no_grad():
+            _packing.unpack(buffers[0], buffers[1], source.layout, source.targets)
+        self.streams.retire("gather", buffers)
+        if source is self._waiting:
+            source.flat.untyped_storage().resize_(0)
+        self.machine.move(UNSHARDED, self.fqn)
+        self._register(UNSHARDED)
+        if _events.listeners:
+            _events.emit("wait_for_unshard", self.fqn, self.clock.phase)
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the unsharded ones."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self.streams.retire("gather", self._gathering.buffers)
+            self._gathering = None
+        if self.machine.state is SHARDED or not self.params:
+            return
+        waiting = self._waiting
+        if self.machine.state is SHARDED_POST_FORWARD and waiting is not None:
+            waiting.flat.untyped_storage().resize_(0)
+        self.machine.move(SHARDED, self.fqn)
+        self._register(SHARDED)
+        self._free_full()
+
+    def reshard_post_forward(self) -> None:
+        """Reshard to the smaller mesh, if there is one, else fully."""
+        if self._waiting is None or self.machine.state is not UNSHARDED:
+            self.reshard()
+            return
+        layout, waiting = self._waiting.layout, self._waiting
+        waiting.flat.untyped_storage().resize_(layout.shard_nbytes)
+        with torch.no_grad():
+            for param, item, shard in zip(self.params, layout.items, waiting.shards, strict=True):
+                whole: Tensor = param.unsharded.detach()  # type: ignore[union-attr]  # planned
+                if isinstance(whole, DTensor):
+                    whole = _torch.local_tensor(whole)
+                shard.copy_(_packing.shard_of(whole, item.shard, waiting.axis.rank))
+        self.machine.move(SHARDED_POST_FORWARD, self.fqn)
+        self._register(SHARDED_POST_FORWARD)
+        self._free_full()
+
+    def _free_full(self) -> None:
+        assert self._full is not None
+        self._full.untyped_storage().resize_(0)
+        if _events.listeners:
+            _events.emit("reshard", self.fqn, self.clock.phase)
+
+    def reduce(self, settings: Settings) -> Reduction | None:
+        """Pack local gradients. Returns the reduction to start, or None while sync is off."""
+        reduction = self.reducer.reduce(settings, self.comm, self.streams)
+        if reduction is not None and _events.listeners:
+            _events.emit("reduce", self.fqn, self.clock.phase, reduction.nbytes)
+        return reduction
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
+        kept = ("data", "policy", "device", "fqn", "params", "_smaller")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["data"], state["policy"], state["device"])  # type: ignore[misc]  # not a new object
+        self.fqn, self._smaller = state["fqn"], state["_smaller"]
+        self.params.extend(state["params"])
+        for param in self.params:
+            param.machine = self.machine

@@ -1,0 +1,256 @@
+"""Module hooks and autograd hooks: what happens when. This is the time line of a step.
+
+::
+
+    pre_forward(unit)     begin_forward, if no other unit's forward is running
+                          unshard, wait                     all-gather of this unit
+                          prefetch                          all-gather of the next, beside compute
+                          cast inputs; mark inputs          (gradients wanted)
+      ... the module's forward ...
+    post_forward(unit)    cast outputs; mark outputs        (gradients wanted)
+                          reshard, as the unit's settings say
+                          end_forward, if this unit began it
+
+    pre_backward(call)    on a marked output: unshard, wait, prefetch the call before it
+      ... autograd through the module ...
+    post_backward(call)   on a marked input: reshard, reduce
+    end_backward          by the engine: whatever no marked input covered
+
+Owns every hook registration. It must not know buffers or collectives.
+
+[Note: marks]
+A mark is a pre-hook on an autograd node. On the output side it is the node that made the output
+(and the one that made its base, if the output is a view: an in-place update of a view moves the
+view's history onto its base). On the input side it is the node of a ``view_as`` (or of the dtype
+cast) put between the caller's tensor and the module: it is older than every node of the module, so
+the engine, which runs younger nodes first, has finished the module when it gets there. A view is a
+plain autograd view: updating it, or a view of it, in place stays legal, which a custom
+``autograd.Function`` there would forbid.
+
+[Note: one reduction a backward]
+A unit may run several forwards before a backward. Each recorded call is *open* until its
+post-backward, or until its graph dies; the unit reduces when the last open call is done, and at
+the end of backward in any case. So its parameters get one gradient a backward, as plain ones do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2 import _torch
+from fsdp2._runtime import Runtime, Unit, attach
+from fsdp2._tree import map_tensors
+
+UNIT_ATTRIBUTE = "_fsdp2_unit"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit that ``fully_shard`` made of a module."""
+    return module.__dict__.get(UNIT_ATTRIBUTE)
+
+
+class Call:
+    """One recorded forward of a unit, from its marks to its backward. Autograd's graph owns it."""
+
+    __slots__ = ("__weakref__", "_active", "_done_in", "previous", "runtime", "unit")
+
+    def __init__(self, unit: Unit, runtime: Runtime) -> None:
+        self.unit = unit
+        self.runtime = runtime
+        self.previous: Unit | None = None
+        self._active = False
+        self._done_in = 0
+
+    def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
+        """A gradient reached an output."""
+        unit, runtime = self.unit, self.runtime
+        runtime.begin_backward()
+        if self._active or self._done_in == runtime.backward_number:
+            return
+        self._active = True
+        unit.active_calls += 1
+        unit.open_calls.add(self)
+        runtime.calls.append(self)
+        unit.unshard()
+        unit.wait_for_unshard()
+        runtime.prefetch_backward(unit, self.previous)
+
+    def post_backward(self, grads: tuple[Tensor | None, ...]) -> None:
+        """Every gradient inside the unit has been computed; this one leaves it."""
+        if not self._active:
+            return
+        self.close()
+        unit, runtime = self.unit, self.runtime
+        if torch.is_grad_enabled():  # create_graph: a backward may come through these gradients
+            for grad in grads:
+                if grad is not None and grad.grad_fn is not None:
+                    grad.grad_fn.register_prehook(self.pre_backward)
+        if unit.in_backward:
+            return
+        if unit.settings.reshard_after_backward:
+            unit.reshard()
+        if not unit.open_calls:
+            runtime.reduce(unit)
+
+    def close(self) -> None:
+        """This call needs its unit no longer in the running backward."""
+        if self._active:
+            self._active = False
+            self._done_in = self.runtime.backward_number
+            self.unit.active_calls -= 1
+            self.unit.open_calls.discard(self)
+
+    def mark_input(self, tensor: Tensor, cast: Tensor) -> Tensor:
+        """Put a node between the caller's tensor and the module, with post-backward on it."""
+        if cast is tensor:
+            cast = tensor.view_as(tensor)
+        if cast.grad_fn is not None:
+            cast.grad_fn.register_prehook(self.post_backward)
+        return cast
+
+    def mark_outputs(self, output: Any) -> bool:
+        """Put pre-backward on what made the outputs; return True if anything can have a gradient."""
+        marked = False
+
+        def mark(tensor: Tensor) -> Tensor:
+            nonlocal marked
+            if tensor.requires_grad:
+                marked = True
+                base = _torch.base_of(tensor)
+                for made in (tensor,) if base is None else (tensor, base):
+                    if made.grad_fn is not None:
+                        made.grad_fn.register_prehook(self.pre_backward)
+            return tensor
+
+        map_tensors(mark, output)
+        return marked
+
+
+def pre_forward(
+    unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make parameters whole and prepare the inputs."""
+    runtime = unit.runtime
+    if runtime is None:
+        runtime = attach(unit, unit_of)
+    if runtime.is_recomputing:
+        unit.unshard()
+        unit.wait_for_unshard()
+    else:
+        if runtime.forward_root is None:
+            runtime.begin_forward(unit)
+        unit.unshard()
+        unit.wait_for_unshard()
+        runtime.prefetch_forward(unit)
+    call = Call(unit, runtime) if torch.is_grad_enabled() and unit.groups else None
+    unit.calls.append(call)
+    policy = unit.policy
+    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    if call is None and dtype is None:
+        return args, kwargs
+
+    def prepare(tensor: Tensor) -> Tensor:
+        cast = tensor
+        if dtype is not None and tensor.dtype != dtype and tensor.is_floating_point():
+            cast = tensor.to(dtype)
+        if call is not None and tensor.requires_grad:
+            cast = call.mark_input(tensor, cast)
+        return cast
+
+    args = tuple([map_tensors(prepare, arg) for arg in args])
+    if kwargs:
+        kwargs = {name: map_tensors(prepare, value) for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
+    """Prepare the outputs and give parameters back."""
+    call = unit.calls.pop() if unit.calls else None
+    runtime = unit.runtime
+    assert runtime is not None
+    dtype = unit.policy.output_dtype
+    if dtype is not None:
+        output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+    recomputing = runtime.is_recomputing
+    if call is not None and call.mark_outputs(output):
+        unit.open_calls.add(call)
+        if not recomputing:
+            call.previous, runtime.last_unit = runtime.last_unit, unit
+    if not unit.calls:
+        with_grad = torch.is_grad_enabled()
+        if not (unit.in_backward or (recomputing and with_grad)):
+            _reshard_after(unit, module, with_grad)
+        if runtime.forward_root is unit:
+            runtime.end_forward()
+    return output
+
+
+def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
+    unit.ran.add(module)
+    if len(unit.ran) < len(unit.modules):
+        return
+    unit.ran.clear()
+    if unit.keeps_after_forward(with_grad):
+        return
+    if with_grad:
+        unit.reshard_post_forward()
+    else:
+        unit.reshard()
+
+
+def forward_raised(unit: Unit) -> None:
+    """An exception left a unit's forward. The next forward recovers if it left the outermost."""
+    runtime = unit.runtime
+    if runtime is not None and runtime.forward_root is unit:
+        runtime.fail()
+
+
+class ForwardHooks:
+    """The hooks of one module of a unit: an object, so that copies of the module copy them."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return pre_forward(self.unit, args, kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return post_forward(self.unit, module, output)
+
+
+class ForwardMethod:
+    """A method of a module that unshards as ``forward`` does."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.replaced = module.__dict__.get(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, unit = self.module, unit_of(self.module)
+        assert unit is not None
+        method = self.replaced or getattr(type(module), self.name).__get__(module)
+        try:
+            args, kwargs = pre_forward(unit, args, kwargs)
+            return post_forward(unit, module, method(*args, **kwargs))
+        except BaseException:
+            forward_raised(unit)
+            raise
+
+
+def register_hooks(unit: Unit) -> None:
+    """Put the hooks onto a unit's modules, ours first before forward and last after it."""
+    hooks = ForwardHooks(unit)
+    for module in unit.modules:
+        module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+        module.register_forward_hook(hooks.after, prepend=False)
+    holders = {site.module for group in unit.groups for p in group.params for site in p.sites}
+    for module in holders.union(unit.modules):
+        module.register_state_dict_pre_hook(unit.reshard_if_idle)
+        module.register_load_state_dict_pre_hook(unit.reshard_if_idle)

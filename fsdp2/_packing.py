@@ -1,0 +1,161 @@
+"""Tensors in, tensors out: views of flat buffers, casting shards, unpacking parameters, packing
+gradients. No process group, no stream, no module; every function is a few kernels on a plan.
+
+Legend: W = ranks of the shard axis, C = bytes (or wire elements) that a rank contributes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp2 import _torch
+from fsdp2._layout import GatherLayout, ReduceLayout, ShardLayout, contiguous_stride
+
+
+def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """View ``numel`` elements of a byte buffer from byte ``start``."""
+    return buffer[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def piece_of(shards: Tensor, layout: GatherLayout, index: int) -> Tensor:
+    """View a parameter's padded piece in the shard buffer: ``[*piece_shape]``."""
+    item = layout.items[index]
+    flat = typed(shards, layout.shard_offsets[index], item.shard.piece_numel, item.storage_dtype)
+    return flat.view(item.shard.piece_shape)
+
+
+def shard_in_piece(piece: Tensor, shard: ShardLayout, rank: int) -> Tensor:
+    """View the rank's own rows of its padded piece, as a contiguous tensor."""
+    shape = shard.shard_shape(rank)
+    if tuple(piece.shape) == shape:
+        return piece
+    return piece.reshape(-1)[: math.prod(shape)].view(shape)
+
+
+def shard_of(tensor: Tensor, shard: ShardLayout, rank: int) -> Tensor:
+    """View a rank's rows of an unsharded tensor."""
+    if shard.dim is None:
+        return tensor
+    return tensor.narrow(shard.dim, shard.start(rank), shard.rows(rank))
+
+
+def cast_shards(shards: Tensor, send: Tensor, layout: GatherLayout) -> None:
+    """Fill the send buffer from the shard buffer: one kernel for each dtype pair."""
+    for segment in layout.segments:
+        source = typed(shards, segment.shard_start, segment.numel, segment.storage_dtype)
+        typed(send, segment.send_start, segment.numel, segment.compute_dtype).copy_(source)
+
+
+def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View the unsharded tensors, with their own strides, in the full buffer.
+
+    Each has a version counter of its own, which writes through the full buffer do not touch:
+    autograd must not take an all-gather for a modification of saved parameters.
+    """
+    views = []
+    for item, start in zip(layout.items, layout.full_offsets, strict=True):
+        flat = typed(full, start, item.shard.numel, item.compute_dtype)
+        views.append(flat.as_strided(item.shard.shape, item.shard.stride).data)
+    return views
+
+
+def gather_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View where pieces land: ``[W, C_i]`` in wire dtype where one copy does, else the tensor."""
+    wire, targets = layout.wire_dtype, []
+    for index in layout.order:
+        item, start = layout.items[index], layout.full_offsets[index]
+        if item.shard.is_replicated or not item.shard.is_rank_major:
+            flat = typed(full, start, item.shard.numel, item.compute_dtype)
+            targets.append(flat.as_strided(item.shard.shape, item.shard.stride))
+        else:
+            numel = layout.piece_nbytes(index) // wire.itemsize
+            targets.append(typed(full, start, layout.size * numel, wire).view(layout.size, numel))
+    return targets
+
+
+def unpack(gathered: Tensor, send: Tensor, layout: GatherLayout, targets: list[Tensor]) -> None:
+    """Copy gathered pieces ``[W, C]`` into the parameters (``targets`` of ``gather_targets``).
+
+    ``send`` is this rank's send buffer; replicated parameters are read from it.
+    """
+    if layout.is_rank_major:
+        sharded = [t for t in targets if t.dim() == 2 and t.dtype == gathered.dtype]
+        if len(sharded) == len(targets):
+            sizes = [target.shape[1] for target in targets]
+            torch.split_with_sizes_copy(gathered, sizes, dim=1, out=targets)
+            return
+    for target, index in zip(targets, layout.order, strict=True):
+        item, start = layout.items[index], layout.send_offsets[index]
+        if item.shard.is_replicated:
+            own = typed(send, start, item.shard.numel, item.compute_dtype)
+            target.copy_(own.view(item.shard.shape))
+        elif item.shard.numel == 0:
+            continue
+        elif item.shard.is_rank_major:
+            begin = start // gathered.dtype.itemsize
+            target.copy_(gathered[:, begin : begin + target.shape[1]])
+        else:
+            rows = gathered.view(torch.uint8)[:, start : start + layout.piece_nbytes(index)]
+            _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
+
+
+def _unpack_strided(target: Tensor, pieces: Tensor, shard: ShardLayout) -> None:
+    """Copy pieces ``[W, piece_numel]`` into a tensor of any stride, sharded on any dim."""
+    assert shard.dim is not None
+    dim, chunk = shard.dim, shard.chunk
+    pieces = pieces.unflatten(1, shard.piece_shape)
+    whole, rest = divmod(shard.shape[dim], chunk)
+    head = target.narrow(dim, 0, whole * chunk).unflatten(dim, (whole, chunk)).movedim(dim, 0)
+    head.copy_(pieces[:whole])
+    if rest:
+        target.narrow(dim, whole * chunk, rest).copy_(pieces[whole].narrow(dim, 0, rest))
+
+
+def pack_gradients(
+    grads: Sequence[Tensor | None], layout: ReduceLayout, device: torch.device, out: Tensor
+) -> None:
+    """Write local gradients and the participation counts into ``out``, ``[W, numel]``.
+
+    A gradient that is ``None`` counts as zero. Gradients are cast to the dtype of ``out``.
+    """
+    dtypes = {grad.dtype for grad in grads if grad is not None}
+    dtype = next(iter(dtypes)) if len(dtypes) == 1 else layout.dtype
+    columns = []
+    for grad, shard in zip(grads, layout.shards, strict=True):
+        if shard.piece_numel == 0:
+            continue
+        if grad is None:
+            grad = torch.zeros((), dtype=dtype, device=device).expand(shard.shape)
+        elif grad.dtype != dtype:
+            grad = grad.to(dtype)
+        if shard.dim is None:
+            grad = grad.reshape(1, -1).expand(layout.size, -1)
+        elif shard.dim:
+            grad = grad.movedim(shard.dim, 0)
+        columns.append(grad)
+    present = [0.0 if grad is None else 1.0 for grad in grads]
+    if all(present):
+        counts = torch.ones((), dtype=dtype, device=device).expand(layout.size, len(present))
+    else:
+        counts = torch.tensor(present, dtype=dtype, device=device).expand(layout.size, -1)
+    columns.append(counts)
+    _torch.chunk_cat(columns, layout.size, out)
+
+
+def unpack_gradients(reduced: Tensor, layout: ReduceLayout, rank: int) -> list[Tensor]:
+    """View (or, off dim 0, copy) each member's shard of the gradient in the output ``[numel]``."""
+    grads = []
+    for shard, start in zip(layout.shards, layout.offsets, strict=True):
+        shape = shard.shard_shape(rank)
+        if not shard.dim:
+            grads.append(reduced.as_strided(shape, contiguous_stride(shape), start))
+            continue
+        rows = shape[shard.dim]
+        moved = (rows, *shape[: shard.dim], *shape[shard.dim + 1 :])
+        piece = reduced.as_strided(moved, contiguous_stride(moved), start)
+        grads.append(piece.movedim(0, shard.dim).contiguous())
+    return grads

@@ -1,0 +1,172 @@
+"""One parameter's life: ``FSDPParam`` and the state machine that it shares with its group.
+
+Owns the table of legal moves, the places where a parameter is registered, and what is registered
+there in each state. It must not know buffers' layout in a group, collectives or hooks.
+
+Map: ``ParamState`` and ``TRANSITIONS``; ``StateMachine`` (one a group: its parameters move
+together, so the state is kept once); ``Site``; ``FSDPParam``.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _torch
+from fsdp2._errors import StateError
+from fsdp2._placement import ParamPlacement
+
+
+class ParamState(enum.Enum):
+    """Which form of its parameters a group has registered."""
+
+    SHARDED = "sharded"
+    SHARDED_POST_FORWARD = "sharded over a smaller mesh, between forward and backward"
+    UNSHARDED = "unsharded"
+
+
+SHARDED = ParamState.SHARDED
+SHARDED_POST_FORWARD = ParamState.SHARDED_POST_FORWARD
+UNSHARDED = ParamState.UNSHARDED
+
+TRANSITIONS = {
+    SHARDED: {UNSHARDED},
+    UNSHARDED: {SHARDED, SHARDED_POST_FORWARD},
+    SHARDED_POST_FORWARD: {UNSHARDED, SHARDED},
+}
+
+
+class StateMachine:
+    """The state of a group's parameters. ``move`` is the one method that writes it."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = SHARDED
+
+    def check(self, target: ParamState, fqn: str) -> None:
+        """Raise StateError if the move is not in the table; change nothing."""
+        if target not in TRANSITIONS[self.state]:
+            raise StateError(
+                f"{fqn or '<root>'}: cannot go from {self.state.name} to {target.name}. Legal: "
+                f"{', '.join(sorted(s.name for s in TRANSITIONS[self.state]))}."
+            )
+
+    def move(self, target: ParamState, fqn: str) -> None:
+        self.check(target, fqn)
+        self.state = target
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One place where a parameter is registered; tied parameters have several."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def registered(self) -> torch.Tensor | None:
+        return self.module._parameters.get(self.name)
+
+
+class FSDPParam:
+    """A parameter in its forms: the sharded one, the unsharded one, the post-forward one.
+
+    ``sharded`` is what optimizers and checkpoints hold: one object for life, unless the user
+    replaces it. ``unsharded`` is one object for life too, so that autograd's saved tensors stay
+    valid while its storage is freed and filled again.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        sites: list[Site],
+        placement: ParamPlacement,
+        original: nn.Parameter,
+    ) -> None:
+        self.fqn = fqn
+        self.sites = sites
+        self.placement = placement
+        self.storage_dtype = original.dtype
+        self.trainable = original.requires_grad
+        self.param_dtype: torch.dtype | None = None
+        self.machine = StateMachine()
+        self.attributes = dict(vars(original))
+        self.sharded: nn.Parameter = original
+        self.local: torch.Tensor | None = None
+        self.spec = placement.sharded_spec(self.storage_dtype)
+        self.unsharded: nn.Parameter | None = None
+        self.post_forward: nn.Parameter | None = None
+
+    @property
+    def state(self) -> ParamState:
+        return self.machine.state
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the unsharded parameter. Raw kinds (integers, 8-bit floats) are never cast."""
+        dtype = self.storage_dtype
+        if self.param_dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:
+            return dtype
+        return self.param_dtype
+
+    def set_shard(self, local: torch.Tensor, registered: nn.Parameter | None) -> None:
+        """Take ``local`` (in the group's flat buffer) as the shard, and register it.
+
+        ``registered`` is a DTensor parameter that keeps its identity (the optimizer may hold it);
+        None makes a new one.
+        """
+        self.spec = self.placement.sharded_spec(local.dtype)
+        if registered is None:
+            self.sharded = self._parameter(_torch.new_dtensor(local, self.spec), self.sharded)
+        else:
+            assert isinstance(registered, DTensor)
+            _torch.set_local_tensor(registered, local)
+            self.sharded = registered
+        self.local = local
+        self.storage_dtype = local.dtype
+
+    def set_unsharded(self, tensor: torch.Tensor) -> None:
+        """Build the unsharded parameter on memory of the group's full buffer."""
+        spec = self.placement.unsharded_spec(tensor.dtype)
+        whole = tensor if spec is None else _torch.new_dtensor(tensor, spec)
+        self.unsharded = self._parameter(whole, None)
+
+    def set_post_forward(self, local: torch.Tensor, placement: ParamPlacement) -> None:
+        """Build the parameter that is registered while sharded over the smaller mesh."""
+        spec = placement.sharded_spec(local.dtype)
+        self.post_forward = self._parameter(_torch.new_dtensor(local, spec), None)
+
+    def sync_trainable(self) -> bool:
+        """Carry ``requires_grad`` of the registered shard over; return True if it changed."""
+        trainable = self.sharded.requires_grad
+        if trainable == self.trainable:
+            return False
+        self.trainable = trainable
+        for form in (self.unsharded, self.post_forward):
+            if form is not None:
+                form.requires_grad_(trainable)
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies keep no memory of the group's buffers; adoption finds the shard on its site."""
+        return {
+            **vars(self),
+            "local": None,
+            "unsharded": None,
+            "post_forward": None,
+            "machine": None,
+        }
+
+    def _parameter(self, tensor: torch.Tensor, hooks_of: nn.Parameter | None) -> nn.Parameter:
+        param = nn.Parameter(tensor, requires_grad=self.trainable)
+        for name, value in self.attributes.items():
+            setattr(param, name, value)
+        if hooks_of is not None:
+            _torch.move_hooks(hooks_of, param)
+        return param

@@ -1,0 +1,269 @@
+"""Gradients of a group: from autograd's unsharded ones to sharded DTensors.
+
+Owns the reduce layout, what is accumulated while sync is off, and one reduction in flight. It must
+not know hooks or when to reduce.
+
+[Note: reduce is constant]
+A group reduces every trainable parameter, on every rank, whatever took part: ranks that took
+different branches cannot mismatch their collectives. How many ranks had a gradient travels in the
+last elements of the buffer, so that a parameter that nobody used keeps ``grad is None``. A rank
+that has every gradient itself need not look; on a device, looking costs a synchronisation.
+
+A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
+that compute runs between them. On a device they are enqueued at once and streams do the waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _packing, _torch
+from fsdp2._comm import Comm, GradientScale
+from fsdp2._errors import StateError, UnsupportedError
+from fsdp2._layout import ReduceLayout
+from fsdp2._mesh import DataMesh
+from fsdp2._param import FSDPParam
+from fsdp2._policy import Settings
+from fsdp2._streams import InFlight, Launched, Streams
+
+
+class Reducer:
+    """What a group knows about reducing its gradients."""
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        data: DataMesh,
+        device: torch.device,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self._params = params
+        self._device = device
+        self._data = data
+        self._reduce_dtype = reduce_dtype
+        self._layout: ReduceLayout | None = None
+        self._members: list[FSDPParam] = []
+        self._specs: list[_torch.DTensorSpec] = []
+        self._dtypes: set[torch.dtype] = set()
+        self.accumulated: Tensor | None = None
+        self.partial: Tensor | None = None
+
+    def invalidate(self) -> None:
+        """Forget the layout: dtypes or the set of trainable parameters changed.
+
+        Raises:
+            StateError: gradients in the old layout wait for a backward with gradient sync.
+        """
+        if self.accumulated is not None or self.partial is not None:
+            raise StateError(
+                f"{self._params[0].fqn}: requires_grad or the dtype of a parameter of its group "
+                "changed while gradients are accumulated without sync. Run a backward with "
+                "gradient sync first."
+            )
+        self._layout = None
+
+    def discard(self) -> None:
+        """Drop every unreduced gradient."""
+        self.accumulated = self.partial = None
+        for param in self._params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+    def layout(self) -> ReduceLayout:
+        """Plan, or return the plan: constant over ranks and steps."""
+        if self._layout is None:
+            indices = [i for i, param in enumerate(self._params) if param.trainable]
+            self._members = [self._params[i] for i in indices]
+            self._dtypes = {param.compute_dtype for param in self._members}
+            dtype = self._reduce_dtype
+            if dtype is None:
+                dtype = next(iter(self._dtypes), torch.float32)
+                for other in self._dtypes:
+                    dtype = torch.promote_types(dtype, other)
+            shards = [param.placement.layout for param in self._members]
+            self._layout = ReduceLayout.plan(indices, shards, self._data.shard.size, dtype)
+            self._specs = [param.spec for param in self._members]
+        return self._layout
+
+    @property
+    def has_gradients(self) -> bool:
+        """True if there is something to reduce that a backward left."""
+        if self.accumulated is not None:
+            return True
+        self.layout()
+        return any(p.unsharded is not None and p.unsharded.grad is not None for p in self._members)
+
+    def reduce(self, settings: Settings, comm: Comm, streams: Streams) -> Reduction | None:
+        """Pack the local gradients; return the reduction to start, or None while sync is off.
+
+        Raises:
+            UnsupportedError: a gradient carries a graph (``backward(create_graph=True)``).
+        """
+        layout = self.layout()
+        if not layout.members:
+            return None
+        if not settings.reduce_grads and self._dtypes == {layout.dtype}:
+            return None  # autograd accumulates in the reduce dtype already
+        grads = self._take_gradients()
+        packed = comm.allocate((layout.size, layout.numel), layout.dtype, self._device)
+        _packing.pack_gradients(grads, layout, self._device, packed)
+        missing = any(grad is None for grad in grads)
+        if self.accumulated is not None:
+            packed, self.accumulated = self.accumulated.add_(packed), None
+            missing = True
+        if not settings.reduce_grads:
+            self.accumulated = packed
+            return None
+        return Reduction(self, layout, packed, missing, settings.all_reduce_grads, comm, streams)
+
+    def _take_gradients(self) -> list[Tensor | None]:
+        """Detach the local gradients from the unsharded parameters."""
+        grads: list[Tensor | None] = []
+        for param in self._members:
+            assert param.unsharded is not None
+            grad = param.unsharded.grad
+            if grad is not None:
+                if grad.requires_grad:
+                    raise UnsupportedError(
+                        f"{param.fqn}: its gradient has a graph, because backward was called with "
+                        "create_graph=True, and a reduced gradient cannot carry one. Take "
+                        "gradients of inputs with torch.autograd.grad(..., create_graph=True), "
+                        "then call backward() on what you made of them."
+                    )
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+                if isinstance(grad, DTensor):
+                    grad = _local_gradient(grad, param)
+            grads.append(grad)
+        for param in self._members:
+            param.unsharded.grad = None  # type: ignore[union-attr]  # asserted above
+        return grads
+
+    def store(self, reduced: Tensor, layout: ReduceLayout, missing: bool) -> None:
+        """Set or add the sharded gradients from a reduced and scaled buffer ``[numel]``."""
+        counts = reduced[layout.tail_start :].tolist() if missing else None
+        by_dtype = {reduced.dtype: reduced}
+        shards: dict[torch.dtype, list[Tensor]] = {}
+        rank = self._data.shard.rank
+        for position, param in enumerate(self._members):
+            if counts is not None and counts[position] == 0:
+                continue
+            dtype = param.storage_dtype
+            if dtype not in shards:
+                if dtype not in by_dtype:
+                    by_dtype[dtype] = reduced.to(dtype)
+                shards[dtype] = _packing.unpack_gradients(by_dtype[dtype], layout, rank)
+            _accumulate(param.sharded, shards[dtype][position], self._specs[position])
+
+
+def _accumulate(param: torch.nn.Parameter, local: Tensor, spec: _torch.DTensorSpec) -> None:
+    """Do to a leaf what autograd does when it has computed a gradient: hooks, then ``grad``."""
+    grad: Tensor = _torch.new_dtensor(local, spec)
+    if _torch.has_gradient_hooks(param):
+        grad = _torch.apply_gradient_hooks(param, grad)
+    existing = param.grad
+    if existing is None:
+        param.grad = grad
+    elif isinstance(existing, DTensor) and isinstance(grad, DTensor):
+        _torch.local_tensor(existing).add_(_torch.local_tensor(grad))
+    else:
+        existing.add_(grad)
+    _torch.run_post_accumulate_hooks(param)
+
+
+def _local_gradient(grad: DTensor, param: FSDPParam) -> Tensor:
+    """Return the local part of a tensor-parallel gradient, placed as its parameter is."""
+    spec = param.placement.tensor_parallel
+    assert spec is not None
+    if tuple(grad.placements) != tuple(spec.placements):
+        grad = grad.redistribute(placements=spec.placements)
+    return grad.to_local()
+
+
+class Reduction:
+    """One group's gradients under way. Calls must come in the order start, advance, finish."""
+
+    def __init__(
+        self,
+        owner: Reducer,
+        layout: ReduceLayout,
+        packed: Tensor,
+        missing: bool,
+        all_reduce: bool,
+        comm: Comm,
+        streams: Streams,
+    ) -> None:
+        self._owner = owner
+        self._layout = layout
+        self._data = owner._data
+        self._missing = missing
+        self._all_reduce = all_reduce
+        self._comm = comm
+        self._streams = streams
+        self._scale = GradientScale.mean(self._data.size, layout.dtype)
+        self._packed: Tensor | None = packed
+        self._reduced: Tensor | None = None
+        self._flight: InFlight | None = None
+        self.nbytes = layout.nbytes
+
+    def start(self) -> None:
+        """Issue the reduce-scatter."""
+        assert self._packed is not None
+        if self._scale.before != 1.0:
+            self._packed.mul_(self._scale.before)
+        self._streams.order_after_compute("reduce")
+        self._flight = self._streams.launch("reduce", self._reduce_scatter)
+
+    def _reduce_scatter(self) -> Launched:
+        assert self._packed is not None
+        packed, layout, axis = self._packed, self._layout, self._data.shard
+        if axis.size == 1:
+            self._reduced = packed.view(-1)
+            return Launched((packed,), None)
+        self._reduced = self._comm.allocate((layout.numel,), layout.dtype, packed.device)
+        work = self._comm.reduce_scatter(
+            self._reduced, packed.view(-1), axis, self._streams.async_op
+        )
+        return Launched((packed, self._reduced), work)
+
+    def advance(self) -> None:
+        """Issue the all-reduce over the replicate axis, if there is one."""
+        if self._data.replicate.size > 1:
+            self._flight = self._streams.launch("all_reduce", self._sum_replicas, self._flight)
+
+    def _sum_replicas(self) -> Launched:
+        assert self._reduced is not None
+        owner = self._owner
+        if owner.partial is not None:
+            self._reduced, owner.partial = owner.partial.add_(self._reduced), None
+            self._missing = True
+        reduced = self._reduced
+        if not self._all_reduce:
+            owner.partial, self._reduced = reduced, None
+            return Launched((reduced,), None)
+        work = self._comm.all_reduce(reduced, self._data.replicate, self._streams.async_op)
+        return Launched((reduced,), work)
+
+    def finish(self) -> None:
+        """Scale, and set the sharded gradients."""
+        lane = "reduce" if self._data.replicate.size == 1 else "all_reduce"
+        self._flight = self._streams.launch(lane, self._store, self._flight)
+
+    def _store(self) -> Launched:
+        reduced = self._reduced
+        if reduced is None:
+            return Launched((), None)
+        if self._scale.after != 1.0:
+            reduced.mul_(self._scale.after)
+        self._owner.store(reduced, self._layout, self._missing)
+        return Launched((reduced,), None)
+
+    def wait(self) -> None:
+        """Make the gradients safe to use by compute, and free the buffers."""
+        if self._flight is not None:
+            self._flight.wait()
+        self._flight = self._packed = self._reduced = None

@@ -1,0 +1,365 @@
+"""State above groups: ``Unit`` (one call of ``fully_shard``) and ``Runtime`` (one tree of units).
+
+Owns phases, lazy initialisation, settings, prefetch, the queue of reductions, the end of backward
+and recovery. It must not know autograd nodes or module hooks: ``_hooks`` calls it.
+
+Phases of a runtime::
+
+    IDLE ──begin_forward──▶ FORWARD ──end_forward──▶ IDLE
+    IDLE ──begin_backward─▶ BACKWARD ─end_backward─▶ IDLE      (a recomputed forward stays BACKWARD)
+    FORWARD, BACKWARD ──recover (an exception left it there)──▶ IDLE
+
+[Note: a step is a transaction]
+An exception leaves no trace that the next step could meet. A forward that raises passes through
+the unit that began it, which marks the runtime. A backward that raises never calls its callback,
+and the engine drops it: a dead reference to the callback, outside of any backward, says that the
+last backward failed. The next forward then waits for what is in flight, reshards, drops unreduced
+gradients and starts clean. All ranks do so if all ranks failed, which is what their collectives
+need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from fsdp2 import _events, _torch
+from fsdp2._errors import StateError
+from fsdp2._events import BACKWARD, FORWARD, IDLE, Clock
+from fsdp2._group import ParamGroup
+from fsdp2._policy import MixedPrecisionPolicy, Settings
+from fsdp2._reduction import Reduction
+from fsdp2._schedule import Schedule
+from fsdp2._streams import Streams, streams_for
+
+if TYPE_CHECKING:
+    from fsdp2._hooks import Call
+
+_CPU = torch.device("cpu")
+
+REDUCTIONS_IN_FLIGHT = 2
+"""Reductions that may hold their buffers at a time; the oldest is finished first."""
+
+
+class Unit:
+    """What one call of ``fully_shard`` made: its modules, its groups, its settings."""
+
+    def __init__(
+        self, modules: tuple[nn.Module, ...], policy: MixedPrecisionPolicy, settings: Settings
+    ) -> None:
+        self.modules = modules
+        self.policy = policy
+        self.settings = settings
+        self.groups: list[ParamGroup] = []
+        self.fqn = ""
+        self.runtime: Runtime | None = None
+        self.forward_prefetch: tuple[Unit, ...] | None = None
+        self.backward_prefetch: tuple[Unit, ...] | None = None
+        self.ran: set[nn.Module] = set()
+        self.calls: list[Call | None] = []
+        self.active_calls = 0
+        self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()
+
+    @property
+    def is_root(self) -> bool:
+        return self.runtime is not None and self.runtime.root is self
+
+    @property
+    def in_backward(self) -> bool:
+        """True between the pre-backward and the post-backward of one of its calls."""
+        return self.active_calls > 0
+
+    def configure(self, **changes: Any) -> None:
+        """Replace settings; a misspelt name is a TypeError."""
+        self.settings = dataclasses.replace(self.settings, **changes)
+
+    def keeps_after_forward(self, with_grad: bool) -> bool:
+        """True if parameters stay unsharded after a forward.
+
+        A root that was given no choice keeps them for its backward only: after a forward without
+        gradients ``parameters()`` are sharded again.
+        """
+        choice = self.settings.reshard_after_forward
+        if choice is None:
+            return self.is_root and with_grad
+        return choice is False
+
+    def unshard(self) -> None:
+        for group in self.groups:
+            group.unshard()
+
+    def wait_for_unshard(self) -> None:
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        for group in self.groups:
+            group.reshard()
+
+    def reshard_post_forward(self) -> None:
+        for group in self.groups:
+            group.reshard_post_forward()
+
+    @property
+    def is_unsharded(self) -> bool:
+        return all(group.is_unsharded for group in self.groups)
+
+    def reshard_if_idle(self, *_: Any, **__: Any) -> None:
+        """Register sharded parameters before ``state_dict`` and ``load_state_dict`` (a hook)."""
+        if self.runtime is not None:
+            self.runtime.recover_if_failed()
+        if self.runtime is None or self.runtime.clock.phase is IDLE:
+            self.reshard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies carry the recipe; a copy is initialised again at its first forward."""
+        dropped = ("runtime", "ran", "calls", "active_calls", "open_calls")
+        return {name: value for name, value in vars(self).items() if name not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["modules"], state["policy"], state["settings"])  # type: ignore[misc]  # not a new object
+        vars(self).update(state)
+
+
+class _EndOfBackward:
+    """The engine's callback. It lives exactly as long as the backward that it ends."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __call__(self) -> None:
+        self._runtime.end_backward()
+
+
+class Runtime:
+    """State of a tree of units. The first unit that runs a forward becomes its root."""
+
+    def __init__(self, root: Unit, units: list[Unit]) -> None:
+        self.root = root
+        self.units = units
+        self.clock = Clock()
+        self.streams: Streams = streams_for(next((g.device for u in units for g in u.groups), _CPU))
+        self.schedule: Schedule[Unit] = Schedule()
+        self.forward_root: Unit | None = None
+        self.failed = False
+        self.backward_number = 0
+        self.calls: list[Call] = []
+        self.last_unit: Unit | None = None
+        self._prefetched: list[Unit] = []
+        self._reductions: deque[Reduction] = deque()
+        self._callback: weakref.ref[_EndOfBackward] | None = None
+
+    # Forward.
+
+    def begin_forward(self, entry: Unit) -> None:
+        """A unit's forward starts outside of any other's."""
+        self.recover_if_failed()
+        _follow_listeners()
+        self.streams.order_after_compute("gather")
+        self.clock.phase = FORWARD
+        self.forward_root = entry
+        self.last_unit = None
+        self.schedule.begin(entry)
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Issue the unshard of what follows ``unit``, to overlap with its compute."""
+        expected = self.schedule.visit(unit)
+        following: Iterable[Unit]
+        if unit.forward_prefetch is not None:
+            following = unit.forward_prefetch
+        else:
+            following = () if expected is None else (expected,)
+        for other in following:
+            self._prefetch(other)
+
+    def _prefetch(self, unit: Unit) -> None:
+        for group in unit.groups:
+            if group.is_unsharded or group.is_gathering:
+                continue
+            if _events.listeners:
+                _events.emit("prefetch", unit.fqn, self.clock.phase)
+            group.unshard()
+        self._prefetched.append(unit)
+
+    def end_forward(self) -> None:
+        """The forward that began outside of any other is over."""
+        self.schedule.end()
+        self.clock.phase = IDLE
+        self.forward_root = None
+        self._drop_unused_prefetches()
+
+    def _drop_unused_prefetches(self) -> None:
+        for unit in self._prefetched:
+            for group in unit.groups:
+                if group.is_gathering:
+                    group.reshard()
+        self._prefetched.clear()
+
+    # Backward.
+
+    @property
+    def is_recomputing(self) -> bool:
+        """True if a forward that starts now is a recomputation inside this tree's backward."""
+        return self.clock.phase is BACKWARD and _torch.graph_task_id() != -1
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward reached a unit."""
+        if self.clock.phase is BACKWARD and self._callback is not None and self._callback():
+            return
+        if self.clock.phase is BACKWARD:
+            self.recover()
+        callback = _EndOfBackward(self)
+        self._callback = weakref.ref(callback)
+        _torch.queue_end_of_backward(callback)
+        self.backward_number += 1
+        self.clock.phase = BACKWARD
+
+    def prefetch_backward(self, unit: Unit, previous: Unit | None) -> None:
+        """Issue the unshard of what backward needs after ``unit``."""
+        if unit.backward_prefetch is not None:
+            for other in unit.backward_prefetch:
+                self._prefetch(other)
+        elif previous is not None and previous is not unit:
+            self._prefetch(previous)
+
+    def reduce(self, unit: Unit) -> None:
+        """Reduce a unit's gradients, or accumulate them while its sync is off."""
+        for group in unit.groups:
+            reduction = group.reduce(unit.settings)
+            if reduction is None:
+                continue
+            while len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
+                self._complete(self._reductions.popleft())
+            reduction.start()
+            if not self.streams.async_op:
+                reduction.advance()
+                reduction.finish()
+            self._reductions.append(reduction)
+
+    def _complete(self, reduction: Reduction) -> None:
+        if self.streams.async_op:
+            reduction.advance()
+            reduction.finish()
+        reduction.wait()
+
+    def end_backward(self) -> None:
+        """Reduce what no post-backward reduced, finish what is in flight, reshard."""
+        for call in self.calls:
+            call.close()
+        self.calls.clear()
+        last = self.root.settings.is_last_backward
+        for unit in self.units:
+            if any(group.reducer.has_gradients for group in unit.groups):
+                self.reduce(unit)
+            if unit.settings.reshard_after_backward:
+                unit.reshard()
+        self._prefetched.clear()
+        if last:
+            self.wait_for_reductions()
+        self.clock.phase = IDLE
+        self._callback = None
+
+    def wait_for_reductions(self) -> None:
+        """Make every reduced gradient safe to use."""
+        if self.streams.async_op:
+            for reduction in self._reductions:
+                reduction.advance()
+            for reduction in self._reductions:
+                reduction.finish()
+        while self._reductions:
+            self._reductions.popleft().wait()
+        if _events.listeners:
+            _events.emit("wait_for_reduce", self.root.fqn, self.clock.phase)
+
+    # Recovery.
+
+    def fail(self) -> None:
+        """The running forward raised."""
+        self.failed = True
+        self.forward_root = None
+        self.clock.phase = IDLE
+
+    def recover_if_failed(self) -> None:
+        """Recover from a forward or a backward that raised, if one did."""
+        if self.failed or (self.clock.phase is BACKWARD and _torch.graph_task_id() == -1):
+            self.recover()
+
+    def recover(self) -> None:
+        """Return to a clean state. See [Note: a step is a transaction]."""
+        if _events.listeners:
+            _events.emit("recover", self.root.fqn, self.clock.phase)
+        for reduction in self._reductions:
+            reduction.wait()
+        self._reductions.clear()
+        self.calls.clear()
+        for unit in self.units:
+            unit.calls.clear()
+            unit.ran.clear()
+            unit.active_calls = 0
+            unit.open_calls.clear()
+            unit.reshard()
+            for group in unit.groups:
+                group.reducer.discard()
+        self.streams.reset()
+        self._prefetched.clear()
+        self.schedule.abandon()
+        self.forward_root = self.last_unit = self._callback = None
+        self.failed = False
+        self.clock.phase = IDLE
+
+
+def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
+    """Make ``root`` the root of every unit below it, and plan what only the whole tree shows.
+
+    Raises:
+        StateError: a unit below ran before its root; a tied parameter that no unit holds whole.
+    """
+    names: dict[Unit, str] = {}
+    inside: set[nn.Module] = set()
+    for top in root.modules:
+        for name, module in top.named_modules():
+            inside.add(module)
+            unit = unit_of(module)
+            if unit is not None:
+                names.setdefault(unit, name)
+    for unit, name in names.items():
+        if unit.runtime is not None:
+            raise StateError(
+                f"{name or '<root>'}: ran a forward before {type(root.modules[0]).__name__}, which "
+                "contains it, so it became a root of its own. Run the outermost module that "
+                "fully_shard was applied to first."
+            )
+        for group in unit.groups:
+            for param in group.params:
+                _check_ties(param, unit, inside)
+    runtime = Runtime(root, list(names))
+    for unit, name in names.items():
+        unit.runtime, unit.fqn = runtime, name
+        for group in unit.groups:
+            group.fqn, group.clock, group.streams = name, runtime.clock, runtime.streams
+    return runtime
+
+
+def _check_ties(param: Any, unit: Unit, inside: set[nn.Module]) -> None:
+    if len(param.sites) == 1:
+        return
+    own = {module for top in unit.modules for module in top.modules()}
+    outside = [site for site in param.sites if site.module not in own]
+    if outside:
+        raise StateError(
+            f"{param.fqn}: is tied to a parameter of {type(outside[0].module).__name__}, which no "
+            "common unit contains. Apply fully_shard to a module that contains both as well, and "
+            "run that one."
+        )
+
+
+def _follow_listeners() -> None:
+    _events.follow(_events.profile_event, _torch.profiler_is_running())
+    _events.follow(_events.log_event, _events.logger.isEnabledFor(logging.DEBUG))

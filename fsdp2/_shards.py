@@ -1,0 +1,58 @@
+"""The flat shard buffer of a group: what a rank keeps, and what it sends.
+
+Owns one byte buffer in a gather layout and the views into it. Sharded parameters are these views,
+so an all-gather needs no copy-in, and a cast is one kernel. It must not know states or modules.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsdp2 import _packing
+from fsdp2._comm import Comm
+from fsdp2._layout import GatherLayout
+from fsdp2._mesh import MeshAxis
+from fsdp2._streams import Launched
+
+
+class ShardBuffer:
+    """Pieces of every parameter of a group over one axis."""
+
+    def __init__(self, layout: GatherLayout, axis: MeshAxis, device: torch.device) -> None:
+        self.layout = layout
+        self.axis = axis
+        self.flat = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=device)
+        self.pieces = [
+            _packing.piece_of(self.flat, layout, index) for index in range(len(layout.items))
+        ]
+        self.shards = [
+            _packing.shard_in_piece(piece, item.shard, axis.rank)
+            for piece, item in zip(self.pieces, layout.items, strict=True)
+        ]
+        self.targets: list[Tensor] = []
+        wire = layout.wire_dtype
+        self._wire_numel = layout.gather_nbytes // wire.itemsize
+        self._send = None if layout.casts else self.flat
+        self._send_wire = self._as_wire(self.flat) if self._send is not None else None
+
+    def _as_wire(self, buffer: Tensor) -> Tensor:
+        return _packing.typed(buffer, 0, self._wire_numel, self.layout.wire_dtype)
+
+    def gather(self, comm: Comm, async_op: bool) -> Launched:
+        """Issue the all-gather of every sharded piece.
+
+        The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer.
+        """
+        layout, axis = self.layout, self.axis
+        send, wire = self._send, self._send_wire
+        if send is None or wire is None:
+            send = comm.allocate((layout.send_nbytes,), torch.uint8, self.flat.device)
+            _packing.cast_shards(self.flat, send, layout)
+            wire = self._as_wire(send)
+        if axis.size == 1 or self._wire_numel == 0:
+            return Launched((wire.view(1, -1).expand(axis.size, -1), send), None)
+        shape = (axis.size * self._wire_numel,)
+        gathered = comm.allocate(shape, layout.wire_dtype, self.flat.device)
+        work = comm.all_gather(gathered, wire, axis, async_op)
+        return Launched((gathered.view(axis.size, -1), send), work)

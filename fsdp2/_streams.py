@@ -1,0 +1,118 @@
+"""Work that runs beside the compute, and the buffers it holds.
+
+Owns streams, events and async works. On a CPU the asynchrony is the collective's own (a ``Work``),
+and every method here that orders streams does nothing. On a device there is a stream for each
+*lane* (``gather``, ``reduce``, ``all_reduce``), and memory is handed over by events alone.
+
+[Note: who frees a buffer]
+A buffer that two streams touch is held by an ``InFlight`` until the stream that allocated it has
+been told to wait for the stream that used it last. No ``record_stream``, no synchronisation with
+the host. Gather buffers are allocated in the gather lane and read by compute: ``retire`` records
+compute's progress, and the next launch in that lane waits for it before it drops them. Reduce
+inputs are allocated by compute and read by the reduce lane: ``InFlight.wait`` makes compute wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Launched(NamedTuple):
+    """What an issued collective holds: its buffers, and its work if it is asynchronous."""
+
+    buffers: tuple[torch.Tensor, ...]
+    work: dist.Work | None
+
+
+class InFlight:
+    """Buffers that something still reads or writes. ``wait`` makes them safe to use."""
+
+    __slots__ = ("_event", "_work", "buffers")
+
+    def __init__(self, launched: Launched, event: torch.Event | None = None) -> None:
+        self.buffers = launched.buffers
+        self._work = launched.work
+        self._event = event
+
+    def wait(self) -> None:
+        """Make the current stream (a device) or the caller (a CPU) wait for the work."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._event is not None:
+            torch.accelerator.current_stream().wait_event(self._event)
+
+    def hold_back(self, stream: torch.Stream) -> None:
+        """Make another stream wait for the work."""
+        if self._event is not None:
+            stream.wait_event(self._event)
+
+
+class Streams:
+    """Lanes of a CPU: none. Collectives are issued as async works."""
+
+    async_op = True
+
+    def launch(
+        self, lane: str, issue: Callable[[], Launched], after: InFlight | None = None
+    ) -> InFlight:
+        """Run ``issue`` in a lane, behind ``after``."""
+        if after is not None:
+            after.wait()
+        return InFlight(issue())
+
+    def order_after_compute(self, lane: str) -> None:
+        """Let a lane wait for what compute has been given so far."""
+
+    def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
+        """Free buffers of a lane once compute, as far as it is enqueued, has read them."""
+
+    def reset(self) -> None:
+        """Drop everything held, after the device has finished it."""
+
+
+class DeviceStreams(Streams):
+    """Lanes of a device: one stream each, beside the current (compute) stream."""
+
+    async_op = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._lanes = {
+            name: torch.Stream(device, priority=-1) for name in ("gather", "reduce", "all_reduce")
+        }
+        self._retired: dict[str, tuple[tuple[torch.Tensor, ...], torch.Event]] = {}
+
+    def launch(
+        self, lane: str, issue: Callable[[], Launched], after: InFlight | None = None
+    ) -> InFlight:
+        stream = self._lanes[lane]
+        held = self._retired.pop(lane, None)
+        if held is not None:
+            stream.wait_event(held[1])
+            del held
+        if after is not None:
+            after.hold_back(stream)
+        with stream:
+            launched = issue()
+            event = stream.record_event()
+        return InFlight(launched, event)
+
+    def order_after_compute(self, lane: str) -> None:
+        self._lanes[lane].wait_stream(torch.accelerator.current_stream())
+
+    def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
+        event = torch.accelerator.current_stream().record_event()
+        self._retired[lane] = (buffers, event)
+
+    def reset(self) -> None:
+        torch.accelerator.synchronize()
+        self._retired.clear()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """Return the lanes of a device."""
+    return Streams() if device.type in ("cpu", "meta") else DeviceStreams(device)

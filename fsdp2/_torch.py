@@ -1,0 +1,173 @@
+"""The only user of private torch API. Each name states why it is needed.
+
+Tried on torch 2.11.0 and 2.13.0. Nothing here knows what a unit or a group is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import (  # cached, see new_dtensor
+    DTensorSpec,
+    TensorMeta,
+)
+from torch.distributed.tensor.placement_types import _StridedShard  # TP and FSDP on one dim
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # the test torch itself uses
+
+# DTensor: a step builds a gradient DTensor for each parameter. The public ``DTensor.from_local``
+# costs eight times as much as the constructor, because it builds the spec each time.
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """Build the metadata that ``new_dtensor`` takes, once for many tensors."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def new_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap a local tensor; the caller answers for its shape."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    return tensor._spec
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor itself; ``to_local()`` would return a view and enter autograd."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let a DTensor keep its values in other memory (the group's flat buffer)."""
+    tensor._local_tensor = local
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Return the placement of a shard of a shard: this axis splits what later axes split first."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def shards_dim(placement: Placement, dim: int) -> bool:
+    """True if the placement splits the tensor along ``dim``, strided or not."""
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that ``mesh`` was sliced from (itself if it was not)."""
+    return mesh._get_root_mesh()
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+# Autograd.
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once the running backward is over. No public way exists.
+
+    The engine drops its reference when that backward ends, by an error too.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def graph_task_id() -> int:
+    """Return the running backward's number in this thread, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that ``tensor`` is a view of."""
+    return tensor._base
+
+
+def apply_gradient_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Run a leaf's ``register_hook`` hooks, which autograd runs for gradients that it computes."""
+    for hook in (param._backward_hooks or {}).values():
+        replaced = hook(grad)
+        if replaced is not None:
+            grad = replaced
+    return grad
+
+
+def has_gradient_hooks(param: torch.Tensor) -> bool:
+    return bool(param._backward_hooks)
+
+
+def run_post_accumulate_hooks(param: torch.Tensor) -> None:
+    """Run a leaf's ``register_post_accumulate_grad_hook`` hooks, as autograd would."""
+    for hook in tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(param)
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give hooks that the user put on a parameter to the one that takes its place."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)
+    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+        target.register_post_accumulate_grad_hook(hook)
+
+
+# Collectives and kernels.
+
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Public names; torch 2.13 renamed them and warns at each use of the old ones."""
+
+
+def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None:
+    """Write ``size`` padded chunks of every tensor's dim 0 into the rows of ``out`` and cast.
+
+    One kernel for a whole group on CUDA; the public ``chunk`` and ``cat`` take one for each.
+    """
+    torch._chunk_cat(tensors, 0, size, out=out)
+
+
+# Observation and composition.
+
+
+def profiler_is_running() -> bool:
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def register_composable_state(module: nn.Module, func: Callable[..., Any], state: object) -> None:
+    """Enter ``state`` under ``func`` in the registry of composable APIs.
+
+    The public decorator ``contract`` builds the state itself and checks every name of the tree
+    again at each call, which costs quadratic time over a model's units.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+
+    module.__dict__.setdefault(STATE_KEY, {})[func] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})[func.__name__] = RegistryItem()
+
+
+def composable_names(module: nn.Module) -> list[str]:
+    """Return the composable APIs that were applied to the module."""
+    from torch.distributed._composable.contract import REGISTRY_KEY
+
+    return list(module.__dict__.get(REGISTRY_KEY, {}))
+
+
+def forget_composable_state(state: dict[str, Any]) -> None:
+    """Drop the registry from a module's state before it is pickled: its keys are per process."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    state.pop(STATE_KEY, None)
+    state.pop(REGISTRY_KEY, None)

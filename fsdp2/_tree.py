@@ -1,0 +1,52 @@
+"""Tensors inside what users pass to and return from a forward.
+
+Owns one function, ``map_tensors``: lists, tuples, named tuples, dicts (and their subclasses) and
+dataclasses, nested in any way. A container is copied only if a tensor in it changed, so that a
+call in which nothing changes keeps every object's identity.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return ``value`` with every tensor replaced by ``function(tensor)``."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if value is None or isinstance(value, str | int | float | bool | torch.nn.Module):
+        return value
+    if isinstance(value, list | tuple):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    if isinstance(value, Mapping):
+        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        changed = {key: item for key, item in changed.items() if item is not value[key]}
+        if not changed:
+            return value
+        if not isinstance(value, MutableMapping):
+            return {**value, **changed}
+        replaced = copy.copy(value)
+        for key, item in changed.items():
+            replaced[key] = item
+        return replaced
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+        new = {name: map_tensors(function, item) for name, item in fields.items()}
+        new = {name: item for name, item in new.items() if item is not fields[name]}
+        if not new:
+            return value
+        copied: Any = copy.copy(value)  # type: ignore[arg-type]  # a DataclassInstance is an object
+        for name, item in new.items():
+            object.__setattr__(copied, name, item)  # frozen dataclasses too
+        return copied
+    return value
