@@ -29,7 +29,7 @@ from fsdp2._hooks import (
 from fsdp2._mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._param import FSDPParam
 from fsdp2._policy import MixedPrecisionPolicy, OffloadPolicy, Settings
-from fsdp2._runtime import Unit, attach
+from fsdp2._runtime import Unit
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 ShardPlacementFn = Callable[[nn.Parameter], Placement | None]
@@ -41,8 +41,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
 ) -> M:
     """Shard the parameters of a module, in place, over the data-parallel ranks.
@@ -56,9 +56,9 @@ def fully_shard(
         module: a module, or several that form one group.
         mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``. ``None``: all ranks.
         reshard_after_forward: ``True`` frees the parameters between forward and backward;
-            ``False`` keeps them; an int, a divisor of the shard size other than 1 and itself,
-            keeps them sharded over that many neighbouring ranks; ``None`` is True below the root
-            and False at the root.
+            ``False`` keeps them; an int, a divisor of the shard size, keeps them sharded over that
+            many neighbouring ranks (1 means False, the shard size means True); ``None`` is True
+            below the root and False at the root.
         shard_placement_fn: returns ``Shard(dim)`` for any dim (negative too; dims that the ranks
             do not divide too), ``Replicate()``, or ``None`` for ``Shard(0)``. Scalars replicate.
         mp_policy: dtypes of compute, reduction and outputs.
@@ -80,6 +80,8 @@ def fully_shard(
     _check_policies(mp_policy, offload_policy)
     collected = collect(modules, data, shard_placement_fn, _check_ignored(ignored_params))
 
+    if smaller is None and reshard_after_forward is not None:
+        reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
     unit = Unit(tuple(modules), mp_policy, settings)
     device = data.device
@@ -157,19 +159,18 @@ def _outermost(modules: Sequence[Any]) -> list[nn.Module]:
 
 def _check_reshard(choice: object, size: int) -> int | None:
     """Return the number of ranks to reshard to, or None for a bool or ``None``."""
-    if choice is None or isinstance(choice, bool):
+    if choice is None or isinstance(choice, bool) or choice in (1, size):
         return None
     if not isinstance(choice, int):
         raise ConfigError(
             f"fully_shard: expected reshard_after_forward to be None, a bool or an int, found "
             f"{choice!r}."
         )
-    if not 1 < choice < size or size % choice:
-        divisors = [d for d in range(2, size) if size % d == 0]
+    if choice < 1 or size % choice:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
         raise ConfigError(
             f"fully_shard: found reshard_after_forward={choice} for {size} shard ranks. Pass a "
-            f"divisor other than 1 and {size} ({divisors or 'there is none'}), True for {size}, or "
-            "False for 1."
+            f"divisor: one of {divisors}."
         )
     return choice
 
@@ -230,7 +231,7 @@ class FSDPModule(nn.Module):
     """What ``fully_shard`` adds to a module. ``isinstance(module, FSDPModule)`` tells."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make an instance of the plain class: slicing a sharded ``Sequential`` gives a plain one."""
+        """Make a plain instance: a slice of a sharded ``Sequential`` is a plain one."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -248,12 +249,12 @@ class FSDPModule(nn.Module):
         return (_rebuild, (type(self).__mro__[2],), state, *reduced[3:])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
         _torch.register_composable_state(self, fully_shard, self._unit())
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         self._unit().reshard_if_idle()
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
 
     def _unit(self) -> Unit:
         unit = unit_of(self)
@@ -277,10 +278,9 @@ class FSDPModule(nn.Module):
                 once the unit's forward begins.
         """
         unit = self._unit()
-        if unit.runtime is None:
-            attach(unit, unit_of)
-        unit.runtime.recover_if_failed()  # type: ignore[union-attr]  # attached above
-        unit.runtime.streams.order_after_compute("gather")  # type: ignore[union-attr]
+        if unit.runtime is not None:
+            unit.runtime.recover_if_failed()
+            unit.runtime.streams.order_after_compute("gather")
         unit.unshard()
         if async_op:
             return UnshardHandle(unit)

@@ -25,18 +25,18 @@ class Comm:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def all_gather(
-        self, output: torch.Tensor, input: torch.Tensor, axis: MeshAxis, async_op: bool
+        self, output: torch.Tensor, sent: torch.Tensor, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:
-        """Fill ``output`` ``[W * C]`` with every rank's ``input`` ``[C]``, in rank order."""
-        work: dist.Work | None = _torch.all_gather_single(output, input, axis.pg, async_op)
+        """Fill ``output`` ``[W * C]`` with every rank's ``sent`` ``[C]``, in rank order."""
+        work: dist.Work | None = _torch.all_gather_single(output, sent, axis.pg, async_op)
         return work
 
     def reduce_scatter(
-        self, output: torch.Tensor, input: torch.Tensor, axis: MeshAxis, async_op: bool
+        self, output: torch.Tensor, sent: torch.Tensor, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:
-        """Fill ``output`` ``[S]`` with the sum of every rank's own part of ``input`` ``[W * S]``."""
+        """Fill ``output`` ``[S]`` with the sum of this rank's part of all ``sent`` ``[W * S]``."""
         work: dist.Work | None = _torch.reduce_scatter_single(
-            output, input, dist.ReduceOp.SUM, axis.pg, async_op
+            output, sent, dist.ReduceOp.SUM, axis.pg, async_op
         )
         return work
 

@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _events, _packing, _torch
+from fsdp2._borrowed import whole_tensor
 from fsdp2._comm import Comm
 from fsdp2._errors import StateError
 from fsdp2._events import Clock
 from fsdp2._layout import GatherItem, GatherLayout
 from fsdp2._mesh import DataMesh
-from fsdp2._param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED, FSDPParam, StateMachine
+from fsdp2._param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED, FSDPParam, Site, StateMachine
 from fsdp2._placement import shrink
 from fsdp2._policy import MixedPrecisionPolicy, Settings
 from fsdp2._reduction import Reducer, Reduction
@@ -56,6 +57,7 @@ class ParamGroup:
         self._home: ShardBuffer | None = None
         self._waiting: ShardBuffer | None = None
         self._full: Tensor | None = None
+        self._stand_ins: list[tuple[Site, FSDPParam, Tensor]] = []
         self._gathering: InFlight | None = None
 
     # Planning and adoption.
@@ -95,12 +97,8 @@ class ParamGroup:
         """
         smaller = None if size is None else self.data.split(size)
         if smaller is not self._smaller:
-            self._smaller = smaller
-            self._full = None
-
-    @property
-    def reshards_to_smaller(self) -> bool:
-        return self._smaller is not None
+            self.reshard()
+            self._smaller, self._full = smaller, None
 
     def _own_rows(self, param: FSDPParam) -> Tensor:
         whole: Tensor = param.sharded.detach()
@@ -108,6 +106,8 @@ class ParamGroup:
             whole = _torch.local_tensor(whole)
         return _packing.shard_of(whole, param.placement.layout, self.data.shard.rank)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _plan(self, sources: Sequence[Source]) -> None:
         """Lay the group out for the dtypes and the device of ``sources`` and copy them in."""
         devices = {source.device for source, _ in sources}
@@ -143,15 +143,11 @@ class ParamGroup:
         ]
         return GatherLayout.plan(items, self.data.shard.size)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _build_full(self) -> None:
         """Make the unsharded parameters, and the smaller mesh's, on memory that is freed again."""
         assert self._home is not None
-        meta = [p.fqn for p in self.params if p.sharded.device.type == "meta"]
-        if meta:
-            raise StateError(
-                f"{self.fqn or '<root>'}: parameters are still on the meta device: "
-                f"{', '.join(meta)}. Call model.to_empty(device=...) and initialise them first."
-            )
         if self._smaller is not None:
             self._build_waiting(self._smaller)
         layout = self._home.layout
@@ -176,29 +172,51 @@ class ParamGroup:
             self._home.layout.items, self.data.shard.size, (smaller.shard.size,)
         )
         layout = GatherLayout.plan(items, smaller.shard.size, (self.data.shard.size,))
-        self._waiting = ShardBuffer(layout, smaller.shard, self.device)
+        self._waiting = ShardBuffer(layout, smaller.shard, self.device, is_freed=True)
         for param, placement, local in zip(
             self.params, placements, self._waiting.shards, strict=True
         ):
             param.set_post_forward(local, placement)
         self._waiting.flat.untyped_storage().resize_(0)
 
-    def _was_replaced(self) -> bool:
+    def _inspect(self) -> None:
+        """See what the user did to the registered parameters since we last looked.
+
+        A replaced ``nn.Parameter`` is adopted. Any other tensor in its place is a stand-in for the
+        forward that begins (``functional_call``). A changed ``requires_grad`` is carried over.
+        """
+        replaced = False
+        self._stand_ins.clear()
         for param in self.params:
-            sharded = param.sharded
+            sharded, unsharded = param.sharded, param.unsharded
             for site in param.sites:
-                if site.module._parameters.get(site.name) is not sharded:
-                    return True
-            if _torch.local_tensor(sharded) is not param.local:  # type: ignore[arg-type]
-                return True
-        return False
+                found = site.module._parameters.get(site.name)
+                if found is sharded:
+                    continue
+                if found is None:
+                    replaced = True
+                elif found is unsharded or found is param.post_forward:
+                    continue
+                elif isinstance(found, nn.Parameter):
+                    replaced = True
+                else:
+                    self._stand_ins.append((site, param, found))
+            if _torch.local_tensor(sharded) is not param.local:
+                replaced = True
+        if replaced:
+            self.reshard()
+            self._adopt()
+        for param in self.params:
+            if param.sync_trainable():
+                self.reducer.invalidate()
 
     def _adopt(self) -> None:
         """Take over parameters that were replaced. See [Note: one plan]."""
         sources: list[Source] = []
         for param in self.params:
             found = [site.registered for site in param.sites]
-            new = next((f for f in found if f is not param.sharded), param.sharded)
+            ours = (param.sharded, param.unsharded, param.post_forward)
+            new = next((f for f in found if not any(f is o for o in ours)), param.sharded)
             sources.append(self._source(param, new))
         if _events.listeners:
             _events.emit("adopt", self.fqn, self.clock.phase)
@@ -249,17 +267,17 @@ class ParamGroup:
             )
             for site in param.sites:
                 site.module._parameters[site.name] = form
+        if self._stand_ins and state is UNSHARDED:
+            for site, param, tensor in self._stand_ins:
+                whole = whole_tensor(tensor, param, self.data, self.comm)
+                site.module._parameters[site.name] = whole  # type: ignore[assignment]  # not a leaf
+            self._stand_ins.clear()
 
     def unshard(self) -> None:
         """Issue the all-gather, unless the parameters are whole or on their way."""
         if self._gathering is not None or self.machine.state is UNSHARDED or not self.params:
             return
-        if self.machine.state is SHARDED:
-            if self._was_replaced():
-                self._adopt()
-            for param in self.params:
-                if param.sync_trainable():
-                    self.reducer.invalidate()
+        self._inspect()
         if self._full is None:
             self._build_full()
         source = self._home if self.machine.state is SHARDED else self._waiting
@@ -273,11 +291,14 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
+        if self.machine.state is UNSHARDED:
+            self._inspect()
         if self.machine.state is UNSHARDED or not self.params:
             self._register(UNSHARDED)
             return
         self.unshard()
-        assert self._gathering is not None and self._full is not None
+        assert self._gathering is not None
+        assert self._full is not None
         source = self._home if self.machine.state is SHARDED else self._waiting
         assert source is not None
         self._gathering.wait()
@@ -340,12 +361,14 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
-        kept = ("data", "policy", "device", "fqn", "params", "_smaller")
-        return {name: getattr(self, name) for name in kept}
+        kept = ("data", "policy", "device", "fqn", "params")
+        state = {name: getattr(self, name) for name in kept}
+        return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["data"], state["policy"], state["device"])  # type: ignore[misc]  # not a new object
-        self.fqn, self._smaller = state["fqn"], state["_smaller"]
+        self.fqn = state["fqn"]
+        self.reshard_to(state["smaller"])
         self.params.extend(state["params"])
         for param in self.params:
             param.machine = self.machine

@@ -113,7 +113,7 @@ class Call:
         return cast
 
     def mark_outputs(self, output: Any) -> bool:
-        """Put pre-backward on what made the outputs; return True if anything can have a gradient."""
+        """Put pre-backward on what made the outputs; return True if any has a gradient."""
         marked = False
 
         def mark(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ exists. It must not know parameters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,12 @@ class DataMesh:
         if mesh.ndim == 1:
             return DataMesh(mesh, _axis(mesh, 0), ABSENT_AXIS)
         return DataMesh(mesh, _axis(mesh, 1), _axis(mesh, 0))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DataMesh:
+        return self  # process groups are shared by what communicates over them
+
+    def __reduce__(self) -> tuple[Callable[[DeviceMesh], DataMesh], tuple[DeviceMesh]]:
+        return DataMesh.of, (self.mesh,)
 
     def split(self, size: int) -> DataMesh:
         """Return the mesh on which ``size`` neighbours of the shard axis hold a whole parameter.

@@ -21,19 +21,29 @@ def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
     return buffer[start : start + numel * dtype.itemsize].view(dtype)
 
 
-def piece_of(shards: Tensor, layout: GatherLayout, index: int) -> Tensor:
-    """View a parameter's padded piece in the shard buffer: ``[*piece_shape]``."""
+def own_shard(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
+    """Return a rank's shard of a parameter, unpadded, on memory of the shard buffer.
+
+    The tensor starts a storage of its own there: saving or copying it touches no other parameter,
+    and a DTensor around it has offset 0, without which torch can neither copy nor pickle it.
+    """
+    item, start = layout.items[index], layout.shard_offsets[index]
+    shape = item.shard.shard_shape(rank)
+    numel = math.prod(shape)
+    if shards.is_meta or numel == 0:
+        return torch.empty(shape, dtype=item.storage_dtype, device=shards.device)
+    end = start + numel * item.storage_dtype.itemsize
+    tensor = torch.empty(0, dtype=item.storage_dtype, device=shards.device)
+    return tensor.set_(shards.untyped_storage()[start:end], 0, shape, contiguous_stride(shape))
+
+
+def shard_view(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
+    """View a rank's shard of a parameter, unpadded, in a shard buffer that may be freed."""
     item = layout.items[index]
-    flat = typed(shards, layout.shard_offsets[index], item.shard.piece_numel, item.storage_dtype)
-    return flat.view(item.shard.piece_shape)
-
-
-def shard_in_piece(piece: Tensor, shard: ShardLayout, rank: int) -> Tensor:
-    """View the rank's own rows of its padded piece, as a contiguous tensor."""
-    shape = shard.shard_shape(rank)
-    if tuple(piece.shape) == shape:
-        return piece
-    return piece.reshape(-1)[: math.prod(shape)].view(shape)
+    shape = item.shard.shard_shape(rank)
+    return typed(shards, layout.shard_offsets[index], math.prod(shape), item.storage_dtype).view(
+        shape
+    )
 
 
 def shard_of(tensor: Tensor, shard: ShardLayout, rank: int) -> Tensor:
@@ -112,7 +122,8 @@ def _unpack_strided(target: Tensor, pieces: Tensor, shard: ShardLayout) -> None:
     head = target.narrow(dim, 0, whole * chunk).unflatten(dim, (whole, chunk)).movedim(dim, 0)
     head.copy_(pieces[:whole])
     if rest:
-        target.narrow(dim, whole * chunk, rest).copy_(pieces[whole].narrow(dim, 0, rest))
+        tail = target.narrow(dim, whole * chunk, rest)
+        tail.copy_(pieces[whole].flatten()[: tail.numel()].view(tail.shape))
 
 
 def pack_gradients(

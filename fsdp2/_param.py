@@ -108,6 +108,11 @@ class FSDPParam:
         return self.machine.state
 
     @property
+    def is_on_meta(self) -> bool:
+        """True if what is registered has no memory yet."""
+        return any(s.registered is not None and s.registered.is_meta for s in self.sites)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the unsharded parameter. Raw kinds (integers, 8-bit floats) are never cast."""
         dtype = self.storage_dtype

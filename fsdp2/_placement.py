@@ -30,6 +30,9 @@ class ParamPlacement:
     global_stride: tuple[int, ...]
     tensor_parallel: _torch.DTensorSpec | None
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ParamPlacement:
+        return self  # frozen, and its mesh is shared
+
     def sharded_spec(self, dtype: torch.dtype) -> _torch.DTensorSpec:
         """Spec of the sharded parameter, of its gradient and of its optimizer state."""
         return _torch.make_spec(

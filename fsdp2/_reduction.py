@@ -157,12 +157,14 @@ class Reducer:
                 if dtype not in by_dtype:
                     by_dtype[dtype] = reduced.to(dtype)
                 shards[dtype] = _packing.unpack_gradients(by_dtype[dtype], layout, rank)
-            _accumulate(param.sharded, shards[dtype][position], self._specs[position])
+            assert param.local is not None
+            local = shards[dtype][position]
+            grad = _torch.new_dtensor(local, self._specs[position], like=param.local)
+            _accumulate(param.sharded, grad)
 
 
-def _accumulate(param: torch.nn.Parameter, local: Tensor, spec: _torch.DTensorSpec) -> None:
+def _accumulate(param: torch.nn.Parameter, grad: Tensor) -> None:
     """Do to a leaf what autograd does when it has computed a gradient: hooks, then ``grad``."""
-    grad: Tensor = _torch.new_dtensor(local, spec)
     if _torch.has_gradient_hooks(param):
         grad = _torch.apply_gradient_hooks(param, grad)
     existing = param.grad

@@ -323,6 +323,7 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
     """
     names: dict[Unit, str] = {}
     inside: set[nn.Module] = set()
+    on_meta: list[str] = []
     for top in root.modules:
         for name, module in top.named_modules():
             inside.add(module)
@@ -339,6 +340,13 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
         for group in unit.groups:
             for param in group.params:
                 _check_ties(param, unit, inside)
+                if param.is_on_meta:
+                    on_meta.append(f"{name}.{param.fqn}" if name else param.fqn)
+    if on_meta:
+        raise StateError(
+            f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "
+            "model.to_empty(device=...) and initialise them before the first forward."
+        )
     runtime = Runtime(root, list(names))
     for unit, name in names.items():
         unit.runtime, unit.fqn = runtime, name

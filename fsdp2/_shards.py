@@ -17,18 +17,20 @@ from fsdp2._streams import Launched
 
 
 class ShardBuffer:
-    """Pieces of every parameter of a group over one axis."""
+    """Pieces of every parameter of a group over one axis.
 
-    def __init__(self, layout: GatherLayout, axis: MeshAxis, device: torch.device) -> None:
+    ``is_freed``: the owner resizes the buffer's storage, so shards must be views of it.
+    """
+
+    def __init__(
+        self, layout: GatherLayout, axis: MeshAxis, device: torch.device, *, is_freed: bool = False
+    ) -> None:
         self.layout = layout
         self.axis = axis
         self.flat = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=device)
-        self.pieces = [
-            _packing.piece_of(self.flat, layout, index) for index in range(len(layout.items))
-        ]
+        make = _packing.shard_view if is_freed else _packing.own_shard
         self.shards = [
-            _packing.shard_in_piece(piece, item.shard, axis.rank)
-            for piece, item in zip(self.pieces, layout.items, strict=True)
+            make(self.flat, layout, index, axis.rank) for index in range(len(layout.items))
         ]
         self.targets: list[Tensor] = []
         wire = layout.wire_dtype

@@ -14,10 +14,8 @@ import torch.nn as nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import (  # cached, see new_dtensor
-    DTensorSpec,
-    TensorMeta,
-)
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta  # both for make_spec
 from torch.distributed.tensor.placement_types import _StridedShard  # TP and FSDP on one dim
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # the test torch itself uses
 
@@ -37,9 +35,19 @@ def make_spec(
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
-def new_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a local tensor; the caller answers for its shape."""
-    return DTensor(local, spec, requires_grad=False)
+def new_dtensor(
+    local: torch.Tensor, spec: DTensorSpec, like: torch.Tensor | None = None
+) -> DTensor:
+    """Wrap a local tensor; the caller answers for its shape.
+
+    ``like`` has the same shape, dtype and device, and offset 0, which ``local`` may not have: torch
+    takes a wrapper with an offset for a tensor with memory, and fails to copy or pickle it.
+    """
+    if like is None:
+        return DTensor(local, spec, requires_grad=False)
+    tensor = DTensor(like, spec, requires_grad=False)
+    tensor._local_tensor = local
+    return tensor
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

@@ -45,7 +45,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         new = {name: item for name, item in new.items() if item is not fields[name]}
         if not new:
             return value
-        copied: Any = copy.copy(value)  # type: ignore[arg-type]  # a DataclassInstance is an object
+        copied: Any = copy.copy(value)
         for name, item in new.items():
             object.__setattr__(copied, name, item)  # frozen dataclasses too
         return copied

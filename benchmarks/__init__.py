@@ -1,0 +1,1 @@
+"""Measurements of the package: each module prints one table, with the command that made it."""

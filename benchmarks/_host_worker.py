@@ -1,0 +1,162 @@
+"""One process of `benchmarks.host`: run the models of some libraries and count.
+
+`python -m benchmarks._host_worker REQUEST`, where REQUEST is a `Request` as JSON. It prints one
+line of JSON; mode `count` closes one callgrind window a model instead of returning results, and the
+parent reads the dumps. Not meant to be called by hand.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import gc
+import json
+import os
+import pstats
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import _callgrind, _models, _noop
+
+PRECISIONS = ("fp32", "bf16")
+CALLS_TIMED = 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one worker process does."""
+
+    mode: str  # "count", "ops" or "profile"
+    libraries: list[str]
+    precisions: list[str]
+    depths: list[int]
+    steps: int
+    warmup: int
+    world_size: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        return f"{self.mode} of {', '.join(self.libraries)}"
+
+
+def make_label(library: str, precision: str, depth: int) -> str:
+    """Name one model's result."""
+    return f"{library}, {precision}, {depth}"
+
+
+class OpCounter(TorchDispatchMode):
+    """Count the ops that reach the dispatcher's Python key, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    request = Request(**json.loads(sys.argv[1]))
+    torch.set_num_threads(1)
+    group, mesh = _noop.start(request.world_size)
+    gc.disable()
+    if request.mode == "count" and "plain" in request.libraries:
+        _count_collectives(request.world_size)
+    results: dict[str, Any] = {}
+    for library in request.libraries:
+        for precision in request.precisions:
+            for depth in request.depths:
+                step = _prepare_step(library, precision, depth, mesh)
+                for _ in range(request.warmup):
+                    step()
+                label = make_label(library, precision, depth)
+                if request.mode == "count":
+                    with _callgrind.Counter().window(label):
+                        for _ in range(request.steps):
+                            step()
+                elif request.mode == "ops":
+                    results[label] = _count_ops(step, group)
+                else:
+                    results[label] = _profile(step, request.steps)
+    print(json.dumps({"results": results, "is_foreign": _is_foreign()}))
+
+
+def _prepare_step(library: str, precision: str, depth: int, mesh: DeviceMesh) -> Callable[[], None]:
+    bf16 = precision == "bf16"
+    model = _models.build(library, depth, mesh, bf16=bf16)
+    # A sharded model casts its input itself.
+    is_bf16_input = bf16 and library == "plain"
+    return _models.make_step(model, torch.bfloat16 if is_bf16_input else torch.float32)
+
+
+def _count_collectives(world_size: int) -> None:
+    """Close a window each over calls of the two collectives, to show what a no-op one costs."""
+    whole, shard = torch.zeros(world_size * 8), torch.zeros(8)
+    # torch 2.13 renamed both functions and deprecated the old names.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: gather(whole, shard),
+        "reduce_scatter": lambda: scatter(shard, whole),
+    }
+    for label, call in calls.items():
+        call()
+        with _callgrind.Counter().window(label):
+            for _ in range(CALLS_TIMED):
+                call()
+
+
+def _count_ops(step: Callable[[], None], group: _noop.NoopGroup) -> dict[str, Any]:
+    before = group.calls
+    with OpCounter() as counter:
+        step()
+    return {"ops": dict(counter.names), "collectives": group.calls - before}
+
+
+def _profile(step: Callable[[], None], steps: int) -> dict[str, list[float]]:
+    """Return `{function: [calls, own seconds, cumulative seconds]}` a step."""
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(steps):
+        step()
+    profile.disable()
+    stats: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]  # not in the stubs
+    rows = {}
+    for (path, line, name), (_, calls, own, cumulative, _callers) in stats.items():
+        rows[_name_function(path, line, name)] = [calls / steps, own / steps, cumulative / steps]
+    return rows
+
+
+def _name_function(path: str, line: int, name: str) -> str:
+    if path == "~":
+        return name
+    for root in sorted(sys.path, key=len, reverse=True):
+        if root and path.startswith(root + os.sep):
+            path = path[len(root) + 1 :]
+            break
+    return f"{path}:{line} {name}"
+
+
+def _is_foreign() -> bool:
+    """Say whether `fsdp2` came from outside this repository (a stand-in, or an installed copy)."""
+    if "fsdp2" not in sys.modules:
+        return False
+    repository = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    expected = os.path.join(repository, "fsdp2", "__init__.py")
+    return os.path.abspath(sys.modules["fsdp2"].__file__ or "") != expected
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""What Ctrl-C means. Imported before torch, so that it holds from the first moment; stdlib only.
+
+In the process that the user starts, Ctrl-C ends the program with status 130. In a rank, it only
+asks: the training loop reads `is_requested` once a step, and all ranks agree on the step they stop
+after. torchrun passes SIGINT and SIGTERM on to the ranks and waits for them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+STATUS = 128 + signal.SIGINT
+
+_requested = False
+
+
+def is_rank() -> bool:
+    """True in a process that torchrun started."""
+    return "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_requested() -> bool:
+    """True once this rank was asked to stop."""
+    return _requested
+
+
+def _ask(signum: int, frame: FrameType | None) -> None:
+    global _requested
+    _requested = True
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
+
+
+for _signal in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(_signal, _ask if is_rank() else _end)

@@ -1,0 +1,302 @@
+"""One rank's part of the run: shard the model, train, evaluate, save, generate.
+
+What fsdp2 does is in `shard_transformer`; the rest is a training loop as for one device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+import _checkpoint
+import _interrupt
+from _data import Batch, Corpus, held_out_batch, train_batch
+from _model import Transformer
+from _options import Options
+from fsdp2 import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together, as one rank holds them."""
+
+    name: str
+    parameters: int
+    numel: int
+    shard_nbytes: int
+    whole_nbytes: int
+
+
+def shard_transformer(model: Transformer, mesh: DeviceMesh, dtype: str) -> None:
+    """Shard each block, then the rest, in place; parameters stay fp32 for the optimizer."""
+    policy = MixedPrecisionPolicy()
+    if dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(model, "generate")
+
+
+def list_units(model: nn.Module) -> list[Unit]:
+    """Return the units of a sharded model in module order, with this rank's shard sizes."""
+    owned: dict[str, list[DTensor]] = {}
+    unit_names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        owner = max((unit for unit in unit_names if _is_inside(name, unit)), key=len)
+        owned.setdefault(owner, []).append(parameter)
+    return [
+        Unit(
+            name=unit or "(root)",
+            parameters=len(owned[unit]),
+            numel=sum(parameter.numel() for parameter in owned[unit]),
+            shard_nbytes=sum(parameter.to_local().nbytes for parameter in owned[unit]),
+            whole_nbytes=sum(
+                parameter.numel() * parameter.element_size() for parameter in owned[unit]
+            ),
+        )
+        for unit in unit_names
+        if unit in owned
+    ]
+
+
+def _is_inside(parameter_name: str, unit_name: str) -> bool:
+    return not unit_name or parameter_name.startswith(f"{unit_name}.")
+
+
+def print_plan(model: nn.Module) -> None:
+    print(f"{'unit':<16}{'tensors':>8}{'elements':>14}{'shard bytes':>16}{'whole bytes':>16}")
+    units = list_units(model)
+    for unit in units:
+        print(
+            f"{unit.name:<16}{unit.parameters:>8}{unit.numel:>14,}"
+            f"{unit.shard_nbytes:>16,}{unit.whole_nbytes:>16,}"
+        )
+    print(
+        f"{'all':<16}{sum(unit.parameters for unit in units):>8}"
+        f"{sum(unit.numel for unit in units):>14,}"
+        f"{sum(unit.shard_nbytes for unit in units):>16,}"
+        f"{sum(unit.whole_nbytes for unit in units):>16,}"
+    )
+
+
+def build_optimizer(model: nn.Module, options: Options) -> Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate_at(step: int, options: Options) -> float:
+    """Rise linearly over the warm-up, then fall linearly towards zero at the last step."""
+    rising = (step + 1) / (options.warmup_steps + 1)
+    falling = (options.steps - step) / max(1, options.steps - options.warmup_steps)
+    return options.learning_rate * min(1.0, rising, falling)
+
+
+class Trainer:
+    """The model, the optimizer and the step they have reached, on one rank."""
+
+    def __init__(self, options: Options, device: torch.device) -> None:
+        self.options = options
+        self.device = device
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        rows = options.batch_size // self.world_size
+        self.rows = range(self.rank * rows, (self.rank + 1) * rows)
+        self.corpus = Corpus.open(options.corpus)
+        axis_names = ("replicate", "shard")[-len(options.mesh) :]
+        mesh = init_device_mesh(device.type, options.mesh, mesh_dim_names=axis_names)
+        # The same whole weights on every rank, before they are sharded.
+        torch.manual_seed(options.seed)
+        self.model = Transformer(options.model).to(device)
+        shard_transformer(self.model, mesh, options.dtype)
+        self.optimizer = build_optimizer(self.model, options)
+        self.step = 0
+        self.saved_step = -1
+
+    def resume(self) -> None:
+        saved = _checkpoint.read_latest(self.options.checkpoint_dir)
+        assert saved is not None, "the options were checked"
+        _checkpoint.load(saved.path, self.model, self.optimizer)
+        self.step = self.saved_step = saved.manifest.step
+        self.say(f"resumed from {saved.path}, {saved.manifest.bytes_seen:,} bytes into training")
+
+    def say(self, line: str) -> None:
+        if self.rank == 0:
+            print(line, flush=True)
+
+    def train(self) -> bool:
+        """Train up to `--stop-at`; return False if one rank was asked to stop, so that all did."""
+        options, start_step = self.options, self.step
+        start_s = window_s = time.perf_counter()
+        window_step = self.step
+        step_tokens = options.batch_size * options.model.sequence_length
+        is_interrupted = False
+        while self.step < options.stop_at and not is_interrupted:
+            loss, is_interrupted = self._train_step()
+            self._record(loss)
+            if self.step % options.log_every == 0 or self.step == options.stop_at:
+                now_s = time.perf_counter()
+                tokens = (self.step - window_step) * step_tokens
+                step_s = (now_s - start_s) / (self.step - start_step)
+                left_s = step_s * (options.stop_at - self.step)
+                self.say(
+                    f"step {self.step:>6}/{options.steps}  loss {loss:.4f}  "
+                    f"{tokens / (now_s - window_s):>9,.0f} tokens/s  "
+                    f"peak {peak_nbytes(self.device) / 2**20:,.0f} MiB  left {left_s:.0f} s"
+                )
+                window_s, window_step = now_s, self.step
+            if options.save_every and self.step % options.save_every == 0:
+                self.save()
+        return not is_interrupted
+
+    def _train_step(self) -> tuple[float, bool]:
+        """Take one step; return the mean loss, and whether any rank was asked to stop."""
+        options = self.options
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(self.step, options)
+        batch = train_batch(
+            self.corpus,
+            seed=options.seed,
+            step=self.step,
+            rows=self.rows,
+            batch_size=options.batch_size,
+            length=options.model.sequence_length,
+        )
+        loss = self._loss(batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+        # One small all-reduce carries both numbers, so that the ranks always stop after the same
+        # step.
+        asked = torch.tensor(float(_interrupt.is_requested()), device=self.device)
+        totals = torch.stack((loss.detach(), asked))
+        dist.all_reduce(totals)
+        loss_total, asked_total = totals.tolist()
+        return loss_total / self.world_size, asked_total > 0
+
+    def _loss(self, batch: Batch) -> Tensor:
+        loss = self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def _record(self, loss: float) -> None:
+        if self.options.metrics is not None and self.rank == 0:
+            with self.options.metrics.open("a") as file:
+                file.write(json.dumps({"step": self.step, "loss": loss}) + "\n")
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Return the mean held-out loss in nats a byte; the windows are the same on any mesh."""
+        options = self.options
+        self.model.eval()
+        total = torch.zeros((), device=self.device)
+        for index in range(options.held_out_batches):
+            batch = held_out_batch(
+                self.corpus,
+                index=index,
+                batches=options.held_out_batches,
+                rows=self.rows,
+                batch_size=options.batch_size,
+                length=options.model.sequence_length,
+            )
+            total += self._loss(batch)
+        self.model.train()
+        dist.all_reduce(total)
+        loss = total.item() / (self.world_size * options.held_out_batches)
+        self.say(f"held-out loss after step {self.step}: {loss:.4f} nats a byte")
+        return loss
+
+    def save(self) -> None:
+        if self.step == self.saved_step:
+            return
+        manifest = self.options.manifest(self.step)
+        path = _checkpoint.save(self.options.checkpoint_dir, manifest, self.model, self.optimizer)
+        self.saved_step = self.step
+        self.say(f"saved {path}")
+
+    def sample(self) -> None:
+        """Print a sample; all ranks generate it, since each needs the shards of the others."""
+        options = self.options
+        if not options.sample_bytes:
+            return
+        prompt = torch.tensor([0, *options.prompt.encode()], device=self.device)
+        generated = self.model.generate(
+            prompt,
+            options.sample_bytes,
+            options.temperature,
+            torch.Generator().manual_seed(options.seed),
+        )
+        text = bytes(generated[1:].tolist()).decode(errors="replace").replace("\0", "\n")
+        self.say(f"--- sample ---\n{text}\n--- end of sample ---")
+
+
+def peak_nbytes(device: torch.device) -> int:
+    """Return the most memory this rank has held: on CUDA in tensors, on a CPU the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # Kibibytes everywhere but on macOS, where it is bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def threads_for(ranks: int) -> int:
+    """Return each rank's share of the cores, when that many ranks share this machine."""
+    can_ask = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def run_rank(options: Options) -> int:
+    """Do one rank's part of the whole run and return its exit status."""
+    device = torch.device(options.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        torch.set_num_threads(threads_for(int(os.environ["LOCAL_WORLD_SIZE"])))
+        dist.init_process_group("gloo")
+    torch.use_deterministic_algorithms(options.deterministic)
+
+    trainer = Trainer(options, device)
+    shape = " x ".join(map(str, options.mesh))
+    trainer.say(f"{options.size} model, {options.ranks} ranks on {device.type}, mesh {shape}")
+    if trainer.rank == 0:
+        print_plan(trainer.model)
+    if options.resume:
+        trainer.resume()
+    trainer.evaluate()
+    is_complete = trainer.train()
+    trainer.save()
+    if is_complete:
+        trainer.evaluate()
+        trainer.sample()
+    else:
+        trainer.say(f"interrupted after step {trainer.step}; go on with --resume")
+    dist.destroy_process_group()
+    return 0 if is_complete else _interrupt.STATUS

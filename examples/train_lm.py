@@ -1,0 +1,68 @@
+"""Train a small language model, sharded with fsdp2, on the source of Python's standard library.
+
+    python examples/train_lm.py                       # 2 ranks on a CPU, about two minutes
+    python examples/train_lm.py --mesh 2x2            # replicate over 2, shard over 2
+    python examples/train_lm.py --resume              # go on from the last checkpoint
+    torchrun --nproc-per-node 8 examples/train_lm.py --size base --dtype bf16
+
+Started by hand, this file checks its arguments and starts torchrun on itself; started by torchrun,
+it is a rank. The parts: `_model` (the transformer), `_data` (the text), `_options` (the command
+line), `_checkpoint` (saving and resuming), `_training` (sharding and the loop: the one to read
+first) and `_interrupt` (Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import _interrupt
+
+# isort: split
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from _options import Options, parse_options
+from _training import run_rank, threads_for
+
+# A rank that is asked to stop finishes its step and saves; torchrun's own limit is 30 s.
+SHUTDOWN_LIMIT_S = 120
+
+
+def quieten_torchrun() -> None:
+    """Keep torchrun's warnings about a Ctrl-C off the terminal; each module has its own level."""
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic."):
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def launch(options: Options, arguments: list[str]) -> int:
+    """Start torchrun on this file, wait for the ranks, and return the exit status for the shell."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_for(options.ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_LIMIT_S))
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    quieten_torchrun()
+    torchrun = ["--standalone", "--nproc-per-node", str(options.ranks), os.path.abspath(__file__)]
+    try:
+        torch.distributed.run.main(torchrun + arguments)
+    except SignalException as stopped:
+        return 128 + stopped.sigval.value
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        print(f"train_lm.py: rank {rank} failed with status {failure.exitcode}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_options(arguments)
+    if not _interrupt.is_rank():
+        return launch(options, arguments)
+    return run_rank(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,88 @@
+"""Tensors that stand in for parameters during one forward, as ``torch.func.functional_call`` does.
+
+Owns a differentiable gather of one shard: forward all-gathers it, backward reduces its gradient as
+the group would. It is slower than a group (a collective for each tensor), and it keeps the whole
+tensor for backward: a stand-in has no storage of ours to free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _packing
+from fsdp2._comm import Comm, GradientScale
+from fsdp2._errors import UnsupportedError
+from fsdp2._layout import GatherItem, GatherLayout, ReduceLayout
+from fsdp2._mesh import DataMesh
+from fsdp2._param import FSDPParam
+from fsdp2._shards import ShardBuffer
+
+
+def whole_tensor(stand_in: Tensor, param: FSDPParam, data: DataMesh, comm: Comm) -> Tensor:
+    """Return the unsharded form of a tensor that is registered in the place of ``param``.
+
+    Args:
+        stand_in: a DTensor placed as the parameter is, or a plain tensor of its whole shape.
+
+    Raises:
+        UnsupportedError: anything else.
+    """
+    placement = param.placement
+    if isinstance(stand_in, DTensor):
+        fits = (
+            placement.tensor_parallel is None
+            and stand_in.device_mesh == placement.mesh
+            and tuple(stand_in.placements) == placement.placements
+            and tuple(stand_in.shape) == placement.global_shape
+        )
+        if fits:
+            local = stand_in.to_local()
+            whole: Tensor = _GatherShard.apply(local, param, data, comm)  # type: ignore[no-untyped-call]  # torch's own
+            return whole.to(param.compute_dtype)
+    elif tuple(stand_in.shape) == placement.global_shape and placement.tensor_parallel is None:
+        return stand_in.to(param.compute_dtype)
+    raise UnsupportedError(
+        f"{param.fqn}: a {type(stand_in).__name__} of shape {tuple(stand_in.shape)} stands in for "
+        f"it. Pass a DTensor of shape {placement.global_shape} with placements "
+        f"{placement.placements}, or a plain tensor of the whole shape."
+    )
+
+
+class _GatherShard(torch.autograd.Function):
+    """All-gather of one shard; its backward is the mean reduction over data-parallel ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, param: FSDPParam, data: DataMesh, comm: Comm) -> Tensor:
+        ctx.call = (param, data, comm)
+        item = GatherItem(param.placement.layout, local.dtype, local.dtype)
+        layout = GatherLayout.plan([item], data.shard.size)
+        buffer = ShardBuffer(layout, data.shard, local.device)
+        buffer.shards[0].copy_(local)
+        (gathered, send), work = buffer.gather(comm, async_op=True)
+        if work is not None:
+            work.wait()
+        full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
+        _packing.unpack(gathered, send, layout, _packing.gather_targets(full, layout))
+        return _packing.full_tensors(full, layout)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        param, data, comm = ctx.call
+        layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype)
+        scale = GradientScale.mean(data.size, grad.dtype)
+        packed = comm.allocate((layout.size, layout.numel), grad.dtype, grad.device)
+        _packing.pack_gradients([grad], layout, grad.device, packed)
+        packed.mul_(scale.before)
+        reduced = packed.view(-1)
+        if data.shard.size > 1:
+            reduced = comm.allocate((layout.numel,), grad.dtype, grad.device)
+            comm.reduce_scatter(reduced, packed.view(-1), data.shard, async_op=False)
+        if data.replicate.size > 1:
+            comm.all_reduce(reduced, data.replicate, async_op=False)
+        reduced.mul_(scale.after)
+        return _packing.unpack_gradients(reduced, layout, data.shard.rank)[0], None, None, None

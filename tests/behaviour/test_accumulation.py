@@ -1,0 +1,299 @@
+"""Promise: gradients accumulate as in an unsharded model, however reductions are put off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from fsdp2 import MixedPrecisionPolicy
+from tests._models import CASES, loss_of, seeded
+from tests._parity import (
+    Pair,
+    assert_same,
+    assert_same_gradients,
+    global_mean,
+    make_mesh,
+    names_of,
+    shard,
+    whole,
+)
+from tests._pool import ranks
+
+
+def count_reductions(comm: CommDebugMode) -> int:
+    names = ("reduce_scatter", "all_reduce", "alltoall")
+    return sum(
+        n for op, n in comm.get_comm_counts().items() if any(name in str(op) for name in names)
+    )
+
+
+@pytest.mark.parametrize("name", ["stack", "partly_frozen", "tied_lm", "aux_output"])
+@ranks(2)
+def test_accumulation_with_every_reduction(name: str) -> None:
+    pair = Pair(name)
+    for _ in range(2):
+        for _ in range(3):
+            pair.backward(scale=1 / 3)
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("name", ["stack", "scalars", "shared_block"])
+@ranks(2)
+def test_accumulation_with_one_reduction(name: str, reshard_after_forward: bool | None) -> None:
+    pair = Pair(name, reshard_after_forward=reshard_after_forward)
+    for _ in range(2):
+        for micro in range(3):
+            pair.model.set_requires_gradient_sync(micro == 2)
+            loss, expected = pair.losses(pair.batch())
+            with CommDebugMode() as comm:
+                loss.backward()
+            assert (count_reductions(comm) > 0) is (micro == 2)
+            expected.backward()
+        pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_accumulation_may_reduce_first_and_then_not() -> None:
+    """Any order of synced and unsynced backwards adds up at the last synced one."""
+    pair = Pair("stack")
+    for sync in (True, False, False, True):
+        pair.model.set_requires_gradient_sync(sync)
+        pair.backward()
+    pair.step()
+    pair.train(steps=1)
+
+
+@ranks(2)
+def test_one_unit_may_accumulate_alone() -> None:
+    pair = Pair("stack")
+    unit = pair.model.blocks[1]
+    unit.set_requires_gradient_sync(False, recurse=False)
+    pair.backward()
+    assert pair.model.blocks[0].up.weight.grad is not None
+    assert pair.model.blocks[1].up.weight.grad is None
+    unit.set_requires_gradient_sync(True)
+    pair.backward()
+    pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_parameters_may_stay_unsharded_while_accumulating() -> None:
+    pair = Pair("stack", reshard_after_forward=False)
+    pair.model.set_reshard_after_backward(False)
+    pair.model.set_requires_gradient_sync(False)
+    pair.backward()
+    batch = pair.batch()
+    with CommDebugMode() as comm:
+        pair.run(pair.model, pair.local(batch)).backward()
+    assert comm.get_total_counts() == 0
+    pair.run_reference(batch).backward()
+    pair.model.set_reshard_after_backward(True)
+    pair.model.set_requires_gradient_sync(True)
+    pair.backward()
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("name", ["stack", "partly_frozen"])
+@ranks(4)
+def test_the_replicate_axis_may_be_reduced_last(name: str) -> None:
+    pair = Pair(name, mesh=make_mesh(2, 2))
+    for _ in range(2):
+        for micro in range(3):
+            pair.model.set_requires_all_reduce(micro == 2)
+            loss, expected = pair.losses(pair.batch())
+            with CommDebugMode() as comm:
+                loss.backward()
+            ops = [str(op) for op in comm.get_comm_counts()]
+            assert any("allreduce" in op or "all_reduce" in op for op in ops) is (micro == 2)
+            expected.backward()
+        pair.step()
+    pair.check()
+
+
+@ranks(4)
+def test_a_replicate_axis_accumulates_without_any_reduction() -> None:
+    pair = Pair("stack", mesh=make_mesh(2, 2))
+    for micro in range(3):
+        pair.model.set_requires_gradient_sync(micro == 2)
+        pair.backward()
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("sync_each", [True, False])
+@ranks(2)
+def test_accumulation_happens_in_the_reduce_dtype(sync_each: bool) -> None:
+    """bf16 gradients add up in fp32: the sum is exact where one in bf16 is not."""
+    case = CASES["stack"]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(seeded(case.build), case, mp_policy=policy)
+    low = seeded(case.build).bfloat16()
+    exact: dict[str, Tensor] = {}
+    count = 16
+    for micro in range(count):
+        model.set_requires_gradient_sync(sync_each or micro == count - 1)
+        batch = case.batch(4).chunk(dist.get_rank(), 2)
+        loss_of(model(*batch.args)).backward()
+        loss_of(low(batch.args[0].bfloat16())).backward()
+        for name, parameter in low.named_parameters():
+            exact[name] = exact.get(name, torch.zeros(())) + parameter.grad.float()
+            parameter.grad = None
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype is torch.float32
+        assert_same(parameter.grad, global_mean(exact[name]), name, 2e-6)
+
+
+@ranks(2)
+def test_is_last_backward_puts_off_what_ends_a_step() -> None:
+    """Several backwards of one step, of which only the last is declared the last."""
+    pair = Pair("stack")
+    for _ in range(2):
+        for micro in range(3):
+            last = micro == 2
+            pair.model.set_is_last_backward(last)
+            pair.model.set_requires_gradient_sync(last)
+            pair.backward()
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize(
+    "name", ["stack", "tied_lm", "nested_units", "partly_frozen", "containers"]
+)
+@ranks(2)
+def test_several_forwards_before_one_backward(name: str, reshard_after_forward: bool) -> None:
+    pair = Pair(name, reshard_after_forward=reshard_after_forward)
+    for _ in range(2):
+        first, expected_first = pair.losses(pair.batch())
+        second, expected_second = pair.losses(pair.batch())
+        (first + 2 * second).backward()
+        (expected_first + 2 * expected_second).backward()
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@ranks(2)
+def test_several_forwards_then_backwards_in_any_order(
+    order: tuple[int, ...], reshard_after_forward: bool
+) -> None:
+    pair = Pair("stack", reshard_after_forward=reshard_after_forward)
+    losses = [pair.losses(pair.batch()) for _ in order]
+    for index in order:
+        losses[index][0].backward()
+        losses[index][1].backward()
+        assert_same_gradients(pair.model, pair.reference)
+    pair.step()
+    pair.train(steps=1)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("name", ["stack", "nested_units", "tied_blocks"])
+@ranks(2)
+def test_several_backwards_after_one_forward(name: str, reshard_after_forward: bool) -> None:
+    pair = Pair(name, reshard_after_forward=reshard_after_forward)
+    loss, expected = pair.losses(pair.batch())
+    for retain in (True, True, False):
+        loss.backward(retain_graph=retain)
+        expected.backward(retain_graph=retain)
+        assert_same_gradients(pair.model, pair.reference)
+    pair.step()
+    pair.train(steps=1)
+
+
+@ranks(2)
+def test_two_losses_of_one_forward() -> None:
+    pair = Pair("aux_output")
+    for _ in range(2):
+        batch = pair.batch()
+        main, aux = pair.model(*pair.local(batch).args)
+        main_expected, aux_expected = pair.reference(*batch.args)
+        aux.mean().backward(retain_graph=True)
+        aux_expected.mean().backward(retain_graph=True)
+        main.square().mean().backward()
+        main_expected.square().mean().backward()
+        assert_same_gradients(pair.model, pair.reference, 3e-6)
+        pair.optimizer.zero_grad()
+        pair.reference_optimizer.zero_grad()
+
+
+@ranks(2)
+def test_gradients_set_to_zero_are_added_to() -> None:
+    pair = Pair("stack")
+    for _ in range(3):
+        pair.backward()
+        assert_same_gradients(pair.model, pair.reference)
+        for optimizer in (pair.optimizer, pair.reference_optimizer):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    pair.check()
+
+
+@ranks(2)
+def test_a_gradient_that_the_user_keeps_is_not_overwritten() -> None:
+    pair = Pair("stack")
+    pair.backward()
+    kept = {name: p.grad for name, p in names_of(pair.model).items()}
+    values = {name: whole(g).clone() for name, g in kept.items()}
+    pair.step()
+    for _ in range(2):
+        pair.backward()
+        for name, parameter in names_of(pair.model).items():
+            assert parameter.grad is not kept[name], name
+            assert torch.equal(whole(kept[name]), values[name]), name
+        pair.step()
+
+
+@ranks(2)
+def test_a_gradient_that_the_user_assigns_is_added_to() -> None:
+    pair = Pair("stack")
+    pair.backward()
+    for parameter in names_of(pair.model).values():
+        assert isinstance(parameter.grad, DTensor)
+        parameter.grad = parameter.grad * 3
+    for parameter in names_of(pair.reference).values():
+        parameter.grad = parameter.grad * 3
+    pair.backward()
+    pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_an_accumulation_that_is_dropped_does_not_leak_into_the_next_step() -> None:
+    """What gathered without sync belongs to the next reduction."""
+    pair = Pair("stack")
+    pair.model.set_requires_gradient_sync(False)
+    pair.backward()
+    assert all(p.grad is None for p in pair.model.parameters())
+    pair.model.set_requires_gradient_sync(True)
+    pair.backward()
+    pair.step()
+    pair.check()
+
+
+def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.1)
+
+
+@ranks(2)
+def test_accumulation_under_an_optimizer_with_state() -> None:
+    pair = Pair("stack", optimizer=momentum)
+    for _ in range(3):
+        for micro in range(2):
+            pair.model.set_requires_gradient_sync(micro == 1)
+            pair.backward(scale=0.5)
+        pair.step()
+    pair.check()

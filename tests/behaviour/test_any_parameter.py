@@ -1,0 +1,218 @@
+"""Promise: a group holds any parameter: scalars, odd strides, any dtypes, frozen and raw ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests._models import CASES, WIDTH, AllFrozen, Case, Quantised, floats, no_units, seeded, stack
+from tests._parity import Pair, assert_same, names_of, shard, whole
+from tests._pool import ranks
+
+
+def record_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return a dict that each forward of `module` fills with copies of its whole parameters."""
+    seen: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        for name, parameter in module.named_parameters():
+            seen[name] = parameter.detach().clone(memory_format=torch.preserve_format)
+
+    # a hook that runs before the unit's own after-forward hook, whatever that is
+    module.register_forward_hook(look, prepend=True)
+    return seen
+
+
+@ranks(1, 2)
+def test_scalars_stay_scalars() -> None:
+    pair = Pair("scalars", optimizer=torch.optim.AdamW)
+    seen = record_parameters(pair.model.blocks[1])
+    pair.backward()
+    scale = pair.model.blocks[1].scale
+    assert isinstance(scale, DTensor)
+    assert scale.shape == ()
+    assert isinstance(scale.grad, DTensor)
+    assert scale.grad.shape == ()
+    assert seen["scale"].shape == ()
+    assert seen["scale"].item() == pytest.approx(0.7)
+    pair.optimizer.step()
+    pair.reference_optimizer.step()
+    assert_same(scale, pair.reference.blocks[1].scale, "scale", 1e-4)
+    assert whole(scale).item() != pytest.approx(0.7)
+
+
+@ranks(4)
+def test_a_group_of_one_scalar_trains_on_many_ranks() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    Pair(Case(stack(Scale, 2), CASES["stack"].units, floats)).train(steps=2)
+
+
+@ranks(2)
+def test_non_contiguous_parameters_keep_their_strides_when_unsharded() -> None:
+    pair = Pair("non_contiguous")
+    original = dict(pair.reference.blocks[0].named_parameters())
+    assert not original["transposed"].is_contiguous()
+    assert original["conv.weight"].is_contiguous(memory_format=torch.channels_last)
+    for _ in range(2):
+        seen = record_parameters(pair.model.blocks[0])
+        pair.backward()
+        for name, parameter in original.items():
+            strides = zip(parameter.shape, parameter.stride(), seen[name].stride(), strict=True)
+            assert all(size == 1 or old == new for size, old, new in strides), name
+            assert torch.equal(seen[name], parameter), name
+        pair.optimizer.zero_grad()
+        pair.reference_optimizer.zero_grad()
+
+
+@ranks(2)
+def test_each_parameter_keeps_its_dtype() -> None:
+    pair = Pair("mixed_dtypes")
+    seen = record_parameters(pair.model.blocks[0])
+    pair.backward()
+    dtypes = {name: p.dtype for name, p in names_of(pair.reference.blocks[0]).items()}
+    assert set(dtypes.values()) == {torch.float32, torch.float64, torch.bfloat16}
+    for name, parameter in names_of(pair.model.blocks[0]).items():
+        assert isinstance(parameter, DTensor)
+        assert parameter.dtype is dtypes[name], name
+        assert parameter.grad.dtype is dtypes[name], name
+        assert seen[name].dtype is dtypes[name], name
+
+
+@ranks(2, 4)
+def test_mixed_dtypes_in_one_root_group() -> None:
+    Pair(Case(CASES["mixed_dtypes"].build, no_units, floats)).train(steps=2)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+@ranks(2, 3)
+def test_quantised_weights_keep_every_bit() -> None:
+    every_byte = torch.arange(256, dtype=torch.uint8)
+
+    def all_bit_patterns(model: nn.Module) -> None:
+        """Put NaNs, infinities and both zeros into the float8 weight."""
+        for block in model.blocks:
+            block.every_byte = nn.Parameter(
+                every_byte.view(torch.float8_e4m3fn).reshape(64, 4).clone(), requires_grad=False
+            )
+
+    pair = Pair("quantised", prepare=all_bit_patterns)
+    seen = record_parameters(pair.model.blocks[1])
+    pair.train(steps=2)
+    original = seeded(stack(Quantised))
+    for name in ("int8", "float8", "scale"):
+        expected = getattr(original.blocks[1], name)
+        assert seen[name].dtype is expected.dtype, name
+        assert torch.equal(raw(seen[name]), raw(expected)), name
+        parameter = getattr(pair.model.blocks[1], name)
+        assert isinstance(parameter, DTensor)
+        assert not parameter.requires_grad
+        assert parameter.grad is None, name
+        assert torch.equal(raw(whole(parameter)), raw(expected)), name
+    assert torch.equal(raw(seen["every_byte"]).flatten(), every_byte)
+
+
+DTYPES = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+class Frozen(nn.Module):
+    """One frozen parameter of every dtype beside a trainable one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        for index, dtype in enumerate(DTYPES):
+            values = torch.randint(0, 2, (3 + index % 2, 5)).to(dtype)
+            self.register_parameter(f"p{index}", nn.Parameter(values, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = sum(p.to(torch.float32).mean() for n, p in self.named_parameters(recurse=False))
+        return self.linear(x) * total
+
+
+@ranks(2)
+def test_frozen_parameters_of_every_dtype_share_a_group() -> None:
+    pair = Pair(Case(stack(Frozen, 2), CASES["stack"].units, floats))
+    seen = record_parameters(pair.model.blocks[0])
+    pair.train(steps=2)
+    for index, dtype in enumerate(DTYPES):
+        expected = getattr(pair.reference.blocks[0], f"p{index}")
+        assert seen[f"p{index}"].dtype is dtype
+        assert torch.equal(raw(seen[f"p{index}"]), raw(expected)), dtype
+
+
+@ranks(2)
+def test_frozen_parameters_have_no_gradient_and_do_not_change() -> None:
+    pair = Pair("partly_frozen")
+    pair.train(steps=2)
+    start = names_of(seeded(pair.case.build))
+    frozen = {n for n, p in start.items() if not p.requires_grad}
+    assert len(frozen) > 3
+    for name, parameter in names_of(pair.model).items():
+        assert parameter.requires_grad is (name not in frozen), name
+        if name in frozen:
+            assert torch.equal(whole(parameter), start[name]), name
+
+
+@ranks(2)
+def test_a_parameter_without_elements() -> None:
+    def add_empty(model: nn.Module) -> None:
+        model.blocks[1].empty = nn.Parameter(torch.empty(0, 5))
+        model.blocks[2].empty = nn.Parameter(torch.empty(5, 0), requires_grad=False)
+
+    pair = Pair("stack", prepare=add_empty)
+    seen = record_parameters(pair.model.blocks[1])
+    pair.train(steps=2)
+    assert seen["empty"].shape == (0, 5)
+    assert whole(pair.model.blocks[2].empty).shape == (5, 0)
+
+
+@ranks(2)
+def test_a_root_whose_group_is_all_frozen() -> None:
+    pair = Pair(Case(stack(AllFrozen), CASES["stack"].units, floats), prepare=_train_only_out)
+    pair.train(steps=2)
+    assert pair.model.inp.weight.grad is None
+
+
+def _train_only_out(model: nn.Module) -> None:
+    model.inp.requires_grad_(False)
+
+
+@ranks(2)
+def test_parameter_attributes_survive() -> None:
+    def mark(model: nn.Module) -> None:
+        for index, parameter in enumerate(model.parameters()):
+            parameter.weight_decay_class = f"class {index}"
+
+    model = seeded(CASES["stack"].build)
+    mark(model)
+    expected = [p.weight_decay_class for p in model.parameters()]
+    shard(model, CASES["stack"])
+    assert [p.weight_decay_class for p in model.parameters()] == expected

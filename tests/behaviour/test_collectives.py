@@ -1,0 +1,198 @@
+"""Promise: an unshard is one all-gather, a reduction one reduce-scatter (and one all-reduce).
+
+Seen from outside, as `CommDebugMode` sees c10d operations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fsdp2
+from tests._models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
+from tests._parity import Pair, make_mesh, shard
+from tests._pool import ranks
+
+
+def kinds(comm: CommDebugMode) -> Counter[str]:
+    """Count collectives by what they are, whatever variant of the operation carried them out."""
+    found: Counter[str] = Counter()
+    for operation, number in comm.get_comm_counts().items():
+        name = str(operation).replace("_", "")
+        for kind in ("allgather", "reducescatter", "allreduce", "alltoall", "broadcast"):
+            if kind in name:
+                found[kind] += number
+                break
+        else:
+            found[str(operation)] += number
+    return +found
+
+
+def watch(pair: Pair) -> tuple[Counter[str], Counter[str]]:
+    """Run a step of the sharded model; return the collectives of forward and of backward."""
+    batch = pair.local(pair.batch())
+    with CommDebugMode() as forward:
+        loss = pair.run(pair.model, batch)
+    with CommDebugMode() as backward:
+        loss.backward()
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    return kinds(forward), kinds(backward)
+
+
+UNITS = 4  # three blocks and the root
+
+
+@ranks(2, 3)
+def test_a_step_of_sharded_blocks() -> None:
+    pair = Pair("stack")
+    for _ in range(3):
+        forward, backward = watch(pair)
+        assert forward == {"allgather": UNITS}
+        assert backward == {"allgather": UNITS - 1, "reducescatter": UNITS}
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@ranks(2)
+def test_resharding_decides_about_the_gathers_in_backward(reshard_after_forward: bool) -> None:
+    pair = Pair("stack", reshard_after_forward=reshard_after_forward)
+    for _ in range(2):
+        forward, backward = watch(pair)
+        assert forward == {"allgather": UNITS}
+        assert backward["allgather"] == (UNITS if reshard_after_forward else 0)
+        assert backward["reducescatter"] == UNITS
+
+
+@ranks(4)
+def test_a_replicate_axis_adds_one_all_reduce_a_unit() -> None:
+    pair = Pair("stack", mesh=make_mesh(2, 2))
+    for _ in range(2):
+        forward, backward = watch(pair)
+        assert forward == {"allgather": UNITS}
+        assert backward == {
+            "allgather": UNITS - 1,
+            "reducescatter": UNITS,
+            "allreduce": UNITS,
+        }
+
+
+@ranks(2)
+def test_an_axis_of_one_rank_communicates_nothing() -> None:
+    replicated = Pair("stack", mesh=make_mesh(2, 1))
+    sharded = Pair("stack", mesh=make_mesh(1, 2))
+    for _ in range(2):
+        forward, backward = watch(replicated)
+        assert forward == {}
+        assert backward == {"allreduce": UNITS}
+        forward, backward = watch(sharded)
+        assert forward == {"allgather": UNITS}
+        assert backward == {"allgather": UNITS - 1, "reducescatter": UNITS}
+
+
+@ranks(1)
+def test_one_rank_communicates_nothing() -> None:
+    pair = Pair("stack")
+    for _ in range(2):
+        assert watch(pair) == ({}, {})
+    pair = Pair("stack", mesh=make_mesh(1, 1))
+    assert watch(pair) == ({}, {})
+
+
+@ranks(2)
+def test_frozen_units_are_not_reduced() -> None:
+    pair = Pair("all_frozen_blocks")
+    for _ in range(2):
+        forward, backward = watch(pair)
+        assert forward == {"allgather": UNITS}
+        assert backward["reducescatter"] == 1  # the root
+
+
+@ranks(2)
+def test_accumulation_without_sync_does_not_reduce() -> None:
+    pair = Pair("stack")
+    pair.model.set_requires_gradient_sync(False)
+    assert watch(pair)[1] == {"allgather": UNITS - 1}
+    pair.model.set_requires_gradient_sync(True)
+    assert watch(pair)[1] == {"allgather": UNITS - 1, "reducescatter": UNITS}
+
+
+@ranks(2)
+def test_unshard_is_one_all_gather_and_reshard_none() -> None:
+    pair = Pair("stack")
+    watch(pair)
+    with CommDebugMode() as comm:
+        pair.model.blocks[0].unshard()
+        pair.model.blocks[0].unshard()
+    assert kinds(comm) == {"allgather": 1}
+    with CommDebugMode() as comm:
+        pair.model.blocks[0].reshard()
+    assert kinds(comm) == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["scalars", "partly_frozen", "one_row", "tied_within", "quantised"]
+)
+@ranks(2)
+def test_what_a_group_holds_does_not_change_the_counts(name: str) -> None:
+    pair = Pair(name)
+    for _ in range(2):
+        forward, backward = watch(pair)
+        assert forward == {"allgather": UNITS}
+        assert backward == {"allgather": UNITS - 1, "reducescatter": UNITS}
+
+
+@ranks(2)
+def test_two_forwards_in_one_backward_gather_for_each() -> None:
+    pair = Pair("stack", reshard_after_forward=True)
+    loss = torch.zeros(())
+    for _ in range(2):
+        with CommDebugMode() as forward:
+            loss = loss + pair.run(pair.model, pair.local(pair.batch()))
+        assert kinds(forward) == {"allgather": UNITS}
+    with CommDebugMode() as backward:
+        loss.backward()
+    assert UNITS <= kinds(backward)["allgather"] <= 2 * UNITS
+    assert UNITS <= kinds(backward)["reducescatter"] <= 2 * UNITS
+
+
+@ranks(2)
+def test_sharding_a_model_communicates_nothing() -> None:
+    case = CASES["stack"]
+    model, mesh = seeded(case.build), make_mesh()
+    with CommDebugMode() as comm:
+        shard(model, case, mesh=mesh)
+    assert kinds(comm) == {}
+
+
+@ranks(2)
+def test_the_order_of_prefetched_gathers_is_the_same_every_step() -> None:
+    """From the second step on the recorded order only moves gathers earlier; their number stays."""
+    pair = Pair(Case(CASES["nested_units"].build, CASES["nested_units"].units, floats))
+    counts = [watch(pair) for _ in range(3)]
+    assert counts[0] == counts[1] == counts[2]
+    assert counts[0][0]["allgather"] == 5  # two inner units, two outer units, the root
+
+
+@ranks(2)
+def test_evaluation_only_gathers() -> None:
+    pair = Pair("stack")
+    pair.train(steps=1)
+    with CommDebugMode() as comm, torch.no_grad():
+        pair.run(pair.model, pair.local(pair.batch()))
+    assert kinds(comm) == {"allgather": UNITS}
+
+
+@ranks(2)
+def test_a_lone_unit() -> None:
+    model = fsdp2.fully_shard(seeded(Block))
+
+    def step() -> Tensor:
+        return loss_of(model(torch.randn(4, WIDTH)))
+
+    with CommDebugMode() as comm:
+        step().backward()
+    assert kinds(comm) == {"allgather": 1, "reducescatter": 1}

@@ -1,0 +1,522 @@
+"""Promise: the calls that steer a sharded model do what they say, in any order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fsdp2
+from tests._models import (
+    CASES,
+    WIDTH,
+    Block,
+    Case,
+    Stack,
+    each_block,
+    floats,
+    loss_of,
+    seeded,
+    stack,
+)
+from tests._parity import (
+    Pair,
+    assert_same,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    make_mesh,
+    names_of,
+    shard,
+)
+from tests._pool import ranks
+
+
+def is_whole(module: nn.Module) -> bool:
+    """True if the module's own parameters are plain tensors now; they must not be mixed."""
+    kinds = {isinstance(p, DTensor) for p in module.parameters()}
+    assert len(kinds) == 1
+    return not kinds.pop()
+
+
+# --- what fully_shard makes of a module -----------------------------------------------------------
+
+
+@ranks(1, 2)
+def test_the_class_is_a_subclass_of_both() -> None:
+    model = Stack()
+    same = fsdp2.fully_shard(model)
+    assert same is model
+    assert isinstance(model, fsdp2.FSDPModule)
+    assert isinstance(model, Stack)
+    assert not isinstance(model.blocks[0], fsdp2.FSDPModule)
+    other = Stack()
+    assert not isinstance(other, fsdp2.FSDPModule)
+    fsdp2.fully_shard(other)
+    assert type(other) is type(model)
+
+
+@ranks(2)
+def test_a_list_gives_a_list_back() -> None:
+    first, second = Block(), Block()
+    result = fsdp2.fully_shard([first, second])
+    assert list(result) == [first, second]
+    assert isinstance(first, fsdp2.FSDPModule)
+    assert isinstance(second, fsdp2.FSDPModule)
+
+
+@ranks(2)
+def test_slicing_a_container_gives_the_plain_class() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 29), nn.Tanh(), nn.Linear(29, 7))
+    fsdp2.fully_shard(model)
+    assert isinstance(model, fsdp2.FSDPModule)
+    part = model[:2]
+    assert type(part) is nn.Sequential
+    assert part[0] is model[0]
+    assert len(part) == 2
+    assert len(model) == 3
+
+
+@ranks(2)
+def test_the_state_is_in_the_composable_registry() -> None:
+    model = Stack()
+    fsdp2.fully_shard(model.blocks[0])
+    assert fsdp2.fully_shard.state(model.blocks[0]) is not None
+    assert fsdp2.fully_shard.state(model.blocks[1]) is None
+    from torch.distributed._composable.contract import _get_registry
+
+    registry = _get_registry(model.blocks[0])
+    assert registry is not None
+    assert "fully_shard" in registry
+    assert not _get_registry(model.blocks[1])
+
+
+# --- what is registered when ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@ranks(2)
+def test_what_is_registered_after_forward(reshard_after_forward: bool | None) -> None:
+    pair = Pair("stack", reshard_after_forward=reshard_after_forward)
+    for _ in range(2):
+        assert_sharded(pair.model)
+        loss, _ = pair.losses(pair.batch())
+        assert is_whole(pair.model.blocks[0]) is (reshard_after_forward is False)
+        assert is_whole(pair.model.inp) is (reshard_after_forward is not True)
+        loss.backward()
+        assert_sharded(pair.model)
+        with torch.no_grad():
+            pair.run(pair.model, pair.local(pair.batch()))
+        assert is_whole(pair.model.blocks[0]) is (reshard_after_forward is False)
+        assert is_whole(pair.model.inp) is (reshard_after_forward is False)
+        pair.model.reshard()
+        for block in pair.model.blocks:
+            block.reshard()
+
+
+@ranks(4)
+def test_an_int_leaves_shards_of_the_smaller_mesh(rank: int) -> None:
+    pair = Pair("stack", reshard_after_forward=2)
+    full = names_of(pair.reference)["blocks.0.up.weight"]
+    loss, expected = pair.losses(pair.batch())
+    registered = pair.model.blocks[0].up.weight
+    assert isinstance(registered, DTensor)
+    assert registered.full_tensor().shape == (29, 13)
+    assert torch.equal(registered.to_local(), full.chunk(2)[rank % 2])
+    loss.backward()
+    expected.backward()
+    assert torch.equal(pair.model.blocks[0].up.weight.to_local(), full.chunk(4)[rank])
+    pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_the_ints_that_mean_a_bool() -> None:
+    """As in torch's own, 1 is False and the number of ranks is True."""
+    for choice in (1, 2):
+        pair = Pair("stack", reshard_after_forward=choice)
+        loss, expected = pair.losses(pair.batch())
+        assert is_whole(pair.model.blocks[0]) is (choice == 1)
+        assert is_whole(pair.model.inp) is (choice == 1)
+        loss.backward()
+        expected.backward()
+        pair.step()
+        pair.check()
+
+
+# --- unshard and reshard --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@ranks(2)
+def test_unshard_and_reshard_by_hand(async_op: bool) -> None:
+    pair = Pair("stack")
+    for _ in range(2):
+        for block in pair.model.blocks:
+            handle = block.unshard(async_op=async_op)
+            if async_op:
+                handle.wait()
+                handle.wait()
+            else:
+                assert handle is None
+            assert is_whole(block)
+        for fqn in ("blocks.0.up.weight", "blocks.2.down.bias"):
+            assert torch.equal(names_of(pair.model)[fqn], names_of(pair.reference)[fqn]), fqn
+        assert not is_whole(pair.model.inp)
+        for block in pair.model.blocks:
+            block.reshard()
+            block.reshard()
+        assert_sharded(pair.model)
+        pair.train(steps=1)
+
+
+@ranks(2)
+def test_the_class_of_the_handle() -> None:
+    pair = Pair("stack")
+    handle = pair.model.blocks[0].unshard(async_op=True)
+    assert isinstance(handle, fsdp2.UnshardHandle)
+    handle.wait()
+    pair.model.blocks[0].reshard()
+    pair.train(steps=1)
+
+
+@ranks(2)
+def test_an_unshard_that_nobody_waits_for() -> None:
+    """The forward waits, or the reshard drops it."""
+    pair = Pair("stack")
+    pair.model.blocks[0].unshard(async_op=True)
+    pair.model.blocks[1].unshard(async_op=True)
+    pair.model.blocks[1].reshard()
+    pair.train(steps=1)
+    pair.model.unshard(async_op=True)
+    pair.train(steps=1)
+
+
+@ranks(2)
+def test_unshard_before_forward_and_between_forward_and_backward() -> None:
+    pair = Pair("stack")
+    for _ in range(2):
+        for block in pair.model.blocks:
+            block.unshard()
+        loss, expected = pair.losses(pair.batch())
+        for block in pair.model.blocks:
+            block.unshard()
+        loss.backward()
+        expected.backward()
+        pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_reshard_between_forward_and_backward() -> None:
+    """A user who keeps parameters after forward may still free them."""
+    pair = Pair("stack", reshard_after_forward=False)
+    for _ in range(2):
+        loss, expected = pair.losses(pair.batch())
+        pair.model.reshard()
+        for block in pair.model.blocks:
+            block.reshard()
+        assert_sharded(pair.model)
+        loss.backward()
+        expected.backward()
+        pair.step()
+    pair.check()
+
+
+@ranks(4)
+def test_reshard_from_the_smaller_mesh() -> None:
+    pair = Pair("stack", reshard_after_forward=2)
+    loss, expected = pair.losses(pair.batch())
+    for block in pair.model.blocks:
+        block.reshard()
+        assert block.up.weight.to_local().shape[0] < 9  # of 29 rows, a quarter
+    loss.backward()
+    expected.backward()
+    pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_weights_are_whole_inside_unshard() -> None:
+    """A loss that reads `.weight` of a module outside of its forward."""
+    pair = Pair("untied_lm")
+    for _ in range(2):
+        batch = pair.batch()
+        losses = []
+        for model, part in ((pair.model, pair.local(batch)), (pair.reference, batch)):
+            if isinstance(model, fsdp2.FSDPModule):
+                model.head.unshard()
+            weight = model.head.proj.weight
+            assert not isinstance(weight, DTensor)
+            norm = weight.detach().square().sum()
+            losses.append(loss_of(model(*part.args)) * norm)
+        losses[0].backward()
+        losses[1].backward()
+        assert_same_gradients(pair.model, pair.reference, 3e-6)
+        pair.optimizer.zero_grad()
+        pair.reference_optimizer.zero_grad()
+
+
+# --- settings at run time -------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_set_reshard_after_forward() -> None:
+    pair = Pair("stack")
+    for choice in (False, True, False):
+        pair.model.set_reshard_after_forward(choice)
+        loss, expected = pair.losses(pair.batch())
+        assert is_whole(pair.model.blocks[0]) is not choice
+        assert is_whole(pair.model.inp) is not choice
+        loss.backward()
+        expected.backward()
+        pair.step()
+    pair.model.set_reshard_after_forward(True, recurse=False)
+    pair.losses(pair.batch())[0].backward()
+    loss, _ = pair.losses(pair.batch())
+    assert is_whole(pair.model.blocks[0])
+    assert not is_whole(pair.model.inp)
+
+
+@ranks(2)
+def test_set_reshard_after_backward() -> None:
+    pair = Pair("stack")
+    pair.model.set_reshard_after_backward(False)
+    pair.backward()
+    assert is_whole(pair.model.blocks[0])
+    assert is_whole(pair.model.blocks[2])
+    batch = pair.batch()
+    with CommDebugMode() as comm:
+        pair.run(pair.model, pair.local(batch))
+    assert comm.get_total_counts() == 0, "whole parameters were gathered again"
+    for block in (pair.model, *pair.model.blocks):
+        block.reshard()
+    pair.model.set_reshard_after_backward(True)
+    pair.step()
+    pair.train(steps=2)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@ranks(2)
+def test_prefetch_lists(depth: int) -> None:
+    pair = Pair(Case(stack(count=4), each_block, floats))
+    blocks = list(pair.model.blocks)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[:index][::-1][:depth])
+    pair.model.set_modules_to_forward_prefetch(blocks[:depth])
+    pair.train(steps=3)
+
+
+@ranks(2)
+def test_prefetching_what_then_does_not_run() -> None:
+    """A unit that was prefetched and not used is sharded again, and the step is right."""
+    pair = Pair("unused_parts")
+    blocks = list(pair.model.blocks)
+    blocks[0].set_modules_to_forward_prefetch([blocks[2]])
+    blocks[1].set_modules_to_backward_prefetch([blocks[2], blocks[0]])
+    pair.train(steps=2)
+    assert not is_whole(blocks[2])
+
+
+@ranks(2)
+def test_units_may_run_in_another_order_each_step() -> None:
+    """The recorded order is a guess of what comes next, never a condition."""
+
+    class Shuffled(Stack):
+        order: tuple[int, ...] = (0, 1, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for index in self.order:
+                x = self.blocks[index](x)
+            return self.out(x)
+
+    pair = Pair(Case(Shuffled, each_block, floats))
+    for order in ((0, 1, 2), (2, 0, 1), (1,), (0, 0, 2), (2, 1, 0, 1), (0, 1, 2)):
+        pair.model.order = pair.reference.order = order
+        pair.backward()
+        pair.step()
+    pair.check()
+
+
+# --- methods other than forward -------------------------------------------------------------------
+
+
+class Methods(Stack):
+    """A model with ways in other than its forward."""
+
+    def encode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Return the hidden state."""
+        return self.blocks[0](self.inp(x)) * scale
+
+    def generate(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = torch.tanh(self.blocks[1](self.encode(x)))
+        return self.out(x)
+
+
+@ranks(2)
+def test_registered_methods_gather_like_forward() -> None:
+    pair = Pair(Case(Methods, each_block, floats))
+    fsdp2.register_fsdp_forward_method(pair.model, "encode")
+    fsdp2.register_fsdp_forward_method(pair.model, "generate")
+    for _ in range(2):
+        batch = pair.batch()
+        for model, part in ((pair.model, pair.local(batch)), (pair.reference, batch)):
+            model.encode(*part.args, scale=2.0).square().mean().backward()
+        assert_same_gradients(pair.model, pair.reference, 2e-6)
+        pair.optimizer.zero_grad()
+        pair.reference_optimizer.zero_grad()
+        pair.train(steps=1)
+        with torch.no_grad():
+            actual = pair.model.generate(*pair.local(batch).args, steps=3)
+            expected = pair.reference.generate(*pair.local(batch).args, steps=3)
+        assert_same(actual, expected, "generated", 2e-6)
+        assert_sharded(pair.model)
+
+
+@ranks(2)
+def test_a_registered_method_of_a_block() -> None:
+    class WithProject(Block):
+        def project(self, x: Tensor) -> Tensor:
+            return self.down(self.mid(self.up(x)))
+
+    class Projecting(Stack):
+        def __init__(self) -> None:
+            super().__init__(WithProject)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks[0].project(self.inp(x))
+            return self.out(self.blocks[2](self.blocks[1].project(x)))
+
+    def units(model: nn.Module) -> list[nn.Module]:
+        return list(model.blocks)
+
+    pair = Pair(Case(Projecting, units, floats))
+    for block in pair.model.blocks:
+        fsdp2.register_fsdp_forward_method(block, "project")
+    pair.train(steps=2)
+
+
+@ranks(2)
+def test_registering_on_a_plain_module_does_nothing() -> None:
+    model = seeded(Methods)
+    before = dict(vars(model))
+    fsdp2.register_fsdp_forward_method(model, "encode")
+    assert dict(vars(model)) == before
+
+
+# --- groups of several modules --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@ranks(2)
+def test_several_modules_in_one_group(reshard_after_forward: bool) -> None:
+    Pair("one_group", reshard_after_forward=reshard_after_forward).train()
+
+
+@ranks(2)
+def test_a_group_gathers_once_for_its_modules() -> None:
+    pair = Pair("one_group")
+    pair.train(steps=1)
+    batch = pair.batch()
+    with CommDebugMode() as comm, torch.no_grad():
+        pair.run(pair.model, pair.local(batch))
+    assert comm.get_total_counts() == 3  # the root, the pair, the single block
+
+
+@ranks(2)
+def test_norm_and_head_as_one_group_with_a_loss_in_chunks() -> None:
+    """The main forward runs the norm; the head runs later, chunk by chunk."""
+
+    class Chunked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+            self.norm = nn.LayerNorm(WIDTH)
+            self.head = nn.Linear(WIDTH, 29)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.block(x))
+
+    pair = Pair(Case(Chunked, lambda m: [m.block, [m.norm, m.head]], floats))
+    for _ in range(2):
+        batch = pair.batch()
+        for model, part, share in (
+            (pair.model, pair.local(batch), 1.0),
+            (pair.reference, batch, 1.0),
+        ):
+            hidden = model(*part.args)
+            for chunk in hidden.chunk(2):
+                (model.head(chunk).square().mean() * share / 2).backward(retain_graph=True)
+        assert_same_gradients(pair.model, pair.reference, 3e-6)
+        for optimizer in (pair.optimizer, pair.reference_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(pair.model, pair.reference, 3e-6)
+
+
+@ranks(2)
+def test_ignored_parameters_are_left_to_the_user() -> None:
+    case = CASES["stack"]
+    pair_model = seeded(case.build)
+    ignored = {pair_model.inp.weight, pair_model.blocks[1].up.weight}
+    reference = seeded(case.build)
+    shard(pair_model, case, ignored_params=ignored)
+    assert pair_model.inp.weight in ignored
+    assert pair_model.blocks[1].up.weight in ignored
+    x = torch.randn(6, WIDTH)  # the same on both ranks: local gradients are the mean already
+    for model in (pair_model, reference):
+        loss_of(model(x)).backward()
+    for fqn, parameter in names_of(pair_model).items():
+        assert isinstance(parameter, DTensor) is (parameter not in ignored), fqn
+        assert_same(parameter.grad, names_of(reference)[fqn].grad, fqn)
+
+
+@ranks(2)
+def test_units_without_any_parameter() -> None:
+    def units(model: nn.Module) -> list[nn.Module]:
+        return [m for m in model.modules() if isinstance(m, (nn.Tanh, nn.Linear))]
+
+    Pair(Case(CASES["sequential"].build, units, floats)).train(steps=2)
+
+
+@ranks(2)
+def test_hsdp_units_in_a_tree_of_several_meshes() -> None:
+    """Blocks may have meshes of their own; the root shards over all ranks."""
+    mesh, single = make_mesh(), make_mesh(2, 1)
+    pair_reference, model = seeded(Stack), seeded(Stack)
+    fsdp2.fully_shard(model.blocks[0], mesh=mesh)
+    fsdp2.fully_shard(model.blocks[1], mesh=single)
+    fsdp2.fully_shard(model, mesh=mesh)
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.1, foreach=False) for m in (model, pair_reference)
+    ]
+    x = torch.randn(6, WIDTH)
+    for _ in range(2):
+        for m in (model, pair_reference):
+            loss_of(m(x)).backward()
+        assert_same_gradients(model, pair_reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@ranks(2)
+def test_calling_a_unit_on_its_own_after_the_root_ran() -> None:
+    """Once the root is known, one of its blocks may run alone."""
+    pair = Pair("stack")
+    pair.train(steps=1)
+    x = torch.randn(4, WIDTH)
+    for model in (pair.model, pair.reference):
+        model.blocks[1](x).square().mean().backward()
+    assert pair.model.inp.weight.grad is None
+    assert_same_gradients(pair.model, pair.reference)
+    assert_sharded(pair.model)
+    pair.optimizer.zero_grad()
+    pair.reference_optimizer.zero_grad()
+    pair.train(steps=1)

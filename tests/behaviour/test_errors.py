@@ -1,0 +1,299 @@
+"""Promise: a wrong argument raises a typed error that names it, before anything changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import fsdp2
+from tests._models import CASES, WIDTH, Block, Stack, each_block, floats, loss_of, seeded
+from tests._parity import Pair, make_mesh, shard
+from tests._pool import ranks
+
+
+def look(module: nn.Module) -> dict[str, Any]:
+    """Return everything about a module tree that sharding may change."""
+    seen: dict[str, Any] = {}
+    for name, child in module.named_modules():
+        seen[f"{name} class"] = type(child)
+        seen[f"{name} attributes"] = sorted(vars(child))
+        seen[f"{name} parameters"] = {n: id(p) for n, p in child._parameters.items()}
+        seen[f"{name} buffers"] = {n: id(b) for n, b in child._buffers.items()}
+        seen[f"{name} hooks"] = tuple(
+            len(hooks)
+            for hooks in (
+                child._forward_pre_hooks,
+                child._forward_hooks,
+                child._backward_hooks,
+                child._backward_pre_hooks,
+                child._state_dict_pre_hooks,
+                child._state_dict_hooks,
+                child._load_state_dict_pre_hooks,
+            )
+        )
+    return seen
+
+
+@contextmanager
+def refused(
+    error: type[Exception], *words: str, unchanged: nn.Module | None = None
+) -> Iterator[None]:
+    """Expect `error`, with every one of `words` in its message, and nothing changed."""
+    before = look(unchanged) if unchanged is not None else None
+    with pytest.raises(error) as caught:
+        yield
+    message = str(caught.value)
+    for word in words:
+        assert word in message, f"{word!r} is not in {message!r}"
+    if unchanged is not None:
+        assert look(unchanged) == before, "the refused call changed the module"
+
+
+def trains(model: nn.Module) -> None:
+    """Assert that a model that was refused something can still be sharded and trained."""
+    shard(model, CASES["stack"])
+    loss_of(model(torch.randn(4, WIDTH))).backward()
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+@ranks(1)
+def test_the_error_tree() -> None:
+    assert issubclass(fsdp2.ConfigError, ValueError)
+    assert issubclass(fsdp2.StateError, RuntimeError)
+    assert issubclass(fsdp2.UnsupportedError, NotImplementedError)
+
+
+@ranks(1)
+def test_not_a_module() -> None:
+    for thing in ("text", None, 3, torch.zeros(2), nn.Parameter(torch.zeros(2)), Stack):
+        with refused(fsdp2.ConfigError, type(thing).__name__):
+            fsdp2.fully_shard(thing)
+
+
+@ranks(1)
+def test_a_list_with_something_else_in_it() -> None:
+    model = Stack()
+    with refused(fsdp2.ConfigError, "str", unchanged=model):
+        fsdp2.fully_shard([model, "text"])
+    with refused(fsdp2.ConfigError):
+        fsdp2.fully_shard([])
+    trains(model)
+
+
+@pytest.mark.parametrize("kind", ["ModuleList", "ModuleDict"])
+@ranks(1)
+def test_a_container_without_forward(kind: str) -> None:
+    blocks = [Block(), Block()]
+    module = nn.ModuleList(blocks) if kind == "ModuleList" else nn.ModuleDict({"a": blocks[0]})
+    with refused(fsdp2.ConfigError, kind, "forward", unchanged=module):
+        fsdp2.fully_shard(module)
+    with refused(fsdp2.ConfigError, kind, unchanged=module):
+        fsdp2.fully_shard([Block(), module])
+
+
+@ranks(2)
+def test_a_container_with_a_forward_is_fine() -> None:
+    class List(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            for module in self:
+                x = module(x)
+            return x
+
+    model = fsdp2.fully_shard(List([Block(), Block()]))
+    loss_of(model(torch.randn(4, WIDTH))).backward()
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+@ranks(2)
+def test_applied_twice() -> None:
+    model = shard(seeded(Stack), CASES["stack"])
+    with refused(fsdp2.ConfigError, "Stack", unchanged=model):
+        fsdp2.fully_shard(model)
+    with refused(fsdp2.ConfigError, "Block", unchanged=model):
+        fsdp2.fully_shard(model.blocks[0])
+    other = Block()
+    with refused(fsdp2.ConfigError, unchanged=other):
+        fsdp2.fully_shard([other, model.blocks[0]])
+    loss_of(model(torch.randn(4, WIDTH))).backward()
+
+
+@ranks(4)
+def test_a_mesh_of_too_many_dims() -> None:
+    model = Stack()
+    with refused(fsdp2.ConfigError, "mesh", "3", unchanged=model):
+        fsdp2.fully_shard(
+            model, mesh=init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
+        )
+    with refused(fsdp2.ConfigError, "name", unchanged=model):
+        fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+    trains(model)
+
+
+@ranks(1)
+def test_something_else_as_a_mesh() -> None:
+    model = Stack()
+    for mesh in ("cpu", (1,), 1):
+        with refused(fsdp2.ConfigError, "mesh", type(mesh).__name__, unchanged=model):
+            fsdp2.fully_shard(model, mesh=mesh)
+    trains(model)
+
+
+@pytest.mark.parametrize("choice", [3, 8, 0, -2, "yes", 2.0])
+@ranks(4)
+def test_a_bad_reshard_after_forward(choice: Any) -> None:
+    """On four ranks the ints are 2, and 1 and 4 for False and True."""
+    model = Stack()
+    with refused(fsdp2.ConfigError, "reshard_after_forward", repr(choice), unchanged=model):
+        fsdp2.fully_shard(model, reshard_after_forward=choice)
+    trains(model)
+
+
+@pytest.mark.parametrize("dim", [2, 5, -3])
+@ranks(2)
+def test_a_shard_dim_out_of_range(dim: int) -> None:
+    model = Stack()
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dim) if parameter is model.blocks[1].up.weight else None
+
+    with refused(fsdp2.ConfigError, "up.weight", str(dim), unchanged=model):
+        fsdp2.fully_shard(model, shard_placement_fn=place)
+    trains(model)
+
+
+@ranks(2)
+def test_something_else_as_a_placement() -> None:
+    from torch.distributed.tensor import Partial
+
+    model = Stack()
+    for placement in (Partial(), 0, "Shard(0)"):
+        with refused(fsdp2.ConfigError, "inp.weight", unchanged=model):
+            fsdp2.fully_shard(model, shard_placement_fn=lambda p, placement=placement: placement)
+    trains(model)
+
+
+@ranks(1)
+def test_policies_of_the_wrong_type() -> None:
+    model = Stack()
+    with refused(fsdp2.ConfigError, "mp_policy", "dtype", unchanged=model):
+        fsdp2.fully_shard(model, mp_policy=torch.bfloat16)
+    with refused(fsdp2.ConfigError, "int8", unchanged=model):
+        policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.int8)
+        fsdp2.fully_shard(model, mp_policy=policy)
+    with refused(fsdp2.ConfigError, "offload_policy", unchanged=model):
+        fsdp2.fully_shard(model, offload_policy=True)
+    with refused(fsdp2.ConfigError, "ignored_params", unchanged=model):
+        fsdp2.fully_shard(model, ignored_params={"inp.weight"})
+    with pytest.raises(TypeError):
+        fsdp2.fully_shard(model, reshard_after_backward=True)
+    trains(model)
+
+
+@ranks(1)
+def test_lazy_parameters() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
+    with refused(fsdp2.ConfigError, "0.weight", unchanged=model):
+        fsdp2.fully_shard(model)
+
+
+@ranks(2)
+def test_parameters_on_meta_at_the_first_forward_are_listed() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    shard(model, CASES["stack"])
+    for unit in (model.blocks[0], model.blocks[1]):
+        unit.to_empty(device="cpu")
+    with refused(fsdp2.StateError, "inp.weight", "blocks.2.up.weight", "out.bias", "to_empty"):
+        model(torch.randn(4, WIDTH))
+    with pytest.raises(fsdp2.StateError) as caught:
+        model(torch.randn(4, WIDTH))
+    assert "blocks.0.up.weight" not in str(caught.value)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1)
+    loss_of(model(torch.randn(4, WIDTH))).backward()
+
+
+@ranks(2)
+def test_a_unit_that_ran_before_its_root() -> None:
+    model = shard(seeded(Stack), CASES["stack"])
+    model.blocks[1](torch.randn(4, WIDTH))
+    with refused(fsdp2.StateError, "blocks.1"):
+        model(torch.randn(4, WIDTH))
+
+
+@ranks(2)
+def test_an_unknown_method_name() -> None:
+    model = shard(seeded(Stack), CASES["stack"])
+    with refused(fsdp2.ConfigError, "Stack", "genrate", unchanged=model):
+        fsdp2.register_fsdp_forward_method(model, "genrate")
+    model.__dict__["number"] = 3
+    with refused(fsdp2.ConfigError, "Stack", "number", unchanged=model):
+        fsdp2.register_fsdp_forward_method(model, "number")
+    loss_of(model(torch.randn(4, WIDTH))).backward()
+
+
+@pytest.mark.parametrize(
+    "setter",
+    [
+        "set_requires_gradient_sync",
+        "set_requires_all_reduce",
+        "set_reshard_after_forward",
+        "set_reshard_after_backward",
+        "set_is_last_backward",
+    ],
+)
+@ranks(1)
+def test_flags_are_bools(setter: str) -> None:
+    model = shard(seeded(Stack), CASES["stack"])
+    for value in (1, "yes", None):
+        with refused(fsdp2.ConfigError, setter.removeprefix("set_"), unchanged=model):
+            getattr(model, setter)(value)
+    loss_of(model(torch.randn(4, WIDTH))).backward()
+    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "setter", ["set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"]
+)
+@ranks(2)
+def test_prefetch_lists_hold_units(setter: str) -> None:
+    model = shard(seeded(Stack), CASES["stack"])
+    with refused(fsdp2.ConfigError, "Linear", unchanged=model):
+        getattr(model, setter)([model.blocks[0], model.inp])
+    loss_of(model(torch.randn(4, WIDTH))).backward()
+
+
+@ranks(2)
+def test_a_parameter_that_is_a_dtensor_of_another_mesh() -> None:
+    """A parameter that is sharded already, over the same ranks, cannot be sharded again."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = make_mesh()
+    model = Stack()
+    model.inp.weight = nn.Parameter(distribute_tensor(model.inp.weight.detach(), mesh, [Shard(0)]))
+    with refused(fsdp2.ConfigError, "inp.weight", unchanged=model):
+        fsdp2.fully_shard(model, mesh=mesh)
+
+
+@ranks(2)
+def test_a_refused_call_leaves_a_model_that_trains_right() -> None:
+    def refuse_first(model: nn.Module) -> None:
+        if any(isinstance(m, fsdp2.FSDPModule) for m in model.modules()):
+            return
+        for block in each_block(model):
+            with pytest.raises(fsdp2.ConfigError):
+                fsdp2.fully_shard(block, reshard_after_forward=7)
+
+    pair = Pair("stack", prepare=refuse_first)
+    assert pair.batch().args[0].shape == floats(12).args[0].shape
+    pair.train(steps=2)

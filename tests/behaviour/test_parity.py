@@ -1,0 +1,95 @@
+"""Promise: a sharded model trains like the unsharded one, and like torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests._models import CASES, WIDTH, Batch
+from tests._parity import ROWS, Pair, assert_same, global_mean, make_mesh, train_alike
+from tests._pool import ranks
+
+EVERYWHERE = ["stack", "few_rows", "tied_lm"]  # also on 3 and 4 ranks in the short run
+IN_TORCH = [name for name, case in CASES.items() if case.in_torch]
+
+
+@pytest.mark.parametrize("name", CASES)
+@ranks(2)
+def test_trains_like_the_unsharded_model(name: str) -> None:
+    Pair(name).train()
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+@ranks(1, 3, 4)
+def test_trains_like_the_unsharded_model_on_other_counts(name: str) -> None:
+    Pair(name).train(steps=2)
+
+
+@pytest.mark.parametrize("name", ["stack", "tied_blocks", "scalars"])
+@ranks(4)
+def test_trains_on_a_mesh_with_a_replicate_axis(name: str) -> None:
+    Pair(name, mesh=make_mesh(2, 2)).train(steps=2)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+@pytest.mark.parametrize("name", ["stack", "nested_units"])
+@ranks(4)
+def test_trains_with_each_way_to_reshard(name: str, reshard_after_forward: bool | int) -> None:
+    Pair(name, reshard_after_forward=reshard_after_forward).train(steps=2)
+
+
+@ranks(2, 3)
+def test_trains_like_one_forward_over_the_global_batch_in_fp64() -> None:
+    pair = Pair("stack", prepare=lambda model: model.double())
+    for _ in range(3):
+        batch = Batch((torch.randn(ROWS, WIDTH, dtype=torch.float64),), {})
+        loss, expected = pair.run(pair.model, pair.local(batch)), pair.run(pair.reference, batch)
+        assert_same(global_mean(loss), expected, "loss")
+        loss.backward()
+        expected.backward()
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+@ranks(2)
+def test_trains_like_torch(name: str) -> None:
+    train_alike(CASES[name])
+
+
+@ranks(4)
+def test_trains_like_torch_with_a_replicate_axis() -> None:
+    train_alike(CASES["stack"], mesh=make_mesh(2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("name", CASES)
+@ranks(1, 2, 3, 4)
+def test_every_case_everywhere(name: str, reshard_after_forward: bool | None) -> None:
+    Pair(name, reshard_after_forward=reshard_after_forward).train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize("name", CASES)
+@ranks(4)
+def test_every_case_on_every_mesh(
+    name: str, shape: tuple[int, int], reshard_after_forward: bool | None
+) -> None:
+    Pair(name, mesh=make_mesh(*shape), reshard_after_forward=reshard_after_forward).train(steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@ranks(4)
+def test_every_case_on_a_smaller_mesh_after_forward(name: str) -> None:
+    Pair(name, reshard_after_forward=2).train(steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_TORCH)
+@ranks(1, 3, 4)
+def test_trains_like_torch_everywhere(name: str) -> None:
+    train_alike(CASES[name])

@@ -1,0 +1,277 @@
+"""Promise: a sharded model's state can be read, saved, loaded, moved and changed as usual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import fsdp2
+from tests._models import CASES, WIDTH, Case, loss_of, seeded
+from tests._parity import (
+    Pair,
+    assert_same,
+    assert_same_parameters,
+    assert_sharded,
+    make_mesh,
+    names_of,
+    shard,
+    whole,
+)
+from tests._pool import ranks
+
+NAMES = ["stack", "tied_lm", "scalars", "nested_units", "one_group", "non_contiguous", "containers"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@ranks(2)
+def test_names_are_those_of_the_plain_model(name: str) -> None:
+    pair = Pair(name)
+    for _ in range(2):
+        assert list(pair.model.state_dict()) == list(pair.reference.state_dict())
+        assert [n for n, _ in pair.model.named_parameters()] == [
+            n for n, _ in pair.reference.named_parameters()
+        ]
+        assert [n for n, _ in pair.model.named_modules()] == [
+            n for n, _ in pair.reference.named_modules()
+        ]
+        assert [n for n, _ in pair.model.named_buffers()] == [
+            n for n, _ in pair.reference.named_buffers()
+        ]
+        pair.train(steps=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@ranks(2)
+def test_the_full_state_fits_a_plain_model(name: str) -> None:
+    pair = Pair(name)
+    pair.train(steps=2)
+    full = {key: whole(value) for key, value in pair.model.state_dict().items()}
+    plain = seeded(pair.case.build, seed=99)
+    plain.load_state_dict(full)
+    batch = pair.batch()
+    assert_same(pair.run(plain, batch), pair.run(pair.reference, batch), "loss", 3e-6)
+    assert_same_parameters(plain, pair.reference, 2e-6)
+
+
+@ranks(2)
+def test_a_state_dict_shares_memory_with_the_shards() -> None:
+    pair = Pair("stack")
+    state = pair.model.state_dict()
+    pair.train(steps=1)
+    for name, parameter in names_of(pair.model).items():
+        assert isinstance(state[name], DTensor)
+        assert torch.equal(state[name].to_local(), parameter.to_local()), name
+        assert not state[name].requires_grad
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", ["stack", "tied_lm", "scalars"])
+@ranks(2)
+def test_load_state_dict(name: str, assign: bool, trained_before: bool) -> None:
+    """Shards of another model are loaded, into a new model or into one that has trained."""
+    pair = Pair(name)
+    if trained_before:
+        pair.train(steps=1)
+    donor = shard(seeded(pair.case.build, seed=7), pair.case)
+    state = {key: value.clone() for key, value in donor.state_dict().items()}
+    pair.model.load_state_dict(state, assign=assign)
+    pair.reference.load_state_dict(seeded(pair.case.build, seed=7).state_dict())
+    assert_sharded(pair.model)
+    assert_same_parameters(pair.model, pair.reference)
+    pair.optimizer, pair.reference_optimizer = pair._optimizers()
+    pair.train(steps=2)
+
+
+@ranks(3)
+def test_assigned_state_may_be_distributed_by_torch() -> None:
+    """`distribute_tensor` makes local parts without padding; the model takes them as its shards."""
+    pair, mesh = Pair("stack"), make_mesh()
+    full = seeded(pair.case.build, seed=7).state_dict()
+    state = {
+        name: distribute_tensor(value, mesh, pair.model.state_dict()[name].placements)
+        for name, value in full.items()
+    }
+    pair.model.load_state_dict(state, assign=True)
+    pair.reference.load_state_dict(full)
+    pair.optimizer, pair.reference_optimizer = pair._optimizers()
+    pair.train(steps=2)
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+@ranks(2)
+def test_to_another_dtype(trained_before: bool) -> None:
+    pair = Pair("stack")
+    if trained_before:
+        pair.train(steps=1)
+    pair.model.to(torch.float64)
+    pair.reference.to(torch.float64)
+    assert all(p.dtype is torch.float64 for p in pair.model.parameters())
+    assert_sharded(pair.model)
+    pair.optimizer, pair.reference_optimizer = pair._optimizers()
+    for _ in range(2):
+        batch = pair.batch()
+        x = batch.args[0].double()
+        loss_of(pair.model(*pair.local(type(batch)((x,), {})).args)).backward()
+        loss_of(pair.reference(x)).backward()
+        pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_one_module_to_another_dtype() -> None:
+    pair = Pair("stack")
+    for model in (pair.model, pair.reference):
+        block = model.blocks[1].to(torch.float64)
+        block.register_forward_pre_hook(lambda m, args: (args[0].double(),))
+        block.register_forward_hook(lambda m, args, out: out.float())
+    pair.optimizer, pair.reference_optimizer = pair._optimizers()
+    pair.train(steps=2)
+    assert pair.model.blocks[1].up.weight.dtype is torch.float64
+
+
+def on_meta(case: Case) -> nn.Module:
+    with torch.device("meta"):
+        return case.build()
+
+
+@pytest.mark.parametrize("name", ["stack", "scalars", "tied_lm"])
+@ranks(2)
+def test_from_the_meta_device(name: str) -> None:
+    pair = Pair(name)
+    model = shard(on_meta(pair.case), pair.case)
+    assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
+    model.to_empty(device="cpu")
+    assert_sharded(model)
+    full = pair.reference.state_dict()
+    if name == "tied_lm":
+        model.head.proj.weight = (
+            model.embed.weight
+        )  # `to_empty` is allowed to break ties; tying again is usual
+    own = model.state_dict()
+    with torch.no_grad():
+        for key, value in full.items():
+            target = own[key]
+            if isinstance(target, DTensor):
+                target.copy_(distribute_tensor(value, target.device_mesh, target.placements))
+            else:
+                target.copy_(value)
+    pair.model = model
+    pair.optimizer, pair.reference_optimizer = pair._optimizers()
+    pair.train(steps=2)
+
+
+@pytest.mark.parametrize("name", ["stack", "scalars"])
+@ranks(2)
+def test_from_the_meta_device_by_assignment(name: str) -> None:
+    pair = Pair(name)
+    model = shard(on_meta(pair.case), pair.case)
+    state = {
+        key: distribute_tensor(value, p.device_mesh, p.placements)
+        for (key, value), p in zip(
+            pair.reference.state_dict().items(), model.state_dict().values(), strict=True
+        )
+    }
+    model.load_state_dict(state, assign=True)
+    pair.model = model
+    pair.optimizer, _ = pair._optimizers()
+    pair.train(steps=2)
+
+
+@ranks(2)
+def test_initialisation_on_shards() -> None:
+    """`nn.init` functions work on the DTensors, and what they write is what the forward sees."""
+    case = CASES["stack"]
+    model = shard(on_meta(case), case).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.25)
+    seen: list[bool] = []
+    model.blocks[0].register_forward_hook(
+        lambda m, args, out: seen.extend((p == 0.25).all().item() for p in m.parameters()),
+        prepend=True,
+    )
+    model(torch.randn(4, WIDTH))
+    assert len(seen) == 8
+    assert all(seen)
+
+
+@ranks(2)
+def test_parameters_replaced_before_the_first_forward() -> None:
+    pair = Pair("stack")
+    for name, parameter in list(pair.model.named_parameters()):
+        module_name, _, leaf = name.rpartition(".")
+        module = pair.model.get_submodule(module_name)
+        setattr(module, leaf, nn.Parameter(parameter.detach() * 2))
+    with torch.no_grad():
+        for parameter in pair.reference.parameters():
+            parameter.mul_(2)
+    pair.optimizer, pair.reference_optimizer = pair._optimizers()
+    pair.train(steps=2)
+
+
+@ranks(2)
+def test_writes_to_shards_between_steps_are_seen() -> None:
+    pair = Pair("stack")
+    for round_ in range(2):
+        with torch.no_grad():
+            for model in (pair.model, pair.reference):
+                for parameter in model.parameters():
+                    parameter.mul_(0.9).add_(0.01 * round_)
+        pair.train(steps=1)
+
+
+@ranks(2)
+def test_state_of_the_optimizer_is_loaded() -> None:
+    """Saved after two steps and loaded into a new pair, the third step is the same."""
+
+    def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+    pair = Pair("stack", optimizer=momentum)
+    pair.train(steps=2)
+    other = Pair("stack", optimizer=momentum)
+    other.model.load_state_dict(pair.model.state_dict())
+    other.optimizer.load_state_dict(pair.optimizer.state_dict())
+    other.reference.load_state_dict(pair.reference.state_dict())
+    other.reference_optimizer.load_state_dict(pair.reference_optimizer.state_dict())
+    other.train(steps=2)
+
+
+@ranks(2)
+def test_gradients_may_be_cleared_by_the_module() -> None:
+    pair = Pair("stack")
+    pair.backward()
+    pair.model.zero_grad()
+    pair.reference.zero_grad()
+    assert all(p.grad is None for p in pair.model.parameters())
+    pair.train(steps=2)
+
+
+@ranks(2)
+def test_share_memory_of_buffers_and_their_updates() -> None:
+    """A buffer that the forward updates is the module's own."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("steps", torch.zeros(()))
+            self.register_buffer("scratch", torch.ones(3), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            return self.linear(x)
+
+    model = Counting()
+    steps = model.steps
+    fsdp2.fully_shard(model)
+    for _ in range(3):
+        model(torch.randn(2, WIDTH)).sum().backward()
+    assert model.steps is steps
+    assert steps.item() == 3
+    assert list(model.state_dict()) == ["steps", "linear.weight", "linear.bias"]

@@ -1,0 +1,322 @@
+"""Promise: the example trains, saves, resumes bit for bit, stops cleanly and refuses nonsense.
+
+It runs as a user runs it, in processes of its own, on a tiny model and a small text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 240
+STEPS = 12
+HALF = 6
+
+
+@dataclass(frozen=True)
+class Finished:
+    status: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """A folder with a small text, in which runs leave their checkpoints and losses."""
+
+    folder: Path
+
+    def arguments(self, name: str, *more: str) -> list[str]:
+        """Arguments of a tiny run whose files go by `name`."""
+        return [
+            *("--size", "tiny", "--steps", str(STEPS), "--log-every", "4", "--save-every", "0"),
+            *("--sample-bytes", "16", "--held-out-batches", "2", "--device", "cpu"),
+            *("--corpus", str(self.folder / "text"), "--cache-dir", str(self.folder / "cache")),
+            *("--checkpoint-dir", str(self.checkpoints(name))),
+            *("--metrics", str(self.folder / f"{name}.jsonl")),
+            *more,
+        ]
+
+    def run(self, name: str, *more: str) -> Finished:
+        """Run the example to its end."""
+        return run_python([str(EXAMPLES / "train_lm.py"), *self.arguments(name, *more)])
+
+    def checkpoints(self, name: str) -> Path:
+        return self.folder / name
+
+    def latest(self, name: str) -> str:
+        return (self.checkpoints(name) / "latest").read_text().strip()
+
+    def losses(self, name: str) -> dict[int, float]:
+        lines = (self.folder / f"{name}.jsonl").read_text().splitlines()
+        return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
+
+    def copy_checkpoints(self, source: str, target: str) -> None:
+        shutil.copytree(self.checkpoints(source), self.checkpoints(target))
+
+
+def environment() -> dict[str, str]:
+    """The environment for a run: this package importable, and no trace of a launcher above us."""
+    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    paths = [part for part in (os.environ.get("PYTHONPATH"), str(ROOT)) if part]
+    return kept | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def start_python(arguments: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> Finished:
+    """Wait for a process to end; a slow one is asked to stop its ranks, then killed."""
+    try:
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            stdout, stderr = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, stderr = process.communicate()
+        pytest.fail(f"no end after {LIMIT_S} s\n{stdout}\n{stderr}")
+    return Finished(process.returncode, stdout, stderr)
+
+
+def run_python(arguments: Sequence[str]) -> Finished:
+    return finish(start_python(arguments))
+
+
+def expect_success(finished: Finished) -> str:
+    assert finished.status == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    folder = tmp_path_factory.mktemp("train_lm")
+    (folder / "text").mkdir()
+    for index in range(80):
+        lines = (f"def add_{index}_{n}(x: int) -> int:\n    return x + {n}\n" for n in range(20))
+        (folder / "text" / f"module_{index}.py").write_text("\n".join(lines))
+    return Workplace(folder)
+
+
+@pytest.fixture(scope="module")
+def whole_run(workplace: Workplace) -> str:
+    """Train all steps on two ranks under the name `whole`; return what was printed."""
+    return expect_success(workplace.run("whole"))
+
+
+@pytest.fixture(scope="module")
+def half_run(workplace: Workplace) -> str:
+    """Train half of the steps on two ranks under the name `half`."""
+    return expect_success(workplace.run("half", "--stop-at", str(HALF)))
+
+
+def test_trains_saves_and_samples(workplace: Workplace, whole_run: str) -> None:
+    losses = workplace.losses("whole")
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert losses[STEPS] < losses[1] - 0.5
+    assert workplace.latest("whole") == f"step-{STEPS:08d}"
+    for expected in ("blocks.1 ", "shard bytes", f"step     {STEPS}/{STEPS}", "tokens/s", "peak"):
+        assert expected in whole_run
+    assert whole_run.count("held-out loss") == 2
+    assert "--- sample ---\ndef read_lines(path):\n" in whole_run
+
+
+def test_resume_is_bit_for_bit(workplace: Workplace, whole_run: str, half_run: str) -> None:
+    workplace.copy_checkpoints("half", "resumed")
+    printed = expect_success(workplace.run("resumed", "--resume"))
+    whole, half, resumed = (workplace.losses(name) for name in ("whole", "half", "resumed"))
+    assert list(resumed) == list(range(HALF + 1, STEPS + 1))
+    assert half | resumed == whole
+    assert printed.splitlines()[-4:] == whole_run.splitlines()[-4:]
+
+
+OTHER_MESHES = ["1", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("4", "2x2"))]
+
+
+@pytest.mark.parametrize("mesh", OTHER_MESHES)
+def test_resume_on_another_mesh(
+    workplace: Workplace, whole_run: str, half_run: str, mesh: str
+) -> None:
+    name = f"resumed-on-{mesh}"
+    workplace.copy_checkpoints("half", name)
+    expect_success(workplace.run(name, "--resume", "--mesh", mesh))
+    whole, resumed = workplace.losses("whole"), workplace.losses(name)
+    assert list(resumed) == list(range(HALF + 1, STEPS + 1))
+    for step, loss in resumed.items():
+        assert loss == pytest.approx(whole[step], rel=1e-4), step
+
+
+@pytest.mark.slow
+def test_bf16_stays_near_fp32(workplace: Workplace, whole_run: str) -> None:
+    expect_success(workplace.run("bf16", "--dtype", "bf16"))
+    whole, bf16 = workplace.losses("whole"), workplace.losses("bf16")
+    assert bf16 != whole
+    for step, loss in bf16.items():
+        assert loss == pytest.approx(whole[step], rel=0.05), step
+
+
+def test_interrupt_saves_and_ends_with_130(workplace: Workplace) -> None:
+    process = start_python(
+        [str(EXAMPLES / "train_lm.py"), *workplace.arguments("interrupted", "--steps", "1000000")]
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGINT)
+    finished = finish(process)
+    assert finished.status == 130, finished
+    assert "Traceback" not in finished.stderr
+    assert "go on with --resume" in finished.stdout
+    last_step = max(workplace.losses("interrupted"))
+    assert workplace.latest("interrupted") == f"step-{last_step:08d}"
+
+
+def test_bad_arguments_are_refused_once_before_any_rank_starts(workplace: Workplace) -> None:
+    finished = workplace.run("refused", "--ranks", "3")
+    assert finished.status == 2
+    assert finished.stdout == ""
+    assert finished.stderr.splitlines() == [
+        "train_lm.py: error: --batch-size 8 does not divide evenly over 3 ranks: "
+        "choose a multiple of 3",
+        "(--help lists the options)",
+    ]
+
+
+REFUSE = """
+import contextlib, io, json, sys
+sys.path.insert(0, sys.argv[1])
+from _options import parse_options
+refusals = []
+for arguments in json.loads(sys.argv[2]):
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            parse_options(arguments)
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    refusals.append([status, message.getvalue()])
+print(json.dumps(refusals))
+"""
+
+
+def test_each_bad_argument_has_a_clear_message(workplace: Workplace, half_run: str) -> None:
+    cases = [
+        (["--ranks", "2", "--mesh", "2x2"], "--mesh 2x2 needs 4 ranks, found 2"),
+        (["--mesh", "2x"], "invalid mesh (SHARD or REPLICATExSHARD, for example 4 or 2x2)"),
+        (["--mesh", "2x2x2"], "invalid mesh"),
+        (["--mesh", "0"], "invalid mesh"),
+        (["--steps", "0"], "--steps must be at least 1, found 0"),
+        (["--lr", "nan"], "--lr must be above 0, found nan"),
+        (["--weight-decay", "-1"], "--weight-decay must be 0 or more"),
+        (["--size", "huge"], "--size: invalid choice"),
+        (["--dtype", "fp8"], "--dtype: invalid choice"),
+        (["--corpus", "absent"], "--corpus absent is not a folder"),
+        (["--corpus", str(workplace.folder / "cache")], "name a folder with more of them"),
+        (["--resume"], "--resume: no checkpoint in"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (
+            ["--resume", "--checkpoint-dir", str(workplace.checkpoints("half")), "--seed", "5"],
+            "was made with seed 0, this run has 5",
+        ),
+    ]
+    arguments = [workplace.arguments("refused", *more) for more, _ in cases]
+    printed = expect_success(run_python(["-c", REFUSE, str(EXAMPLES), json.dumps(arguments)]))
+    for (more, expected), (status, message) in zip(cases, json.loads(printed), strict=True):
+        assert status == 2, more
+        assert expected in message, more
+        assert message.startswith("train_lm.py: error: "), more
+        assert len(message.splitlines()) == 2, more
+
+
+DIE_WHILE_SAVING = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+module, name = sys.argv[2].split(".")
+import _checkpoint, train_lm
+target = {"dcp": _checkpoint.dcp, "os": os, "shutil": _checkpoint.shutil}[module]
+def save_half(state, *, checkpoint_id):
+    checkpoint_id.mkdir()
+    (checkpoint_id / "__0_0.distcp").write_bytes(b"cut short")
+    os._exit(9)
+def die(*args, **kwargs):
+    os._exit(9)
+original_rename = os.rename
+def die_unless_inside_partial(source, target):
+    # torch renames its own metadata file inside the partial folder; that one may pass.
+    if ".partial-" in str(target):
+        return original_rename(source, target)
+    os._exit(9)
+deaths = {"dcp.save": save_half, "os.rename": die_unless_inside_partial}
+setattr(target, name, deaths.get(sys.argv[2], die))
+sys.exit(train_lm.main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "survivor"),
+    [
+        ("dcp.save", HALF),
+        pytest.param("os.rename", HALF, marks=pytest.mark.slow),
+        ("os.replace", HALF),
+        pytest.param("shutil.rmtree", STEPS - 1, marks=pytest.mark.slow),
+    ],
+)
+def test_save_that_is_cut_short_leaves_a_whole_checkpoint(
+    workplace: Workplace,
+    whole_run: str,
+    half_run: str,
+    moment: str,
+    survivor: int,
+) -> None:
+    name = f"cut-short-at-{moment}"
+    workplace.copy_checkpoints("half", name)
+    arguments = workplace.arguments(name, "--resume", "--stop-at", str(STEPS - 1))
+    one_rank = ["--standalone", "--nproc-per-node", "1", "--no-python", sys.executable]
+    command = ["-c", DIE_WHILE_SAVING, str(EXAMPLES), moment, *arguments]
+    finished = run_python(["-m", "torch.distributed.run", *one_rank, *command])
+    assert "exitcode  : 9" in finished.stderr, finished
+    assert workplace.latest(name) == f"step-{survivor:08d}"
+
+    expect_success(workplace.run(name, "--resume", "--ranks", "1"))
+    assert workplace.losses(name)[STEPS] == pytest.approx(
+        workplace.losses("whole")[STEPS], rel=1e-4
+    )
+    names = {path.name for path in workplace.checkpoints(name).iterdir()}
+    assert names == {"latest", f"step-{STEPS:08d}"}
+
+
+def test_example_needs_nothing_of_torchs_own_sharding() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        assert "torch.distributed.fsdp" not in path.read_text(), path
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_trains_on_cuda(workplace: Workplace) -> None:
+    more = ("--device", "cuda", "--ranks", "1", "--dtype", "bf16", "--deterministic")
+    expect_success(workplace.run("cuda", *more))
+    losses = workplace.losses("cuda")
+    assert losses[STEPS] < losses[1] - 0.5
