@@ -281,6 +281,7 @@ class FSDPModule(nn.Module):
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
             unit.runtime.streams.order_after_compute("gather")
+        unit.inspect()
         unit.unshard()
         if async_op:
             return UnshardHandle(unit)

@@ -76,7 +76,8 @@ class _GatherShard(torch.autograd.Function):
         layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype)
         scale = GradientScale.mean(data.size, grad.dtype)
         packed = comm.allocate((layout.size, layout.numel), grad.dtype, grad.device)
-        _packing.pack_gradients([grad], layout, grad.device, packed)
+        counts = _packing.participation([True], layout, grad.dtype, grad.device)
+        _packing.pack_gradients([grad], layout, counts, packed)
         packed.mul_(scale.before)
         reduced = packed.view(-1)
         if data.shard.size > 1:
@@ -85,4 +86,5 @@ class _GatherShard(torch.autograd.Function):
         if data.replicate.size > 1:
             comm.all_reduce(reduced, data.replicate, async_op=False)
         reduced.mul_(scale.after)
-        return _packing.unpack_gradients(reduced, layout, data.shard.rank)[0], None, None, None
+        local = _packing.gradient_view(reduced, layout, 0, data.shard.rank)
+        return local.contiguous(), None, None, None

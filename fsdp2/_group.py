@@ -179,45 +179,38 @@ class ParamGroup:
             param.set_post_forward(local, placement)
         self._waiting.flat.untyped_storage().resize_(0)
 
-    def _inspect(self) -> None:
-        """See what the user did to the registered parameters since we last looked.
+    def inspect(self) -> None:
+        """See what the user did to the registered parameters. Call it before a forward's unshard.
 
         A replaced ``nn.Parameter`` is adopted. Any other tensor in its place is a stand-in for the
         forward that begins (``functional_call``). A changed ``requires_grad`` is carried over.
         """
-        replaced = False
+        replaced: dict[FSDPParam, Tensor | None] = {}
         self._stand_ins.clear()
         for param in self.params:
             sharded, unsharded = param.sharded, param.unsharded
+            if sharded.requires_grad is not param.trainable and param.sync_trainable():
+                self.reducer.invalidate()
+            if _torch.local_tensor(sharded) is not param.local:
+                replaced[param] = sharded
             for site in param.sites:
-                found = site.module._parameters.get(site.name)
+                found: Tensor | None = site.module._parameters.get(site.name)
                 if found is sharded:
                     continue
-                if found is None:
-                    replaced = True
-                elif found is unsharded or found is param.post_forward:
-                    continue
-                elif isinstance(found, nn.Parameter):
-                    replaced = True
+                if found is None or isinstance(found, nn.Parameter):
+                    if found is None or (
+                        found is not unsharded and found is not param.post_forward
+                    ):
+                        replaced[param] = found
                 else:
                     self._stand_ins.append((site, param, found))
-            if _torch.local_tensor(sharded) is not param.local:
-                replaced = True
         if replaced:
-            self.reshard()
-            self._adopt()
-        for param in self.params:
-            if param.sync_trainable():
-                self.reducer.invalidate()
+            self._adopt(replaced)
 
-    def _adopt(self) -> None:
+    def _adopt(self, replaced: dict[FSDPParam, Tensor | None]) -> None:
         """Take over parameters that were replaced. See [Note: one plan]."""
-        sources: list[Source] = []
-        for param in self.params:
-            found = [site.registered for site in param.sites]
-            ours = (param.sharded, param.unsharded, param.post_forward)
-            new = next((f for f in found if not any(f is o for o in ours)), param.sharded)
-            sources.append(self._source(param, new))
+        sources = [self._source(param, replaced.get(param, param.sharded)) for param in self.params]
+        self.reshard()
         if _events.listeners:
             _events.emit("adopt", self.fqn, self.clock.phase)
         self._plan(sources)
@@ -277,7 +270,6 @@ class ParamGroup:
         """Issue the all-gather, unless the parameters are whole or on their way."""
         if self._gathering is not None or self.machine.state is UNSHARDED or not self.params:
             return
-        self._inspect()
         if self._full is None:
             self._build_full()
         source = self._home if self.machine.state is SHARDED else self._waiting
@@ -291,8 +283,6 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
-        if self.machine.state is UNSHARDED:
-            self._inspect()
         if self.machine.state is UNSHARDED or not self.params:
             self._register(UNSHARDED)
             return
@@ -304,8 +294,7 @@ class ParamGroup:
         self._gathering.wait()
         buffers, self._gathering = self._gathering.buffers, None
         self._full.untyped_storage().resize_(source.layout.full_nbytes)
-        with torch.no_grad():
-            _packing.unpack(buffers[0], buffers[1], source.layout, source.targets)
+        _packing.unpack(buffers[0], buffers[1], source.layout, source.targets)
         self.streams.retire("gather", buffers)
         if source is self._waiting:
             source.flat.untyped_storage().resize_(0)
@@ -352,9 +341,9 @@ class ParamGroup:
         if _events.listeners:
             _events.emit("reshard", self.fqn, self.clock.phase)
 
-    def reduce(self, settings: Settings) -> Reduction | None:
+    def reduce(self, settings: Settings, with_graph: bool) -> Reduction | None:
         """Pack local gradients. Returns the reduction to start, or None while sync is off."""
-        reduction = self.reducer.reduce(settings, self.comm, self.streams)
+        reduction = self.reducer.reduce(settings, self.comm, self.streams, with_graph)
         if reduction is not None and _events.listeners:
             _events.emit("reduce", self.fqn, self.clock.phase, reduction.nbytes)
         return reduction

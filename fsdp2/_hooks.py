@@ -143,6 +143,7 @@ def pre_forward(
     else:
         if runtime.forward_root is None:
             runtime.begin_forward(unit)
+        unit.inspect()
         unit.unshard()
         unit.wait_for_unshard()
         runtime.prefetch_forward(unit)

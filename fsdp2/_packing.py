@@ -127,46 +127,44 @@ def _unpack_strided(target: Tensor, pieces: Tensor, shard: ShardLayout) -> None:
 
 
 def pack_gradients(
-    grads: Sequence[Tensor | None], layout: ReduceLayout, device: torch.device, out: Tensor
+    grads: Sequence[Tensor | None], layout: ReduceLayout, counts: Tensor, out: Tensor
 ) -> None:
     """Write local gradients and the participation counts into ``out``, ``[W, numel]``.
 
-    A gradient that is ``None`` counts as zero. Gradients are cast to the dtype of ``out``.
+    A gradient that is ``None`` counts as zero. Gradients and ``counts`` ``[W, P]`` have one dtype,
+    and are cast to that of ``out``.
     """
-    dtypes = {grad.dtype for grad in grads if grad is not None}
-    dtype = next(iter(dtypes)) if len(dtypes) == 1 else layout.dtype
     columns = []
     for grad, shard in zip(grads, layout.shards, strict=True):
         if shard.piece_numel == 0:
             continue
         if grad is None:
-            grad = torch.zeros((), dtype=dtype, device=device).expand(shard.shape)
-        elif grad.dtype != dtype:
-            grad = grad.to(dtype)
+            grad = counts.new_zeros(()).expand(shard.shape)
         if shard.dim is None:
             grad = grad.reshape(1, -1).expand(layout.size, -1)
         elif shard.dim:
             grad = grad.movedim(shard.dim, 0)
         columns.append(grad)
-    present = [0.0 if grad is None else 1.0 for grad in grads]
-    if all(present):
-        counts = torch.ones((), dtype=dtype, device=device).expand(layout.size, len(present))
-    else:
-        counts = torch.tensor(present, dtype=dtype, device=device).expand(layout.size, -1)
     columns.append(counts)
     _torch.chunk_cat(columns, layout.size, out)
 
 
-def unpack_gradients(reduced: Tensor, layout: ReduceLayout, rank: int) -> list[Tensor]:
-    """View (or, off dim 0, copy) each member's shard of the gradient in the output ``[numel]``."""
-    grads = []
-    for shard, start in zip(layout.shards, layout.offsets, strict=True):
-        shape = shard.shard_shape(rank)
-        if not shard.dim:
-            grads.append(reduced.as_strided(shape, contiguous_stride(shape), start))
-            continue
-        rows = shape[shard.dim]
-        moved = (rows, *shape[: shard.dim], *shape[shard.dim + 1 :])
-        piece = reduced.as_strided(moved, contiguous_stride(moved), start)
-        grads.append(piece.movedim(0, shard.dim).contiguous())
-    return grads
+def participation(
+    present: Sequence[bool], layout: ReduceLayout, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return what a rank adds to the participation counts: ``[W, P]`` of 0 and 1."""
+    row = torch.tensor([float(flag) for flag in present], dtype=dtype, device=device)
+    return row.expand(layout.size, -1)
+
+
+def gradient_view(reduced: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
+    """View a member's shard of the gradient in a reduced buffer ``[numel]``.
+
+    Not contiguous for a parameter sharded off dim 0, whose gradient travels with that dim first.
+    """
+    shard, start = layout.shards[position], layout.offsets[position]
+    shape = shard.shard_shape(rank)
+    if not shard.dim:
+        return reduced.as_strided(shape, contiguous_stride(shape), start)
+    moved = (shape[shard.dim], *shape[: shard.dim], *shape[shard.dim + 1 :])
+    return reduced.as_strided(moved, contiguous_stride(moved), start).movedim(0, shard.dim)

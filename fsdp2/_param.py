@@ -130,9 +130,9 @@ class FSDPParam:
         if registered is None:
             self.sharded = self._parameter(_torch.new_dtensor(local, self.spec), self.sharded)
         else:
-            assert isinstance(registered, DTensor)
-            _torch.set_local_tensor(registered, local)
             self.sharded = registered
+        assert isinstance(self.sharded, DTensor)
+        _torch.set_local_tensor(self.sharded, local)
         self.local = local
         self.storage_dtype = local.dtype
 

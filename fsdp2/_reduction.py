@@ -15,15 +15,17 @@ that compute runs between them. On a device they are enqueued at once and stream
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _packing, _torch
+from fsdp2 import _packing
 from fsdp2._comm import Comm, GradientScale
 from fsdp2._errors import StateError, UnsupportedError
+from fsdp2._gradients import GradientBuffer, accumulate, local_gradient
 from fsdp2._layout import ReduceLayout
 from fsdp2._mesh import DataMesh
 from fsdp2._param import FSDPParam
@@ -47,8 +49,11 @@ class Reducer:
         self._reduce_dtype = reduce_dtype
         self._layout: ReduceLayout | None = None
         self._members: list[FSDPParam] = []
-        self._specs: list[_torch.DTensorSpec] = []
-        self._dtypes: set[torch.dtype] = set()
+        self._grad_dtype = torch.float32
+        self._grad_dtypes_differ = False
+        self._all_present = torch.empty(0)
+        self._buffer: GradientBuffer | None = None
+        self.scale = GradientScale(1.0, 1.0)
         self.accumulated: Tensor | None = None
         self.partial: Tensor | None = None
 
@@ -66,9 +71,13 @@ class Reducer:
             )
         self._layout = None
 
+    def keep_partial(self, reduced: Tensor) -> None:
+        """Keep what was reduced over the shard axis only; its buffer is not reused."""
+        self.partial, self._buffer = reduced, None
+
     def discard(self) -> None:
         """Drop every unreduced gradient."""
-        self.accumulated = self.partial = None
+        self.accumulated = self.partial = self._buffer = None
         for param in self._params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -76,18 +85,30 @@ class Reducer:
     def layout(self) -> ReduceLayout:
         """Plan, or return the plan: constant over ranks and steps."""
         if self._layout is None:
-            indices = [i for i, param in enumerate(self._params) if param.trainable]
-            self._members = [self._params[i] for i in indices]
-            self._dtypes = {param.compute_dtype for param in self._members}
-            dtype = self._reduce_dtype
-            if dtype is None:
-                dtype = next(iter(self._dtypes), torch.float32)
-                for other in self._dtypes:
-                    dtype = torch.promote_types(dtype, other)
-            shards = [param.placement.layout for param in self._members]
-            self._layout = ReduceLayout.plan(indices, shards, self._data.shard.size, dtype)
-            self._specs = [param.spec for param in self._members]
+            self._layout = self._plan()
         return self._layout
+
+    @torch.inference_mode(False)
+    def _plan(self) -> ReduceLayout:
+        indices = [i for i, param in enumerate(self._params) if param.trainable]
+        self._members = [self._params[i] for i in indices]
+        dtypes = {param.compute_dtype for param in self._members} or {torch.float32}
+        grad_dtype = functools.reduce(torch.promote_types, dtypes)
+        dtype = self._reduce_dtype or grad_dtype
+        shards = [param.placement.layout for param in self._members]
+        layout = ReduceLayout.plan(indices, shards, self._data.shard.size, dtype)
+        self._grad_dtype, self._grad_dtypes_differ = grad_dtype, len(dtypes) > 1
+        self._all_present = _packing.participation(
+            [True] * len(indices), layout, grad_dtype, self._device
+        )
+        self._buffer = None
+        self.scale = GradientScale.mean(self._data.size, dtype)
+        return layout
+
+    @property
+    def _accumulates_in_place(self) -> bool:
+        """True if autograd itself accumulates in the reduce dtype: nothing to do without sync."""
+        return self._grad_dtype == self.layout().dtype and not self._grad_dtypes_differ
 
     @property
     def has_gradients(self) -> bool:
@@ -97,8 +118,12 @@ class Reducer:
         self.layout()
         return any(p.unsharded is not None and p.unsharded.grad is not None for p in self._members)
 
-    def reduce(self, settings: Settings, comm: Comm, streams: Streams) -> Reduction | None:
+    def reduce(
+        self, settings: Settings, comm: Comm, streams: Streams, with_graph: bool
+    ) -> Reduction | None:
         """Pack the local gradients; return the reduction to start, or None while sync is off.
+
+        ``with_graph``: this backward creates a graph.
 
         Raises:
             UnsupportedError: a gradient carries a graph (``backward(create_graph=True)``).
@@ -106,12 +131,16 @@ class Reducer:
         layout = self.layout()
         if not layout.members:
             return None
-        if not settings.reduce_grads and self._dtypes == {layout.dtype}:
-            return None  # autograd accumulates in the reduce dtype already
-        grads = self._take_gradients()
-        packed = comm.allocate((layout.size, layout.numel), layout.dtype, self._device)
-        _packing.pack_gradients(grads, layout, self._device, packed)
+        if not settings.reduce_grads and self._accumulates_in_place:
+            return None
+        grads = self._take_gradients(with_graph)
         missing = any(grad is None for grad in grads)
+        counts = self._all_present
+        if missing:
+            present = [grad is not None for grad in grads]
+            counts = _packing.participation(present, layout, self._grad_dtype, self._device)
+        packed = comm.allocate((layout.size, layout.numel), layout.dtype, self._device)
+        _packing.pack_gradients(grads, layout, counts, packed)
         if self.accumulated is not None:
             packed, self.accumulated = self.accumulated.add_(packed), None
             missing = True
@@ -120,70 +149,47 @@ class Reducer:
             return None
         return Reduction(self, layout, packed, missing, settings.all_reduce_grads, comm, streams)
 
-    def _take_gradients(self) -> list[Tensor | None]:
+    def _take_gradients(self, with_graph: bool) -> list[Tensor | None]:
         """Detach the local gradients from the unsharded parameters."""
         grads: list[Tensor | None] = []
         for param in self._members:
             assert param.unsharded is not None
             grad = param.unsharded.grad
             if grad is not None:
-                if grad.requires_grad:
+                if with_graph and grad.requires_grad:
                     raise UnsupportedError(
                         f"{param.fqn}: its gradient has a graph, because backward was called with "
                         "create_graph=True, and a reduced gradient cannot carry one. Take "
                         "gradients of inputs with torch.autograd.grad(..., create_graph=True), "
                         "then call backward() on what you made of them."
                     )
+                if type(grad) is not Tensor:
+                    grad = local_gradient(grad, param) if isinstance(grad, DTensor) else grad
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
-                if isinstance(grad, DTensor):
-                    grad = _local_gradient(grad, param)
+                if self._grad_dtypes_differ:
+                    grad = grad.to(self._grad_dtype)
             grads.append(grad)
         for param in self._members:
             param.unsharded.grad = None  # type: ignore[union-attr]  # asserted above
         return grads
 
-    def store(self, reduced: Tensor, layout: ReduceLayout, missing: bool) -> None:
+    def acquire(self) -> GradientBuffer:
+        """Return a buffer for sharded gradients that nobody reads."""
+        buffer = self._buffer
+        if buffer is None or not buffer.is_free:
+            rank = self._data.shard.rank
+            buffer = GradientBuffer(self.layout(), self._members, rank, self._device)
+            self._buffer = buffer
+        buffer.is_filling = True
+        return buffer
+
+    def store(self, reduced: Tensor, buffer: GradientBuffer, missing: bool) -> None:
         """Set or add the sharded gradients from a reduced and scaled buffer ``[numel]``."""
-        counts = reduced[layout.tail_start :].tolist() if missing else None
-        by_dtype = {reduced.dtype: reduced}
-        shards: dict[torch.dtype, list[Tensor]] = {}
-        rank = self._data.shard.rank
-        for position, param in enumerate(self._members):
-            if counts is not None and counts[position] == 0:
-                continue
-            dtype = param.storage_dtype
-            if dtype not in shards:
-                if dtype not in by_dtype:
-                    by_dtype[dtype] = reduced.to(dtype)
-                shards[dtype] = _packing.unpack_gradients(by_dtype[dtype], layout, rank)
-            assert param.local is not None
-            local = shards[dtype][position]
-            grad = _torch.new_dtensor(local, self._specs[position], like=param.local)
-            _accumulate(param.sharded, grad)
-
-
-def _accumulate(param: torch.nn.Parameter, grad: Tensor) -> None:
-    """Do to a leaf what autograd does when it has computed a gradient: hooks, then ``grad``."""
-    if _torch.has_gradient_hooks(param):
-        grad = _torch.apply_gradient_hooks(param, grad)
-    existing = param.grad
-    if existing is None:
-        param.grad = grad
-    elif isinstance(existing, DTensor) and isinstance(grad, DTensor):
-        _torch.local_tensor(existing).add_(_torch.local_tensor(grad))
-    else:
-        existing.add_(grad)
-    _torch.run_post_accumulate_hooks(param)
-
-
-def _local_gradient(grad: DTensor, param: FSDPParam) -> Tensor:
-    """Return the local part of a tensor-parallel gradient, placed as its parameter is."""
-    spec = param.placement.tensor_parallel
-    assert spec is not None
-    if tuple(grad.placements) != tuple(spec.placements):
-        grad = grad.redistribute(placements=spec.placements)
-    return grad.to_local()
+        counts = reduced[self.layout().tail_start :].tolist() if missing else None
+        for position, grad in enumerate(buffer.fill(reduced)):
+            if counts is None or counts[position] != 0:
+                accumulate(self._members[position].sharded, grad)
 
 
 class Reduction:
@@ -206,9 +212,10 @@ class Reduction:
         self._all_reduce = all_reduce
         self._comm = comm
         self._streams = streams
-        self._scale = GradientScale.mean(self._data.size, layout.dtype)
+        self._scale = owner.scale
         self._packed: Tensor | None = packed
-        self._reduced: Tensor | None = None
+        self._buffer = owner.acquire()
+        self._reduced: Tensor | None = self._buffer.flat(layout.dtype)
         self._flight: InFlight | None = None
         self.nbytes = layout.nbytes
 
@@ -226,7 +233,8 @@ class Reduction:
         if axis.size == 1:
             self._reduced = packed.view(-1)
             return Launched((packed,), None)
-        self._reduced = self._comm.allocate((layout.numel,), layout.dtype, packed.device)
+        if self._reduced is None:
+            self._reduced = self._comm.allocate((layout.numel,), layout.dtype, packed.device)
         work = self._comm.reduce_scatter(
             self._reduced, packed.view(-1), axis, self._streams.async_op
         )
@@ -245,7 +253,8 @@ class Reduction:
             self._missing = True
         reduced = self._reduced
         if not self._all_reduce:
-            owner.partial, self._reduced = reduced, None
+            owner.keep_partial(reduced)
+            self._reduced = None
             return Launched((reduced,), None)
         work = self._comm.all_reduce(reduced, self._data.replicate, self._streams.async_op)
         return Launched((reduced,), work)
@@ -261,7 +270,7 @@ class Reduction:
             return Launched((), None)
         if self._scale.after != 1.0:
             reduced.mul_(self._scale.after)
-        self._owner.store(reduced, self._layout, self._missing)
+        self._owner.store(reduced, self._buffer, self._missing)
         return Launched((reduced,), None)
 
     def wait(self) -> None:

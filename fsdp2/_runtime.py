@@ -91,6 +91,10 @@ class Unit:
             return self.is_root and with_grad
         return choice is False
 
+    def inspect(self) -> None:
+        for group in self.groups:
+            group.inspect()
+
     def unshard(self) -> None:
         for group in self.groups:
             group.unshard()
@@ -152,6 +156,7 @@ class Runtime:
         self.backward_number = 0
         self.calls: list[Call] = []
         self.last_unit: Unit | None = None
+        self._with_graph = False
         self._prefetched: list[Unit] = []
         self._reductions: deque[Reduction] = deque()
         self._callback: weakref.ref[_EndOfBackward] | None = None
@@ -177,6 +182,7 @@ class Runtime:
         else:
             following = () if expected is None else (expected,)
         for other in following:
+            other.inspect()
             self._prefetch(other)
 
     def _prefetch(self, unit: Unit) -> None:
@@ -219,6 +225,7 @@ class Runtime:
         self._callback = weakref.ref(callback)
         _torch.queue_end_of_backward(callback)
         self.backward_number += 1
+        self._with_graph = torch.is_grad_enabled()
         self.clock.phase = BACKWARD
 
     def prefetch_backward(self, unit: Unit, previous: Unit | None) -> None:
@@ -232,7 +239,7 @@ class Runtime:
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""
         for group in unit.groups:
-            reduction = group.reduce(unit.settings)
+            reduction = group.reduce(unit.settings, self._with_graph)
             if reduction is None:
                 continue
             while len(self._reductions) >= REDUCTIONS_IN_FLIGHT:

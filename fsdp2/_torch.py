@@ -118,6 +118,10 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks)
 
 
+def has_post_accumulate_hooks(param: torch.Tensor) -> bool:
+    return bool(param._post_accumulate_grad_hooks)
+
+
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:
     """Run a leaf's ``register_post_accumulate_grad_hook`` hooks, as autograd would."""
     for hook in tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
@@ -145,6 +149,19 @@ def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None
     One kernel for a whole group on CUDA; the public ``chunk`` and ``cat`` take one for each.
     """
     torch._chunk_cat(tensors, 0, size, out=out)
+
+
+# References: whether a buffer may be reused. See [Note: reused gradients] in _gradients.
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """Return how many owners a tensor has in C++; its Python object counts as one."""
+    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]  # not in the stubs
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and objects share a storage."""
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 # Observation and composition.

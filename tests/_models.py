@@ -16,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+TORCH_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 WIDTH, HIDDEN, NARROW, VOCAB = 13, 29, 7, 31
 
 
@@ -454,14 +455,14 @@ CASES: dict[str, Case] = {
     "mixed_dtypes": Case(stack(MixedDtypes), each_block, floats, in_torch=False),
     "partly_frozen": Case(stack(PartlyFrozen), each_block, floats),
     "all_frozen_blocks": Case(stack(AllFrozen), each_block, floats),
-    "quantised": Case(stack(Quantised), each_block, floats),
+    "quantised": Case(stack(Quantised), each_block, floats, in_torch=TORCH_2_13),
     "tied_within": Case(stack(TiedWithin), each_block, floats),
     "tied_lm": Case(lambda: TinyLM(True), blocks_and_head, tokens, in_torch=False),
     "untied_lm": Case(lambda: TinyLM(False), blocks_and_head, tokens),
     "tied_blocks": Case(tied_blocks, each_block, floats, in_torch=False),
     "shared_block": Case(shared_block, lambda m: list(m.blocks)[:2], floats),  # type: ignore[arg-type, attr-defined]
     "aux_output": Case(AuxStack, each_block, floats),
-    "containers": Case(ContainerStack, each_block, floats),
+    "containers": Case(ContainerStack, each_block, floats, in_torch=TORCH_2_13),
     "kwargs": Case(KwargsStack, each_block, keywords),
     "nested_units": Case(stack(Inner, 2), nested_units, floats),
     "one_group": Case(stack(), one_group, floats),

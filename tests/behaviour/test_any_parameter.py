@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests._models import CASES, WIDTH, AllFrozen, Case, Quantised, floats, no_units, seeded, stack
-from tests._parity import Pair, assert_same, names_of, shard, whole
+from tests._parity import Pair, assert_same, bits, names_of, shard, whole
 from tests._pool import ranks
 
 
@@ -95,10 +95,6 @@ def test_mixed_dtypes_in_one_root_group() -> None:
     Pair(Case(CASES["mixed_dtypes"].build, no_units, floats)).train(steps=2)
 
 
-def raw(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(torch.uint8)
-
-
 @ranks(2, 3)
 def test_quantised_weights_keep_every_bit() -> None:
     every_byte = torch.arange(256, dtype=torch.uint8)
@@ -117,13 +113,13 @@ def test_quantised_weights_keep_every_bit() -> None:
     for name in ("int8", "float8", "scale"):
         expected = getattr(original.blocks[1], name)
         assert seen[name].dtype is expected.dtype, name
-        assert torch.equal(raw(seen[name]), raw(expected)), name
+        assert torch.equal(bits(seen[name]), bits(expected)), name
         parameter = getattr(pair.model.blocks[1], name)
         assert isinstance(parameter, DTensor)
         assert not parameter.requires_grad
         assert parameter.grad is None, name
-        assert torch.equal(raw(whole(parameter)), raw(expected)), name
-    assert torch.equal(raw(seen["every_byte"]).flatten(), every_byte)
+        assert torch.equal(bits(whole(parameter)), bits(expected)), name
+    assert torch.equal(bits(seen["every_byte"]).flatten(), every_byte)
 
 
 DTYPES = [
@@ -165,7 +161,7 @@ def test_frozen_parameters_of_every_dtype_share_a_group() -> None:
     for index, dtype in enumerate(DTYPES):
         expected = getattr(pair.reference.blocks[0], f"p{index}")
         assert seen[f"p{index}"].dtype is dtype
-        assert torch.equal(raw(seen[f"p{index}"]), raw(expected)), dtype
+        assert torch.equal(bits(seen[f"p{index}"]), bits(expected)), dtype
 
 
 @ranks(2)

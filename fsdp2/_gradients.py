@@ -1,0 +1,102 @@
+"""Sharded gradients: DTensors built once on a flat buffer, and reused while nobody else holds them.
+
+Owns that buffer, the proof that it is free, and what autograd does to a leaf that gets a gradient.
+It must not know collectives.
+
+[Note: reused gradients]
+Building a DTensor for every parameter in every step costs more than reducing it. So a group keeps
+the gradients of its last reduction, and fills the same memory again if nothing but the group
+refers to it: not the DTensors (``p.grad``, a list of the user's, a saved tensor of autograd), not
+their local tensors, not the storage (views). Otherwise it makes a new buffer, and the old one
+belongs to whoever holds it. A user who keeps ``p.grad`` across steps keeps the values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _packing, _torch
+from fsdp2._layout import ReduceLayout
+from fsdp2._param import FSDPParam
+
+
+class GradientBuffer:
+    """One flat buffer for each storage dtype, and a DTensor for each member of a reduce layout."""
+
+    def __init__(
+        self, layout: ReduceLayout, params: Sequence[FSDPParam], rank: int, device: torch.device
+    ) -> None:
+        self.is_filling = False
+        self._flats: dict[torch.dtype, Tensor] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._grads: list[Tensor] = []
+        for position, param in enumerate(params):
+            dtype = param.storage_dtype
+            if dtype not in self._flats:
+                self._flats[dtype] = torch.empty(layout.numel, dtype=dtype, device=device)
+            view = _packing.gradient_view(self._flats[dtype], layout, position, rank)
+            local = view
+            if not view.is_contiguous():
+                local = torch.empty(view.shape, dtype=dtype, device=device)
+                self._copies.append((local, view))
+            self._grads.append(_torch.new_dtensor(local, param.spec, like=param.local))
+        locals_ = [_torch.local_tensor(grad) for grad in self._grads]
+        distinct = {id(t.untyped_storage()): t.untyped_storage() for t in locals_}
+        self._storages = list({s.data_ptr(): s for s in distinct.values()}.values())
+        self._held = self._references()
+
+    def _references(self) -> list[int]:
+        counts = [_torch.storage_use_count(storage) for storage in self._storages]
+        for grad in self._grads:
+            counts.append(sys.getrefcount(grad))
+            counts.append(_torch.use_count(grad))
+            counts.append(_torch.use_count(_torch.local_tensor(grad)))
+        return counts
+
+    @property
+    def is_free(self) -> bool:
+        """True if nothing but this buffer refers to its memory. See [Note: reused gradients]."""
+        return not self.is_filling and self._references() == self._held
+
+    def flat(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the buffer to reduce into, if every gradient is kept in ``dtype``."""
+        return self._flats.get(dtype) if len(self._flats) == 1 else None
+
+    def fill(self, reduced: Tensor) -> list[Tensor]:
+        """Take over reduced values ``[numel]``; return the members' gradients."""
+        for flat in self._flats.values():
+            if flat is not reduced:
+                flat.copy_(reduced)
+        for local, view in self._copies:
+            local.copy_(view)
+        self.is_filling = False
+        return self._grads
+
+
+def accumulate(param: torch.nn.Parameter, grad: Tensor) -> None:
+    """Do to a leaf what autograd does when it has computed a gradient: hooks, then ``grad``."""
+    if _torch.has_gradient_hooks(param):
+        grad = _torch.apply_gradient_hooks(param, grad)
+    existing = param.grad
+    if existing is None:
+        param.grad = grad
+    elif isinstance(existing, DTensor) and isinstance(grad, DTensor):
+        _torch.local_tensor(existing).add_(_torch.local_tensor(grad))
+    else:
+        existing.add_(grad)
+    if _torch.has_post_accumulate_hooks(param):
+        _torch.run_post_accumulate_hooks(param)
+
+
+def local_gradient(grad: DTensor, param: FSDPParam) -> Tensor:
+    """Return the local part of a tensor-parallel gradient, placed as its parameter is."""
+    spec = param.placement.tensor_parallel
+    assert spec is not None
+    if tuple(grad.placements) != tuple(spec.placements):
+        grad = grad.redistribute(placements=spec.placements)
+    return grad.to_local()

@@ -1,0 +1,164 @@
+"""The layer table of `docs/architecture.md` stays true: read from the source, nothing is imported.
+
+Three rules: a module imports only from lower layers; every file is in the table; private torch
+names appear in `_torch.py` alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fsdp2"
+TABLE = ROOT / "docs" / "architecture.md"
+FILES = sorted(path.name for path in PACKAGE.glob("*.py"))
+
+# Where `module._parameters[name] = ...` is what registering means, and a type's own field names.
+AGREED = {"_parameters", "_buffers", "_fields"}
+
+
+# Used while the page does not exist.
+DRAFT = [
+    "_errors _events _policy _layout _schedule _tree",
+    "_torch",
+    "_packing _mesh _streams",
+    "_placement _comm",
+    "_param _shards",
+    "_borrowed _gradients",
+    "_reduction",
+    "_group",
+    "_runtime",
+    "_hooks",
+    "_collect",
+    "_api",
+    "__init__",
+]
+
+
+@cache
+def layers() -> dict[str, int]:
+    """Read the rows `| L | `file` | owns |`."""
+    if not TABLE.exists():
+        return {f"{file}.py": layer for layer, row in enumerate(DRAFT) for file in row.split()}
+    rows = re.findall(r"^\| *(\d+) *\| *`(\w+\.py)`", TABLE.read_text(), re.MULTILINE)
+    return {name: int(layer) for layer, name in rows}
+
+
+@cache
+def parse(name: str) -> ast.Module:
+    return ast.parse((PACKAGE / name).read_text())
+
+
+def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Walk everything that runs, functions included: not what only a type checker reads."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from runtime_nodes(node)
+
+
+def imported_files(name: str) -> set[str]:
+    """Return the files of this package that a file imports."""
+    modules = set()
+    for node in runtime_nodes(parse(name)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            assert node.module is not None
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    parts = [module.split(".") for module in modules]
+    return {f"{p[1]}.py" for p in parts if p[0] == "fsdp2" and len(p) > 1} & set(FILES)
+
+
+def torch_imports(name: str) -> Iterator[str]:
+    """Yield the dotted names that a file imports from torch."""
+    for node in ast.walk(parse(name)):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.split(".")[0] == "torch")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def own_private_names() -> set[str]:
+    """Collect every private name that the package defines: what is left is somebody else's."""
+    names: set[str] = {Path(name).stem for name in FILES}
+    for file in FILES:
+        for node in ast.walk(parse(file)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
+            ):
+                names.add(node.attr)
+    return {name for name in names if is_private(name)}
+
+
+def foreign_private_names(name: str) -> set[str]:
+    """Return the private attributes a file uses that no file of the package defines."""
+    used = set()
+    for node in ast.walk(parse(name)):
+        if isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("getattr", "hasattr", "setattr", "delattr")
+            and len(node.args) > 1
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            used.add(str(node.args[1].value))
+    return {attr for attr in used if is_private(attr)} - own_private_names() - AGREED
+
+
+def test_every_file_is_in_the_table_and_the_other_way_round() -> None:
+    assert len(FILES) > 20
+    assert sorted(layers()) == FILES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_come_from_lower_layers_only(name: str) -> None:
+    table = layers()
+    upward = [other for other in imported_files(name) if table[other] >= table[name]]
+    assert not upward, f"{name} (layer {table[name]}) imports {upward}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_nothing_comes_from_torchs_own_fsdp(name: str) -> None:
+    found = [n for n in torch_imports(name) if re.match(r"torch\.distributed\.(_?fsdp|.*fsdp)", n)]
+    assert not found
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "_torch.py"])
+def test_private_torch_names_stay_in_one_file(name: str) -> None:
+    private = [n for n in torch_imports(name) if any(is_private(part) for part in n.split("."))]
+    assert not private
+    assert not foreign_private_names(name)
+
+
+def test_the_rules_see_what_they_look_for() -> None:
+    """The one file that may use private names shows that they are found."""
+    assert {"_dtensor_spec", "_StridedShard"} <= {
+        part for name in torch_imports("_torch.py") for part in name.split(".")
+    }
+    assert {"_local_tensor", "_base", "_execution_engine"} <= foreign_private_names("_torch.py")
+    assert {"_layout.py", "_torch.py"} <= imported_files("_packing.py")
+    assert "_hooks.py" not in imported_files("_runtime.py")  # under TYPE_CHECKING
+    assert "_hooks" in (PACKAGE / "_runtime.py").read_text()

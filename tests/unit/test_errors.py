@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
+
+TREE = {ConfigError: ValueError, StateError: RuntimeError, UnsupportedError: NotImplementedError}
+
+
+@pytest.mark.parametrize(("error", "builtin"), TREE.items(), ids=lambda e: e.__name__)
+def test_an_error_is_ours_and_the_builtin_that_programs_catch(
+    error: type[FSDPError], builtin: type[Exception]
+) -> None:
+    with pytest.raises(builtin, match="what to do") as caught:
+        raise error("fqn: found this. Here is what to do.")
+    assert isinstance(caught.value, FSDPError)
+
+
+def test_the_classes_tell_callers_mistakes_apart() -> None:
+    """UnsupportedError is a RuntimeError too, as NotImplementedError is; nothing else overlaps."""
+    for error in TREE:
+        assert [other for other in TREE if issubclass(error, other)] == [error]
+        assert not issubclass(error, AssertionError)
+    assert not issubclass(ConfigError, RuntimeError)
+    assert not issubclass(StateError, ValueError)

@@ -1,0 +1,233 @@
+"""Ints only: shards are the chunks of `torch.chunk`, and nothing overlaps in a flat buffer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp2._layout import (
+    ALIGN_NBYTES,
+    GatherItem,
+    GatherLayout,
+    ReduceLayout,
+    ShardLayout,
+    align,
+    contiguous_stride,
+    full_nbytes,
+)
+from tests.unit._loopback import chunk_of
+from tests.unit._strategies import Spec, groups_of_specs, rank_counts, specs
+
+
+def plain(shape: tuple[int, ...], size: int, dim: int | None = 0) -> ShardLayout:
+    return ShardLayout(shape, contiguous_stride(shape), dim, size)
+
+
+def fp32(shape: tuple[int, ...], size: int, dim: int | None = 0) -> GatherItem:
+    return GatherItem(plain(shape, size, dim), torch.float32, torch.float32)
+
+
+# --- one parameter --------------------------------------------------------------------------------
+
+
+@given(specs(), rank_counts)
+def test_shards_are_torchs_chunks(spec: Spec, size: int) -> None:
+    layout = spec.over(size)
+    whole = torch.arange(math.prod(spec.shape)).reshape(spec.shape)
+    for rank in range(size):
+        expected = chunk_of(whole, spec.dim, rank, size)
+        assert layout.shard_shape(rank) == tuple(expected.shape)
+        if spec.dim is not None:
+            assert layout.rows(rank) == expected.shape[spec.dim]
+            mine = whole.narrow(spec.dim, layout.start(rank), layout.rows(rank))
+            assert torch.equal(mine, expected)
+
+
+@given(specs(), rank_counts)
+def test_a_piece_holds_any_shard_and_the_largest_exactly(spec: Spec, size: int) -> None:
+    layout = spec.over(size)
+    shards = [math.prod(layout.shard_shape(rank)) for rank in range(size)]
+    assert layout.piece_numel == max(shards) == math.prod(layout.piece_shape)
+    assert layout.is_replicated == (spec.dim is None)
+    assert sum(shards) == layout.numel * (size if spec.dim is None else 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "rows"),
+    [((13, 29), 4, [4, 4, 4, 1]), ((1, 5), 3, [1, 0, 0]), ((6,), 4, [2, 2, 2, 0]), ((0,), 2, [0, 0])],
+)
+def test_rows_by_example(shape: tuple[int, ...], size: int, rows: list[int]) -> None:
+    layout = plain(shape, size)
+    assert [layout.rows(rank) for rank in range(size)] == rows
+    assert layout.piece_shape == (rows[0], *shape[1:])
+
+
+@given(st.lists(st.integers(0, 13), max_size=4))
+def test_contiguous_stride_is_torchs(shape: list[int]) -> None:
+    assert contiguous_stride(shape) == torch.empty(shape).stride()
+
+
+@given(st.integers(0, 10_000), st.integers(1, 64))
+def test_align(nbytes: int, to: int) -> None:
+    aligned = align(nbytes, to)
+    assert aligned % to == 0
+    assert 0 <= aligned - nbytes < to
+
+
+@given(specs(), rank_counts)
+def test_rank_major_means_that_pieces_in_a_row_are_the_tensor(spec: Spec, size: int) -> None:
+    layout = spec.over(size)
+    memory_order = torch.empty_strided(spec.shape, layout.stride)
+    assert layout.is_rank_major == (spec.dim == 0 and memory_order.is_contiguous())
+
+
+# --- the flat buffers of an all-gather ------------------------------------------------------------
+
+
+def assert_disjoint(ranges: list[tuple[int, int]], nbytes: int) -> None:
+    end = 0
+    for start, stop in sorted(r for r in ranges if r[0] < r[1]):
+        assert start >= end, "two parameters overlap"
+        end = stop
+    assert end <= nbytes, "a parameter ends behind the buffer"
+
+
+@given(groups_of_specs, rank_counts)
+def test_offsets_are_aligned_disjoint_and_inside(group: list[Spec], size: int) -> None:
+    items = [spec.item(size) for spec in group]
+    layout = GatherLayout.plan(items, size)
+    shard, send, full = [], [], []
+    for index, item in enumerate(items):
+        numel = item.shard.piece_numel
+        start = layout.shard_offsets[index]
+        assert start % item.storage_dtype.itemsize == 0
+        shard.append((start, start + numel * item.storage_dtype.itemsize))
+        start = layout.send_offsets[index]
+        assert start % item.compute_dtype.itemsize == 0
+        assert layout.piece_nbytes(index) == numel * item.compute_dtype.itemsize
+        send.append((start, start + layout.piece_nbytes(index)))
+        if not item.shard.is_replicated:
+            assert send[-1][1] <= layout.gather_nbytes, "a sharded piece is not sent"
+        start = layout.full_offsets[index]
+        assert start % ALIGN_NBYTES == 0
+        full.append((start, start + full_nbytes(item)))
+    assert_disjoint(shard, layout.shard_nbytes)
+    assert_disjoint(send, layout.send_nbytes)
+    assert_disjoint(full, layout.full_nbytes)
+
+
+@given(groups_of_specs, rank_counts)
+def test_what_is_sent_divides_into_the_wires_elements(group: list[Spec], size: int) -> None:
+    items = [spec.item(size) for spec in group]
+    layout = GatherLayout.plan(items, size)
+    wire = layout.wire_dtype
+    assert layout.gather_nbytes % wire.itemsize == 0
+    sharded = {i.compute_dtype for i in items if not i.shard.is_replicated}
+    assert wire is torch.uint8 or sharded == {wire}
+    assert layout.casts == any(i.storage_dtype != i.compute_dtype for i in items)
+    if not layout.casts:
+        assert layout.shard_offsets == layout.send_offsets
+        assert layout.shard_nbytes == layout.send_nbytes
+    if not sharded:
+        assert layout.gather_nbytes == 0
+
+
+@given(groups_of_specs, rank_counts)
+def test_segments_cover_every_piece_once(group: list[Spec], size: int) -> None:
+    items = [spec.item(size) for spec in group]
+    layout = GatherLayout.plan(items, size)
+    assert sorted(layout.order) == list(range(len(items)))
+    assert sum(s.numel for s in layout.segments) == sum(i.shard.piece_numel for i in items)
+    for segment in layout.segments:
+        assert segment.shard_start % ALIGN_NBYTES == 0
+        assert segment.send_start % ALIGN_NBYTES == 0
+    for index, item in enumerate(items):
+        dtypes = (item.storage_dtype, item.compute_dtype)
+        inside = [
+            s
+            for s in layout.segments
+            if (s.storage_dtype, s.compute_dtype) == dtypes
+            and s.shard_start <= layout.shard_offsets[index]
+            and layout.shard_offsets[index] + item.shard.piece_numel * dtypes[0].itemsize
+            <= s.shard_start + s.numel * dtypes[0].itemsize
+        ]
+        assert inside, f"no segment casts item {index}"
+        first = inside[0]
+        position = (layout.shard_offsets[index] - first.shard_start) // dtypes[0].itemsize
+        assert layout.send_offsets[index] == first.send_start + position * dtypes[1].itemsize
+
+
+@given(groups_of_specs, rank_counts)
+def test_full_buffer_has_room_for_the_padding(group: list[Spec], size: int) -> None:
+    for spec in group:
+        item = spec.item(size)
+        room = full_nbytes(item) // item.compute_dtype.itemsize
+        assert room >= item.shard.numel
+        if item.shard.is_rank_major:
+            assert room >= size * item.shard.piece_numel
+        assert room <= item.shard.numel + size * math.prod(item.shard.shape[1:])
+
+
+@given(groups_of_specs, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (4, 1)]))
+def test_two_axes_place_unsharded_parameters_alike(group: list[Spec], sizes: tuple[int, int]) -> None:
+    """What `reshard_after_forward=<int>` needs: one full buffer that both gathers fill."""
+    large, small = sizes
+    home = GatherLayout.plan([spec.item(large) for spec in group], large, (small,))
+    waiting = GatherLayout.plan([spec.item(small) for spec in group], small, (large,))
+    assert home.full_offsets == waiting.full_offsets
+    assert home.full_nbytes == waiting.full_nbytes
+
+
+def test_a_plan_by_example() -> None:
+    """Wide dtypes first, replicated ones last, a gap only where a dtype begins."""
+    items = [
+        GatherItem(plain((3,), 2), torch.int8, torch.int8),
+        fp32((5, 2), 2),
+        fp32((), 2, None),
+        fp32((4,), 2),
+    ]
+    layout = GatherLayout.plan(items, 2)
+    assert layout.order == (1, 3, 0, 2)
+    assert layout.shard_offsets == (32, 0, 48, 24)
+    assert layout.gather_nbytes == 48
+    assert layout.shard_nbytes == 52
+    assert layout.full_offsets == (0, 16, 64, 80)
+    assert layout.wire_dtype is torch.uint8
+    assert not layout.is_rank_major
+
+
+def test_a_plan_of_one_dtype_has_no_gap_and_one_split_unpacks_it() -> None:
+    layout = GatherLayout.plan([fp32((13, 29), 3), fp32((7,), 3), fp32((1, 5), 3)], 3)
+    assert layout.is_rank_major
+    assert layout.wire_dtype is torch.float32
+    assert layout.gather_nbytes == 4 * (5 * 29 + 3 + 5)
+
+
+def test_a_cast_halves_what_is_sent() -> None:
+    item = GatherItem(plain((8, 4), 2), torch.float32, torch.bfloat16)
+    layout = GatherLayout.plan([item], 2)
+    assert (layout.shard_nbytes, layout.gather_nbytes) == (64, 32)
+    assert layout.casts
+    assert layout.wire_dtype is torch.bfloat16
+
+
+# --- the flat buffer of a reduce-scatter ----------------------------------------------------------
+
+
+@given(groups_of_specs, rank_counts)
+def test_reduce_layout_places_members_behind_each_other(group: list[Spec], size: int) -> None:
+    shards = [spec.over(size) for spec in group]
+    members = [2 * position for position in range(len(group))]
+    layout = ReduceLayout.plan(members, shards, size, torch.float32)
+    end = 0
+    for shard, start in zip(layout.shards, layout.offsets, strict=True):
+        assert start == end
+        end += shard.piece_numel
+    assert layout.tail_start == end
+    assert layout.numel == end + len(members)
+    assert layout.members == tuple(members)
+    assert layout.nbytes == size * layout.numel * 4

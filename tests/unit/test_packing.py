@@ -1,0 +1,239 @@
+"""Round trips without processes: what every rank packs, joined by hand, is what was there."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fsdp2 import _packing
+from fsdp2._layout import GatherLayout, ReduceLayout
+from tests.unit._loopback import chunk_of, same_bits
+from tests.unit._strategies import Spec, groups_of_specs, rank_counts, specs, whole_numbers
+
+CPU = torch.device("cpu")
+GARBAGE = 0xA5
+
+
+def garbage(nbytes: int) -> Tensor:
+    return torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+
+
+def shard_buffers(wholes: list[Tensor], layout: GatherLayout) -> list[Tensor]:
+    """Return every rank's shard buffer."""
+    buffers = []
+    for rank in range(layout.size):
+        buffer = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
+        for index, (whole, item) in enumerate(zip(wholes, layout.items, strict=True)):
+            mine = _packing.shard_of(whole, item.shard, rank)
+            _packing.own_shard(buffer, layout, index, rank).copy_(mine)
+        buffers.append(buffer)
+    return buffers
+
+
+def send_buffers(buffers: list[Tensor], layout: GatherLayout) -> list[Tensor]:
+    if not layout.casts:
+        return buffers
+    sends = [garbage(layout.send_nbytes) for _ in buffers]
+    for buffer, send in zip(buffers, sends, strict=True):
+        _packing.cast_shards(buffer, send, layout)
+    return sends
+
+
+def all_gather(sends: list[Tensor], layout: GatherLayout) -> Tensor:
+    parts = [send[: layout.gather_nbytes].view(layout.wire_dtype) for send in sends]
+    return torch.stack(parts)
+
+
+# --- gather ---------------------------------------------------------------------------------------
+
+
+@given(groups_of_specs, rank_counts, st.integers(0, 99))
+def test_gathered_parameters_are_the_original_ones(
+    group: list[Spec], size: int, seed: int
+) -> None:
+    """Values bit for bit, dtypes as computed, strides as they were, on every rank."""
+    wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
+    layout = GatherLayout.plan([spec.item(size) for spec in group], size)
+    sends = send_buffers(shard_buffers(wholes, layout), layout)
+    gathered = all_gather(sends, layout)
+    for rank in {0, size - 1}:
+        full = garbage(layout.full_nbytes)
+        tensors = _packing.full_tensors(full, layout)
+        versions = [tensor._version for tensor in tensors]
+        targets = _packing.gather_targets(full, layout)
+        _packing.unpack(gathered, sends[rank], layout, targets)
+        for tensor, whole, spec in zip(tensors, wholes, group, strict=True):
+            assert same_bits(tensor, whole.to(spec.compute_dtype))
+            assert tensor.stride() == spec.over(size).stride
+        assert [tensor._version for tensor in tensors] == versions, "autograd would see a write"
+
+
+@given(groups_of_specs, st.sampled_from([(8, 4), (6, 3), (6, 2), (4, 2), (2, 1)]))
+def test_both_meshes_fill_one_full_buffer(group: list[Spec], sizes: tuple[int, int]) -> None:
+    """What `reshard_after_forward=<int>` does, in compute dtype on the smaller axis."""
+    large, small = sizes
+    wholes = [spec.make(index) for index, spec in enumerate(group)]
+    home = GatherLayout.plan([spec.item(large) for spec in group], large, (small,))
+    items = [
+        type(item)(spec.over(small), item.compute_dtype, item.compute_dtype)
+        for item, spec in zip(home.items, group, strict=True)
+    ]
+    waiting = GatherLayout.plan(items, small, (large,))
+    computed = [whole.to(item.compute_dtype) for whole, item in zip(wholes, items, strict=True)]
+    full = torch.empty(0, dtype=torch.uint8)
+    for layout, values in ((home, wholes), (waiting, computed)):
+        full = garbage(home.full_nbytes)
+        sends = send_buffers(shard_buffers(values, layout), layout)
+        targets = _packing.gather_targets(full, layout)
+        _packing.unpack(all_gather(sends, layout), sends[0], layout, targets)
+        for tensor, expected in zip(_packing.full_tensors(full, home), computed, strict=True):
+            assert same_bits(tensor, expected)
+
+
+@given(groups_of_specs, rank_counts)
+def test_shards_are_chunks_on_memory_of_the_buffer(group: list[Spec], size: int) -> None:
+    wholes = [spec.make(index) for index, spec in enumerate(group)]
+    layout = GatherLayout.plan([spec.item(size) for spec in group], size)
+    for rank, buffer in enumerate(shard_buffers(wholes, layout)):
+        begin, end = buffer.data_ptr(), buffer.data_ptr() + layout.shard_nbytes
+        for index, (whole, spec) in enumerate(zip(wholes, group, strict=True)):
+            own = _packing.own_shard(buffer, layout, index, rank)
+            assert same_bits(own, chunk_of(whole, spec.dim, rank, size))
+            assert own.is_contiguous()
+            assert own.storage_offset() == 0
+            view = _packing.shard_view(buffer, layout, index, rank)
+            assert same_bits(view, own)
+            if own.numel():
+                assert begin <= own.data_ptr() < end
+                assert own.data_ptr() == view.data_ptr()
+                assert own.untyped_storage().nbytes() == own.numel() * own.element_size()
+                assert view._base is not None
+
+
+def test_writing_a_shard_writes_what_is_sent() -> None:
+    layout = GatherLayout.plan([Spec((4, 3), (0, 1), 0, torch.float32, torch.float32).item(2)], 2)
+    buffer = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
+    _packing.own_shard(buffer, layout, 0, 0).fill_(2.5)
+    assert buffer.view(torch.float32).tolist() == [2.5] * 6
+
+
+def test_shards_of_a_meta_buffer_are_meta() -> None:
+    layout = GatherLayout.plan([Spec((4, 3), (0, 1), 0, torch.float32, torch.float32).item(3)], 3)
+    buffer = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device="meta")
+    shard = _packing.own_shard(buffer, layout, 0, 1)
+    assert shard.is_meta
+    assert shard.shape == (2, 3)
+    assert _packing.own_shard(buffer, layout, 0, 2).shape == (0, 3)
+
+
+def test_the_cast_rounds_as_torch_does() -> None:
+    spec = Spec((13, 29), (0, 1), 0, torch.float32, torch.bfloat16)
+    whole = spec.make(3) * 1e30
+    layout = GatherLayout.plan([spec.item(3)], 3)
+    sends = send_buffers(shard_buffers([whole], layout), layout)
+    full = garbage(layout.full_nbytes)
+    targets = _packing.gather_targets(full, layout)
+    _packing.unpack(all_gather(sends, layout), sends[0], layout, targets)
+    (tensor,) = _packing.full_tensors(full, layout)
+    assert same_bits(tensor, whole.bfloat16())
+    assert not torch.equal(tensor.float(), whole)
+
+
+# --- reduce ---------------------------------------------------------------------------------------
+
+
+def pack(
+    grads: list[Tensor | None], layout: ReduceLayout, dtype: torch.dtype
+) -> Tensor:
+    """Return one rank's input of the reduce-scatter, `[W, numel]`, packed over garbage."""
+    present = [grad is not None for grad in grads]
+    counts = _packing.participation(present, layout, dtype, CPU)
+    packed = torch.full((layout.size, layout.numel), math.nan, dtype=layout.dtype)
+    _packing.pack_gradients(grads, layout, counts, packed)
+    return packed
+
+
+@st.composite
+def reductions(draw: st.DrawFn) -> tuple[list[Spec], torch.dtype, torch.dtype, int, list[list[bool]]]:
+    """Draw a group, a gradient dtype, a reduce dtype, a rank count, and who has which gradient."""
+    group = draw(st.lists(specs(differentiable=True), min_size=1, max_size=4))
+    grad_dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
+    reduce_dtype = draw(st.sampled_from([grad_dtype, torch.float32, torch.bfloat16]))
+    if draw(st.integers(0, 5)) == 0:
+        grad_dtype = reduce_dtype = torch.complex64
+    size = draw(rank_counts)
+    flags = st.lists(st.booleans(), min_size=len(group), max_size=len(group))
+    everything = st.just([True] * len(group))
+    present = [draw(st.one_of(everything, flags)) for _ in range(size)]
+    return group, grad_dtype, reduce_dtype, size, present
+
+
+@given(reductions())
+def test_reduced_gradients_are_chunks_of_the_sum(
+    drawn: tuple[list[Spec], torch.dtype, torch.dtype, int, list[list[bool]]],
+) -> None:
+    group, grad_dtype, reduce_dtype, size, present = drawn
+    shards = [spec.over(size) for spec in group]
+    layout = ReduceLayout.plan(range(len(group)), shards, size, reduce_dtype)
+    grads = [
+        [whole_numbers(spec.shape, grad_dtype, 100 * rank + i) for i, spec in enumerate(group)]
+        for rank in range(size)
+    ]
+    packed = [
+        pack([g if there else None for g, there in zip(*row, strict=True)], layout, grad_dtype)
+        for row in zip(grads, present, strict=True)
+    ]
+    summed = sum(packed[1:], packed[0])
+    for rank in range(size):
+        reduced = summed[rank].clone()
+        counts = [sum(row[index] for row in present) for index in range(len(group))]
+        assert reduced[layout.tail_start :].tolist() == counts
+        for index, spec in enumerate(group):
+            total = torch.zeros(spec.shape, dtype=reduce_dtype)
+            for other in range(size):
+                if present[other][index]:
+                    total += grads[other][index].to(reduce_dtype)
+            mine = _packing.gradient_view(reduced, layout, index, rank)
+            expected = chunk_of(total, spec.dim, rank, size)
+            assert mine.shape == expected.shape
+            assert torch.equal(mine, expected)
+
+
+@given(specs(differentiable=True), rank_counts)
+def test_gradient_views_share_the_buffers_memory(spec: Spec, size: int) -> None:
+    layout = ReduceLayout.plan([0], [spec.over(size)], size, torch.float32)
+    for rank in range(size):
+        reduced = torch.zeros(layout.numel)
+        _packing.gradient_view(reduced, layout, 0, rank).fill_(1.0)
+        assert reduced.sum() == math.prod(spec.over(size).shard_shape(rank))
+        assert reduced[layout.tail_start :].sum() == 0
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_gradients_of_any_stride_are_packed_alike(dim: int) -> None:
+    spec = Spec((5, 7, 3), (2, 0, 1), dim, torch.float32, torch.float32)
+    layout = ReduceLayout.plan([0], [spec.over(4)], 4, torch.float32)
+    grad = whole_numbers(spec.shape, torch.float32, 1)
+    strided = torch.empty_strided(grad.shape, spec.over(4).stride).copy_(grad)
+    assert not strided.is_contiguous()
+    expected = pack([grad], layout, torch.float32)
+    for other in (strided, grad.flip(0).flip(0)):
+        assert torch.equal(pack([other], layout, torch.float32).nan_to_num(), expected.nan_to_num())
+    assert torch.equal(
+        pack([grad.new_ones(()).expand(5, 7, 3)], layout, torch.float32),
+        pack([torch.ones(5, 7, 3)], layout, torch.float32),
+    )
+
+
+def test_packing_leaves_nothing_unwritten_and_pads_with_zeros() -> None:
+    """Padding is summed and scaled too: garbage there could overflow, and would not be repeatable."""
+    spec = Spec((13, 3), (0, 1), 0, torch.float32, torch.float32)
+    layout = ReduceLayout.plan([0], [spec.over(4)], 4, torch.float32)
+    packed = pack([torch.ones(13, 3)], layout, torch.float32)
+    assert packed.sum() == 13 * 3 + 4
+    assert packed[3].tolist() == [1.0] * 3 + [0.0] * 9 + [1.0]
