@@ -1,12 +1,8 @@
 """Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it."""
 
-from fsdp2._api import (
-    FSDPModule,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from fsdp2._api import fully_shard, register_fsdp_forward_method
 from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._module import FSDPModule, UnshardHandle
 from fsdp2._policy import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = [

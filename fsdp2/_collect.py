@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2._errors import ConfigError
+from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._mesh import DataMesh
 from fsdp2._param import FSDPParam, Site
 from fsdp2._placement import ParamPlacement, place, shard_dim
-from fsdp2._runtime import Unit
+from fsdp2._unit import Unit
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,12 @@ class BufferSite:
 
 @dataclass
 class Collected:
-    """What a call takes: own parameters by original, further sites of taken ones, buffers."""
+    """What a call takes: own parameters by original, sites and parameters of ties, buffers."""
 
     data: DataMesh
     own: dict[nn.Parameter, tuple[str, list[Site], ParamPlacement]] = field(default_factory=dict)
     tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
+    escaped: dict[ParamGroup, list[FSDPParam]] = field(default_factory=dict)
     buffers: list[BufferSite] = field(default_factory=list)
 
 
@@ -91,37 +93,46 @@ def collect(
             f"fully_shard: found parameters on meta ({on_meta}) beside real ones in one group. "
             "Materialise all of them, or none, or shard their modules separately."
         )
+    _find_escaped(collected, modules)
     return collected
 
 
-def take_ties(collected: Collected, modules: Sequence[nn.Module]) -> list[FSDPParam]:
+def take_ties(collected: Collected) -> list[FSDPParam]:
     """Add sites to tied parameters; return those that the new unit takes over. See [Note: ties]."""
     for param, sites in collected.tied.items():
         param.sites.extend(sites)
         for site in sites:
             site.module._parameters[site.name] = param.sharded
+    for group, params in collected.escaped.items():
+        group.release(params)
+    return [param for params in collected.escaped.values() for param in params]
+
+
+def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
+    """Find the parameters of units below that have sites outside their unit but inside ours.
+
+    Raises:
+        ConfigError: such a parameter lies on another mesh.
+    """
     inside = {module for top in modules for module in top.modules()}
-    taken: list[FSDPParam] = []
     for unit in _units_below(modules):
-        own = {module for top in unit.modules for module in top.modules()}
+        own: set[nn.Module] | None = None
         for group in unit.groups:
-            escaped = [
-                param
-                for param in group.params
-                if len(param.sites) > 1
-                and any(site.module not in own for site in param.sites)
-                and all(site.module in inside for site in param.sites)
-            ]
-            if not escaped:
-                continue
-            if group.data != collected.data:
-                raise ConfigError(
-                    f"{escaped[0].fqn}: is tied across units on different meshes, "
-                    f"{group.data.mesh} and {collected.data.mesh}. Use one mesh for both."
-                )
-            group.release(escaped)
-            taken += escaped
-    return taken
+            for param in group.params:
+                sites = param.sites + collected.tied.get(param, [])
+                if len(sites) == 1:
+                    continue
+                own = own or {module for top in unit.modules for module in top.modules()}
+                if all(site.module in own for site in sites):
+                    continue
+                if not all(site.module in inside for site in sites):
+                    continue
+                if group.data != collected.data:
+                    raise ConfigError(
+                        f"{param.fqn}: is tied across units on different meshes, "
+                        f"{group.data.mesh} and {collected.data.mesh}. Use one mesh for both."
+                    )
+                collected.escaped.setdefault(group, []).append(param)
 
 
 def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -42,8 +42,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2 import _torch
-from fsdp2._runtime import Runtime, Unit, attach
-from fsdp2._tree import map_tensors
+from fsdp2._runtime import Runtime, attach
+from fsdp2._tree import map_tensors, visit_tensors
+from fsdp2._unit import Unit
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 
@@ -116,7 +117,7 @@ class Call:
         """Put pre-backward on what made the outputs; return True if any has a gradient."""
         marked = False
 
-        def mark(tensor: Tensor) -> Tensor:
+        def mark(tensor: Tensor) -> None:
             nonlocal marked
             if tensor.requires_grad:
                 marked = True
@@ -124,9 +125,8 @@ class Call:
                 for made in (tensor,) if base is None else (tensor, base):
                     if made.grad_fn is not None:
                         made.grad_fn.register_prehook(self.pre_backward)
-            return tensor
 
-        map_tensors(mark, output)
+        visit_tensors(mark, output)
         return marked
 
 

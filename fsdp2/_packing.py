@@ -30,7 +30,7 @@ def own_shard(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Te
     item, start = layout.items[index], layout.shard_offsets[index]
     shape = item.shard.shard_shape(rank)
     numel = math.prod(shape)
-    if shards.is_meta or numel == 0:
+    if shards.untyped_storage().device.type == "meta" or numel == 0:
         return torch.empty(shape, dtype=item.storage_dtype, device=shards.device)
     end = start + numel * item.storage_dtype.itemsize
     tensor = torch.empty(0, dtype=item.storage_dtype, device=shards.device)

@@ -1,7 +1,7 @@
-"""State above groups: ``Unit`` (one call of ``fully_shard``) and ``Runtime`` (one tree of units).
+"""``Runtime``: the state of one tree of units.
 
-Owns phases, lazy initialisation, settings, prefetch, the queue of reductions, the end of backward
-and recovery. It must not know autograd nodes or module hooks: ``_hooks`` calls it.
+Owns phases, lazy initialisation, prefetch, the queue of reductions, the end of backward and
+recovery. It must not know autograd nodes or module hooks: ``_hooks`` calls it.
 
 Phases of a runtime::
 
@@ -20,7 +20,6 @@ need.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import weakref
 from collections import deque
@@ -33,11 +32,10 @@ import torch.nn as nn
 from fsdp2 import _events, _torch
 from fsdp2._errors import StateError
 from fsdp2._events import BACKWARD, FORWARD, IDLE, Clock
-from fsdp2._group import ParamGroup
-from fsdp2._policy import MixedPrecisionPolicy, Settings
 from fsdp2._reduction import Reduction
 from fsdp2._schedule import Schedule
 from fsdp2._streams import Streams, streams_for
+from fsdp2._unit import Unit
 
 if TYPE_CHECKING:
     from fsdp2._hooks import Call
@@ -46,90 +44,6 @@ _CPU = torch.device("cpu")
 
 REDUCTIONS_IN_FLIGHT = 2
 """Reductions that may hold their buffers at a time; the oldest is finished first."""
-
-
-class Unit:
-    """What one call of ``fully_shard`` made: its modules, its groups, its settings."""
-
-    def __init__(
-        self, modules: tuple[nn.Module, ...], policy: MixedPrecisionPolicy, settings: Settings
-    ) -> None:
-        self.modules = modules
-        self.policy = policy
-        self.settings = settings
-        self.groups: list[ParamGroup] = []
-        self.fqn = ""
-        self.runtime: Runtime | None = None
-        self.forward_prefetch: tuple[Unit, ...] | None = None
-        self.backward_prefetch: tuple[Unit, ...] | None = None
-        self.ran: set[nn.Module] = set()
-        self.calls: list[Call | None] = []
-        self.active_calls = 0
-        self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()
-
-    @property
-    def is_root(self) -> bool:
-        return self.runtime is not None and self.runtime.root is self
-
-    @property
-    def in_backward(self) -> bool:
-        """True between the pre-backward and the post-backward of one of its calls."""
-        return self.active_calls > 0
-
-    def configure(self, **changes: Any) -> None:
-        """Replace settings; a misspelt name is a TypeError."""
-        self.settings = dataclasses.replace(self.settings, **changes)
-
-    def keeps_after_forward(self, with_grad: bool) -> bool:
-        """True if parameters stay unsharded after a forward.
-
-        A root that was given no choice keeps them for its backward only: after a forward without
-        gradients ``parameters()`` are sharded again.
-        """
-        choice = self.settings.reshard_after_forward
-        if choice is None:
-            return self.is_root and with_grad
-        return choice is False
-
-    def inspect(self) -> None:
-        for group in self.groups:
-            group.inspect()
-
-    def unshard(self) -> None:
-        for group in self.groups:
-            group.unshard()
-
-    def wait_for_unshard(self) -> None:
-        for group in self.groups:
-            group.wait_for_unshard()
-
-    def reshard(self) -> None:
-        for group in self.groups:
-            group.reshard()
-
-    def reshard_post_forward(self) -> None:
-        for group in self.groups:
-            group.reshard_post_forward()
-
-    @property
-    def is_unsharded(self) -> bool:
-        return all(group.is_unsharded for group in self.groups)
-
-    def reshard_if_idle(self, *_: Any, **__: Any) -> None:
-        """Register sharded parameters before ``state_dict`` and ``load_state_dict`` (a hook)."""
-        if self.runtime is not None:
-            self.runtime.recover_if_failed()
-        if self.runtime is None or self.runtime.clock.phase is IDLE:
-            self.reshard()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies carry the recipe; a copy is initialised again at its first forward."""
-        dropped = ("runtime", "ran", "calls", "active_calls", "open_calls")
-        return {name: value for name, value in vars(self).items() if name not in dropped}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["modules"], state["policy"], state["settings"])  # type: ignore[misc]  # not a new object
-        vars(self).update(state)
 
 
 class _EndOfBackward:

@@ -53,7 +53,8 @@ class ShardBuffer:
             _packing.cast_shards(self.flat, send, layout)
             wire = self._as_wire(send)
         if axis.size == 1 or self._wire_numel == 0:
-            return Launched((wire.view(1, -1).expand(axis.size, -1), send), None)
+            rows = wire.view(1, self._wire_numel).expand(axis.size, -1)
+            return Launched((rows, send), None)
         shape = (axis.size * self._wire_numel,)
         gathered = comm.allocate(shape, layout.wire_dtype, self.flat.device)
         work = comm.all_gather(gathered, wire, axis, async_op)

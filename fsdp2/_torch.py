@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd import Variable
+from torch.distributed._composable.contract import (  # what `replicate` and the like read
+    REGISTRY_KEY,
+    STATE_KEY,
+    RegistryItem,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -171,28 +176,21 @@ def profiler_is_running() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def register_composable_state(module: nn.Module, func: Callable[..., Any], state: object) -> None:
-    """Enter ``state`` under ``func`` in the registry of composable APIs.
+def register_composable_name(module: nn.Module, name: str) -> None:
+    """Enter a name in the registry of composable APIs, which ``replicate`` and the like read.
 
     The public decorator ``contract`` builds the state itself and checks every name of the tree
     again at each call, which costs quadratic time over a model's units.
     """
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-
-    module.__dict__.setdefault(STATE_KEY, {})[func] = state
-    module.__dict__.setdefault(REGISTRY_KEY, {})[func.__name__] = RegistryItem()
+    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
 
 
 def composable_names(module: nn.Module) -> list[str]:
     """Return the composable APIs that were applied to the module."""
-    from torch.distributed._composable.contract import REGISTRY_KEY
-
     return list(module.__dict__.get(REGISTRY_KEY, {}))
 
 
-def forget_composable_state(state: dict[str, Any]) -> None:
-    """Drop the registry from a module's state before it is pickled: its keys are per process."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-
+def forget_composable_names(state: dict[str, Any]) -> None:
+    """Drop the registry from a module's state before it is pickled: its key is per process."""
     state.pop(STATE_KEY, None)
     state.pop(REGISTRY_KEY, None)

@@ -1,15 +1,16 @@
 """Tensors inside what users pass to and return from a forward.
 
-Owns one function, ``map_tensors``: lists, tuples, named tuples, dicts (and their subclasses) and
-dataclasses, nested in any way. A container is copied only if a tensor in it changed, so that a
-call in which nothing changes keeps every object's identity.
+Owns ``map_tensors``, which replaces tensors in lists, tuples, named tuples, dicts (and their
+subclasses) and dataclasses, nested in any way, and ``visit_tensors``, which only looks, and so
+looks into any other object's attributes too. A container is copied only if a tensor in it changed:
+a call in which nothing changes keeps every object's identity.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -50,3 +51,30 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             object.__setattr__(copied, name, item)  # frozen dataclasses too
         return copied
     return value
+
+
+def visit_tensors(function: Callable[[torch.Tensor], None], value: Any) -> None:
+    """Call ``function`` for every tensor in ``value``, in containers and attributes of objects."""
+    if isinstance(value, torch.Tensor):
+        function(value)
+    elif value is not None:
+        _visit(function, value, set())
+
+
+_LEAVES = (str, bytes, int, float, complex, type, torch.nn.Module, torch.dtype, torch.device)
+
+
+def _visit(function: Callable[[torch.Tensor], None], value: Any, seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        function(value)
+        return
+    if value is None or isinstance(value, _LEAVES) or id(value) in seen:
+        return
+    seen.add(id(value))
+    children: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        children = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        children = value
+    for child in (*children, *getattr(value, "__dict__", {}).values()):
+        _visit(function, child, seen)

@@ -200,6 +200,7 @@ def _clean_up(task: Task, reply: Reply) -> Reply:
             reply = Reply(
                 "failed", f"process groups survived destruction: {list(c10d._world.pg_map)}", False
             )
+        _forget_meshes()
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None:
             dynamo.reset()
@@ -209,6 +210,23 @@ def _clean_up(task: Task, reply: Reply) -> Reply:
     if _count_gloo_threads() > MAX_GLOO_THREADS:
         return Reply(reply.outcome, reply.text, reusable=False)
     return reply
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches of DTensor plans: they hold meshes, and so names of groups now gone.
+
+    A mesh of the next body may equal one of this body while its process groups have other names.
+    """
+    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
+    debug = sys.modules.get("torch.distributed.tensor.debug")
+    for module, name in (
+        (redistribute, "clear_redistribute_planner_cache"),
+        (debug, "_clear_sharding_prop_cache"),
+    ):
+        getattr(module, name, lambda: None)()
+    plans = getattr(redistribute, "_gen_transform_infos", None)
+    if plans is not None:
+        plans.cache_clear()
 
 
 def _wait_for_others(task: Task) -> None:

@@ -106,9 +106,7 @@ class Wire:
 class LoopbackComm(Comm):
     """Collectives over the wires that the axes carry."""
 
-    def _join(
-        self, kind: str, axis: MeshAxis, output: Tensor, sent: Tensor, async_op: bool
-    ) -> Any:
+    def _join(self, kind: str, axis: MeshAxis, output: Tensor, sent: Tensor, async_op: bool) -> Any:
         assert isinstance(axis.pg, Wire)
         meeting = axis.pg.join(kind, axis.rank, output, sent)
         return meeting if async_op else None

@@ -417,7 +417,9 @@ def test_collectives_of_a_reduction() -> None:
     assert ranks.wire().kinds == ["all_gather", "reduce_scatter"]
     assert ranks.replicate_wire().kinds == ["all_reduce"]
     for rank in range(3):
-        for one, other in zip(ranks.groups[rank].params, ranks.groups[rank + 3].params, strict=True):
+        for one, other in zip(
+            ranks.groups[rank].params, ranks.groups[rank + 3].params, strict=True
+        ):
             assert same_bits(local_of(one.sharded.grad), local_of(other.sharded.grad))
 
 

@@ -58,7 +58,12 @@ def test_a_piece_holds_any_shard_and_the_largest_exactly(spec: Spec, size: int) 
 
 @pytest.mark.parametrize(
     ("shape", "size", "rows"),
-    [((13, 29), 4, [4, 4, 4, 1]), ((1, 5), 3, [1, 0, 0]), ((6,), 4, [2, 2, 2, 0]), ((0,), 2, [0, 0])],
+    [
+        ((13, 29), 4, [4, 4, 4, 1]),
+        ((1, 5), 3, [1, 0, 0]),
+        ((6,), 4, [2, 2, 2, 0]),
+        ((0,), 2, [0, 0]),
+    ],
 )
 def test_rows_by_example(shape: tuple[int, ...], size: int, rows: list[int]) -> None:
     layout = plain(shape, size)
@@ -173,7 +178,9 @@ def test_full_buffer_has_room_for_the_padding(group: list[Spec], size: int) -> N
 
 
 @given(groups_of_specs, st.sampled_from([(8, 4), (8, 2), (6, 3), (6, 2), (4, 2), (4, 1)]))
-def test_two_axes_place_unsharded_parameters_alike(group: list[Spec], sizes: tuple[int, int]) -> None:
+def test_two_axes_place_unsharded_parameters_alike(
+    group: list[Spec], sizes: tuple[int, int]
+) -> None:
     """What `reshard_after_forward=<int>` needs: one full buffer that both gathers fill."""
     large, small = sizes
     home = GatherLayout.plan([spec.item(large) for spec in group], large, (small,))

@@ -53,9 +53,7 @@ def all_gather(sends: list[Tensor], layout: GatherLayout) -> Tensor:
 
 
 @given(groups_of_specs, rank_counts, st.integers(0, 99))
-def test_gathered_parameters_are_the_original_ones(
-    group: list[Spec], size: int, seed: int
-) -> None:
+def test_gathered_parameters_are_the_original_ones(group: list[Spec], size: int, seed: int) -> None:
     """Values bit for bit, dtypes as computed, strides as they were, on every rank."""
     wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
     layout = GatherLayout.plan([spec.item(size) for spec in group], size)
@@ -147,9 +145,7 @@ def test_the_cast_rounds_as_torch_does() -> None:
 # --- reduce ---------------------------------------------------------------------------------------
 
 
-def pack(
-    grads: list[Tensor | None], layout: ReduceLayout, dtype: torch.dtype
-) -> Tensor:
+def pack(grads: list[Tensor | None], layout: ReduceLayout, dtype: torch.dtype) -> Tensor:
     """Return one rank's input of the reduce-scatter, `[W, numel]`, packed over garbage."""
     present = [grad is not None for grad in grads]
     counts = _packing.participation(present, layout, dtype, CPU)
@@ -159,10 +155,14 @@ def pack(
 
 
 @st.composite
-def reductions(draw: st.DrawFn) -> tuple[list[Spec], torch.dtype, torch.dtype, int, list[list[bool]]]:
+def reductions(
+    draw: st.DrawFn,
+) -> tuple[list[Spec], torch.dtype, torch.dtype, int, list[list[bool]]]:
     """Draw a group, a gradient dtype, a reduce dtype, a rank count, and who has which gradient."""
     group = draw(st.lists(specs(differentiable=True), min_size=1, max_size=4))
-    grad_dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
+    grad_dtype = draw(
+        st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    )
     reduce_dtype = draw(st.sampled_from([grad_dtype, torch.float32, torch.bfloat16]))
     if draw(st.integers(0, 5)) == 0:
         grad_dtype = reduce_dtype = torch.complex64

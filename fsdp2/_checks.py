@@ -1,0 +1,113 @@
+"""Checks of what callers pass. Every function raises before anything is changed, or returns.
+
+Owns the messages for wrong arguments. It must not know how arguments are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fsdp2 import _torch
+from fsdp2._errors import ConfigError
+from fsdp2._hooks import unit_of
+from fsdp2._policy import MixedPrecisionPolicy, OffloadPolicy
+
+
+def check_modules(module: object) -> list[nn.Module]:
+    candidates = list(module) if isinstance(module, list | tuple) else [module]
+    if not candidates:
+        raise ConfigError("fully_shard: found an empty list of modules. Pass at least one.")
+    modules: list[nn.Module] = []
+    for candidate in candidates:
+        if not isinstance(candidate, nn.Module):
+            raise ConfigError(
+                f"fully_shard: expected an nn.Module or a list of them, found "
+                f"{type(candidate).__name__}. Pass the module itself."
+            )
+        modules.append(candidate)
+    modules = _outermost(modules)
+    for target in modules:
+        if isinstance(target, nn.ModuleList | nn.ModuleDict) and not _has_forward(target):
+            raise ConfigError(
+                f"fully_shard: {type(target).__name__} has no forward, so nothing would gather "
+                "its parameters. Apply fully_shard to each of its modules, or to its parent."
+            )
+        if unit_of(target) is not None or "fully_shard" in _torch.composable_names(target):
+            raise ConfigError(
+                f"fully_shard: was already applied to this {type(target).__name__}. Apply it "
+                "once to each module."
+            )
+    return modules
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _outermost(modules: Sequence[Any]) -> list[nn.Module]:
+    """Drop repeated modules, and modules inside another of the list."""
+    unique = list(dict.fromkeys(modules))
+    inner = {child for top in unique for child in top.modules() if child is not top}
+    return [top for top in unique if top not in inner]
+
+
+def check_reshard(choice: object, size: int) -> int | None:
+    """Return the number of ranks to reshard to, or None for a bool or ``None``."""
+    if choice is None or isinstance(choice, bool) or choice in (1, size):
+        return None
+    if not isinstance(choice, int):
+        raise ConfigError(
+            f"fully_shard: expected reshard_after_forward to be None, a bool or an int, found "
+            f"{choice!r}."
+        )
+    if choice < 1 or size % choice:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        raise ConfigError(
+            f"fully_shard: found reshard_after_forward={choice} for {size} shard ranks. Pass a "
+            f"divisor: one of {divisors}."
+        )
+    return choice
+
+
+def check_policies(mp_policy: object, offload_policy: object) -> None:
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise ConfigError(
+            f"fully_shard: expected mp_policy to be a fsdp2.MixedPrecisionPolicy, found "
+            f"{type(mp_policy).__name__}."
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(
+                f"fully_shard: expected mp_policy.{name} to be a floating-point dtype or None, "
+                f"found {dtype!r}."
+            )
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise ConfigError(
+            f"fully_shard: expected offload_policy to be a fsdp2.OffloadPolicy, found "
+            f"{type(offload_policy).__name__}."
+        )
+
+
+def check_ignored(ignored: object) -> set[nn.Parameter]:
+    if ignored is None:
+        return set()
+    params: set[nn.Parameter] = set()
+    for param in ignored if isinstance(ignored, Iterable) else [ignored]:
+        if not isinstance(param, nn.Parameter):
+            raise ConfigError(
+                f"fully_shard: expected ignored_params to be a set of nn.Parameter, found "
+                f"{type(param).__name__} in it. Pass the parameters, not their names or modules."
+            )
+        params.add(param)
+    return params
+
+
+def check_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"expected {name} to be a bool, found {value!r}.")
+    return value

@@ -1,0 +1,183 @@
+"""``FSDPModule``: what a module becomes, and the methods that users call on it.
+
+Owns the class swap, copies of sharded modules and the run-time control surface. It must not know
+how a call of ``fully_shard`` chose its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.nn as nn
+
+from fsdp2 import _torch
+from fsdp2._checks import check_flag
+from fsdp2._errors import ConfigError
+from fsdp2._hooks import forward_raised, unit_of
+from fsdp2._unit import Unit
+
+COMPOSABLE_NAME = "fully_shard"
+
+_classes: dict[type, type] = {}
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of ``FSDPModule`` and ``cls`` that sharded instances of ``cls`` have."""
+    if cls not in _classes:
+        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+    return _classes[cls]
+
+
+def _rebuild(cls: type[nn.Module]) -> nn.Module:
+    """Make an empty sharded instance; its state follows (copy and pickle)."""
+    sharded = sharded_class(cls)
+    instance: nn.Module = object.__new__(sharded)
+    return instance
+
+
+class FSDPModule(nn.Module):
+    """What ``fully_shard`` adds to a module. ``isinstance(module, FSDPModule)`` tells."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain instance: a slice of a sharded ``Sequential`` is a plain one."""
+        return cls.__mro__[2](*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except BaseException:
+            forward_raised(self._unit())
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._unit().reshard_if_idle()
+        reduced: Any = super().__reduce_ex__(protocol)
+        state = dict(reduced[2])
+        _torch.forget_composable_names(state)
+        return (_rebuild, (type(self).__mro__[2],), state, *reduced[3:])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
+        _torch.register_composable_name(self, COMPOSABLE_NAME)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        self._unit().reshard_if_idle()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
+
+    def _unit(self) -> Unit:
+        unit = unit_of(self)
+        assert unit is not None
+        return unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        if not recurse:
+            return [self._unit()]
+        return list(dict.fromkeys(u for m in self.modules() if (u := unit_of(m)) is not None))
+
+    def _configure(self, recurse: bool, **changes: Any) -> None:
+        for unit in self._units(recurse):
+            unit.configure(**changes)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters (not those of units below it).
+
+        Args:
+            async_op: return at once; the parameters are whole after ``wait()`` of the result, or
+                once the unit's forward begins.
+        """
+        unit = self._unit()
+        if unit.runtime is not None:
+            unit.runtime.recover_if_failed()
+            unit.runtime.streams.order_after_compute("gather")
+        unit.inspect()
+        unit.unshard()
+        if async_op:
+            return UnshardHandle(unit)
+        unit.wait_for_unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's unsharded parameters and register the sharded ones."""
+        self._unit().reshard()
+
+    def reset_iter_state(self) -> None:
+        """Drop what an unfinished step left, now. The next forward would do so by itself.
+
+        Discards gradients that were not reduced yet, those accumulated without sync too.
+        """
+        unit = self._unit()
+        if unit.runtime is not None:
+            unit.runtime.recover()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last before the optimizer step.
+
+        After one that is not, reductions may still be in flight, and ``grad`` is not complete.
+        """
+        self._configure(True, is_last_backward=check_flag("is_last_backward", is_last_backward))
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether backward reduces gradients. While it does not, they accumulate unsharded,
+        in the reduce dtype.
+        """
+        flag = check_flag("requires_gradient_sync", requires_gradient_sync)
+        self._configure(recurse, reduce_grads=flag, all_reduce_grads=flag)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether backward all-reduces over the replicate axis. While it does not, reduced
+        shards accumulate, and ``grad`` is not set.
+        """
+        flag = check_flag("requires_all_reduce", requires_all_reduce)
+        self._configure(recurse, all_reduce_grads=flag)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether parameters are freed after forward, from the next forward on."""
+        flag = check_flag("reshard_after_forward", reshard_after_forward)
+        for unit in self._units(recurse):
+            unit.configure(reshard_after_forward=flag)
+            for group in unit.groups:
+                group.reshard_to(None)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether parameters are freed after backward."""
+        flag = check_flag("reshard_after_backward", reshard_after_backward)
+        self._configure(recurse, reshard_after_backward=flag)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these units when this one's forward begins, instead of the recorded next one."""
+        self._unit().forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these units when this one's backward begins, instead of the one before it."""
+        self._unit().backward_prefetch = _units_of(modules)
+
+
+class UnshardHandle:
+    """An ``unshard(async_op=True)`` under way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+
+    def wait(self) -> None:
+        """Wait until the parameters are whole and registered. Further calls do nothing."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.wait_for_unshard()
+
+
+def _units_of(modules: object) -> tuple[Unit, ...]:
+    units = []
+    for module in modules if isinstance(modules, Iterable) else [modules]:
+        if not isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"expected a list of modules that fully_shard was applied to, found "
+                f"{type(module).__name__} in it."
+            )
+        units.append(module._unit())
+    return tuple(units)

@@ -1,0 +1,105 @@
+"""``Unit``: what one call of ``fully_shard`` made.
+
+Owns a unit's modules, groups and settings, and which of its calls are open. It must not know the
+tree that it is in, beyond the runtime that ``attach`` gives it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch.nn as nn
+
+from fsdp2._events import IDLE
+from fsdp2._group import ParamGroup
+from fsdp2._policy import MixedPrecisionPolicy, Settings
+
+if TYPE_CHECKING:
+    from fsdp2._hooks import Call
+    from fsdp2._runtime import Runtime
+
+
+class Unit:
+    """What one call of ``fully_shard`` made: its modules, its groups, its settings."""
+
+    def __init__(
+        self, modules: tuple[nn.Module, ...], policy: MixedPrecisionPolicy, settings: Settings
+    ) -> None:
+        self.modules = modules
+        self.policy = policy
+        self.settings = settings
+        self.groups: list[ParamGroup] = []
+        self.fqn = ""
+        self.runtime: Runtime | None = None
+        self.forward_prefetch: tuple[Unit, ...] | None = None
+        self.backward_prefetch: tuple[Unit, ...] | None = None
+        self.ran: set[nn.Module] = set()
+        self.calls: list[Call | None] = []
+        self.active_calls = 0
+        self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()
+
+    @property
+    def is_root(self) -> bool:
+        return self.runtime is not None and self.runtime.root is self
+
+    @property
+    def in_backward(self) -> bool:
+        """True between the pre-backward and the post-backward of one of its calls."""
+        return self.active_calls > 0
+
+    def configure(self, **changes: Any) -> None:
+        """Replace settings; a misspelt name is a TypeError."""
+        self.settings = dataclasses.replace(self.settings, **changes)
+
+    def keeps_after_forward(self, with_grad: bool) -> bool:
+        """True if parameters stay unsharded after a forward.
+
+        A root that was given no choice keeps them for its backward only: after a forward without
+        gradients ``parameters()`` are sharded again.
+        """
+        choice = self.settings.reshard_after_forward
+        if choice is None:
+            return self.is_root and with_grad
+        return choice is False
+
+    def inspect(self) -> None:
+        for group in self.groups:
+            group.inspect()
+
+    def unshard(self) -> None:
+        for group in self.groups:
+            group.unshard()
+
+    def wait_for_unshard(self) -> None:
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        for group in self.groups:
+            group.reshard()
+
+    def reshard_post_forward(self) -> None:
+        for group in self.groups:
+            group.reshard_post_forward()
+
+    @property
+    def is_unsharded(self) -> bool:
+        return all(group.is_unsharded for group in self.groups)
+
+    def reshard_if_idle(self, *_: Any, **__: Any) -> None:
+        """Register sharded parameters before ``state_dict`` and ``load_state_dict`` (a hook)."""
+        if self.runtime is not None:
+            self.runtime.recover_if_failed()
+        if self.runtime is None or self.runtime.clock.phase is IDLE:
+            self.reshard()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies carry the recipe; a copy is initialised again at its first forward."""
+        dropped = ("runtime", "ran", "calls", "active_calls", "open_calls")
+        return {name: value for name, value in vars(self).items() if name not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["modules"], state["policy"], state["settings"])  # type: ignore[misc]  # not a new object
+        vars(self).update(state)

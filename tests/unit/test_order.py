@@ -1,0 +1,632 @@
+"""The order of what the engine does, pinned: unshard, prefetch, reshard, reduce, recover.
+
+Traces are the same on one rank and on two, and on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import fsdp2
+from fsdp2 import _events
+from tests._models import seeded
+from tests._parity import make_mesh
+from tests._pool import ranks
+
+
+class Net(nn.Module):
+    """Two blocks that are units, and a head that belongs to the root."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 6)
+        self.b = nn.Linear(6, 4)
+        self.head = nn.Linear(4, 2)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            x = checkpoint(self.a, x, use_reentrant=False)
+        else:
+            x = self.a(x)
+        return self.head(self.b(x))
+
+
+def sharded(checkpointed: bool = False, **kwargs: Any) -> nn.Module:
+    model = seeded(lambda: Net(checkpointed))
+    for unit in (model.a, model.b, model):
+        fsdp2.fully_shard(unit, mesh=make_mesh(), **kwargs)
+    return model
+
+
+def inputs(grad: bool = True) -> Tensor:
+    return torch.ones(3, 4, requires_grad=grad)
+
+
+@contextmanager
+def trace() -> Iterator[list[str]]:
+    """Collect one line an event."""
+    lines: list[str] = []
+    with _events.listen(lambda event: lines.append(str(event))):
+        yield lines
+
+
+def step_of(model: nn.Module, grad: bool = True) -> str:
+    with trace() as lines:
+        model(inputs(grad)).sum().backward()
+    return "\n".join(lines)
+
+
+@ranks(1, 2)
+def test_the_first_step() -> None:
+    """Forward is not predicted yet; backward is, by the forward that it undoes."""
+    assert_expected_inline(
+        step_of(sharded()),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: unshard a
+forward: wait_for_unshard a
+forward: reshard a
+forward: unshard b
+forward: wait_for_unshard b
+forward: reshard b
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reshard b
+backward: reduce b
+backward: wait_for_unshard a
+backward: reshard a
+backward: reduce a
+backward: reshard <root>
+backward: reduce <root>
+backward: wait_for_reduce <root>""",
+    )
+
+
+@ranks(1, 2)
+def test_the_second_step_prefetches_in_forward_too() -> None:
+    model = sharded()
+    model(inputs()).sum().backward()
+    assert_expected_inline(
+        step_of(model),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reshard b
+backward: reduce b
+backward: wait_for_unshard a
+backward: reshard a
+backward: reduce a
+backward: reshard <root>
+backward: reduce <root>
+backward: wait_for_reduce <root>""",
+    )
+
+
+@ranks(2)
+def test_every_later_step_is_the_second() -> None:
+    model = sharded()
+    model(inputs()).sum().backward()
+    second = step_of(model)
+    assert [step_of(model) for _ in range(2)] == [second] * 2
+
+
+@ranks(2)
+def test_inputs_without_gradients() -> None:
+    """The first unit has no marked input: the end of backward reshards and reduces it."""
+    model = sharded()
+    model(inputs()).sum().backward()
+    assert_expected_inline(
+        step_of(model, grad=False),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reshard b
+backward: reduce b
+backward: wait_for_unshard a
+backward: reduce <root>
+backward: reshard <root>
+backward: reduce a
+backward: reshard a
+backward: wait_for_reduce <root>""",
+    )
+
+
+@ranks(1, 2)
+def test_without_reshard_after_forward() -> None:
+    """Backward gathers nothing."""
+    model = sharded(reshard_after_forward=False)
+    model(inputs()).sum().backward()
+    assert_expected_inline(
+        step_of(model),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: wait_for_unshard b
+backward: reshard b
+backward: reduce b
+backward: reshard a
+backward: reduce a
+backward: reshard <root>
+backward: reduce <root>
+backward: wait_for_reduce <root>""",
+    )
+
+
+@ranks(2)
+def test_the_root_told_to_reshard_after_forward() -> None:
+    model = sharded(reshard_after_forward=True)
+    model(inputs()).sum().backward()
+    assert_expected_inline(
+        step_of(model),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+forward: reshard <root>
+backward: unshard <root>
+backward: wait_for_unshard <root>
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reshard b
+backward: reduce b
+backward: wait_for_unshard a
+backward: reshard a
+backward: reduce a
+backward: reshard <root>
+backward: reduce <root>
+backward: wait_for_reduce <root>""",
+    )
+
+
+@ranks(2)
+def test_resharding_to_neighbours() -> None:
+    """With one neighbour and with all ranks: the ints 1 and W mean False and True."""
+    assert step_of(sharded(reshard_after_forward=1)) == step_of(
+        sharded(reshard_after_forward=False)
+    )
+    assert step_of(sharded(reshard_after_forward=2)) == step_of(sharded(reshard_after_forward=True))
+
+
+@ranks(1, 2)
+def test_accumulation_without_sync() -> None:
+    """Nothing is reduced until the step that syncs."""
+    model = sharded()
+    model(inputs()).sum().backward()
+    model.set_requires_gradient_sync(False)
+    with trace() as lines:
+        model(inputs()).sum().backward()
+        model.set_requires_gradient_sync(True)
+        lines.append("--- sync")
+        model(inputs()).sum().backward()
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reshard b
+backward: wait_for_unshard a
+backward: reshard a
+backward: reshard <root>
+backward: wait_for_reduce <root>
+--- sync
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reshard b
+backward: reduce b
+backward: wait_for_unshard a
+backward: reshard a
+backward: reduce a
+backward: reshard <root>
+backward: reduce <root>
+backward: wait_for_reduce <root>""",
+    )
+
+
+@ranks(2)
+def test_without_reshard_after_backward() -> None:
+    """The step after it gathers nothing in forward."""
+    model = sharded()
+    model(inputs()).sum().backward()
+    model.set_reshard_after_backward(False)
+    with trace() as lines:
+        model(inputs()).sum().backward()
+        model.set_reshard_after_backward(True)
+        lines.append("--- the next step")
+        model(inputs()).sum().backward()
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reduce b
+backward: wait_for_unshard a
+backward: reduce a
+backward: reduce <root>
+backward: wait_for_reduce <root>
+--- the next step
+forward: reshard a
+forward: reshard b
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reshard b
+backward: reduce b
+backward: wait_for_unshard a
+backward: reshard a
+backward: reduce a
+backward: reshard <root>
+backward: reduce <root>
+backward: wait_for_reduce <root>""",
+    )
+
+
+@ranks(1, 2)
+def test_a_forward_without_gradients() -> None:
+    """The root reshards too, so that parameters are sharded afterwards."""
+    model = sharded()
+    with trace() as lines, torch.no_grad():
+        model(inputs())
+        lines.append("--- again")
+        model(inputs())
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: unshard a
+forward: wait_for_unshard a
+forward: reshard a
+forward: unshard b
+forward: wait_for_unshard b
+forward: reshard b
+forward: reshard <root>
+--- again
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+forward: reshard <root>""",
+    )
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@ranks(2)
+def test_checkpointing_around_a_unit(early_stop: bool) -> None:
+    """Backward runs the unit's forward again, between its unshard and its reshard: nothing more."""
+    plain, model = sharded(), sharded(checkpointed=True)
+    with set_checkpoint_early_stop(early_stop):
+        for _ in range(3):
+            assert step_of(model) == step_of(plain)
+
+
+@ranks(2)
+def test_prefetch_lists_replace_the_recorded_order() -> None:
+    model = sharded()
+    model.set_modules_to_forward_prefetch([model.b, model.a])
+    model.b.set_modules_to_backward_prefetch([])
+    model(inputs()).sum().backward()
+    assert_expected_inline(
+        step_of(model),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch b
+forward: unshard b
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: reshard b
+backward: reduce b
+backward: unshard a
+backward: wait_for_unshard a
+backward: reshard a
+backward: reduce a
+backward: reshard <root>
+backward: reduce <root>
+backward: wait_for_reduce <root>""",
+    )
+
+
+@ranks(2)
+def test_two_forwards_before_a_backward_reduce_once() -> None:
+    model = sharded()
+    model(inputs()).sum().backward()
+    with trace() as lines:
+        (model(inputs()).sum() + model(inputs()).sum()).backward()
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reshard b
+backward: wait_for_unshard a
+backward: reshard a
+backward: reshard <root>
+backward: unshard <root>
+backward: wait_for_unshard <root>
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reshard b
+backward: reduce b
+backward: wait_for_unshard a
+backward: reshard a
+backward: reduce a
+backward: reshard <root>
+backward: reduce <root>
+backward: wait_for_reduce <root>""",
+    )
+
+
+@ranks(2)
+def test_unshard_and_reshard_by_hand() -> None:
+    model = sharded()
+    model(inputs()).sum().backward()
+    with trace() as lines:
+        handle = model.a.unshard(async_op=True)
+        handle.wait()
+        handle.wait()
+        model.b.unshard()
+        model.b.reshard()
+        model.b.reshard()
+        lines.append("--- forward")
+        with torch.no_grad():
+            model(inputs())
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+idle: unshard a
+idle: wait_for_unshard a
+idle: unshard b
+idle: wait_for_unshard b
+idle: reshard b
+--- forward
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+forward: reshard <root>""",
+    )
+
+
+class Provoked(Exception):  # noqa: N818  # not an error of the model's
+    """Raised by the tests."""
+
+
+@ranks(1, 2)
+def test_an_exception_in_forward_and_the_recovery() -> None:
+    model = sharded()
+    model(inputs()).sum().backward()
+    clean = step_of(model)
+
+    def fail(*_: Any) -> None:
+        raise Provoked
+
+    handle = model.b.register_forward_hook(fail)
+    with trace() as lines:
+        with pytest.raises(Provoked):
+            model(inputs())
+        handle.remove()
+        lines.append("--- the next step")
+        model(inputs()).sum().backward()
+    assert_expected_inline(
+        "\n".join(lines[: lines.index("--- the next step") + 4]),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+--- the next step
+idle: recover <root>
+idle: reshard <root>
+forward: unshard <root>""",
+    )
+    assert step_of(model) == clean
+
+
+@ranks(1, 2)
+def test_an_exception_in_backward_and_the_recovery() -> None:
+    model = sharded()
+    model(inputs()).sum().backward()
+    clean = step_of(model)
+
+    def fail(grad: Tensor) -> None:
+        raise Provoked
+
+    handle = model.a.register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
+    with trace() as lines:
+        with pytest.raises(Provoked):
+            model(inputs()).sum().backward()
+        handle.remove()
+        lines.append("--- the next step")
+        model(inputs()).sum().backward()
+    assert_expected_inline(
+        "\n".join(lines[: lines.index("--- the next step") + 6]),
+        """\
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a
+forward: unshard a
+forward: wait_for_unshard a
+forward: prefetch b
+forward: unshard b
+forward: reshard a
+forward: wait_for_unshard b
+forward: reshard b
+backward: prefetch b
+backward: unshard b
+backward: wait_for_unshard b
+backward: prefetch a
+backward: unshard a
+backward: reshard b
+backward: reduce b
+--- the next step
+backward: recover <root>
+backward: reshard <root>
+forward: unshard <root>
+forward: wait_for_unshard <root>
+forward: prefetch a""",
+    )
+    assert step_of(model) == clean
+
+
+@ranks(2)
+def test_bytes_of_a_step() -> None:
+    """What a rank receives, and what it contributes: padded, with a count for each parameter."""
+    model = sharded()
+    events: list[_events.Event] = []
+    with _events.listen(events.append):
+        model(inputs()).sum().backward()
+    lines = [f"{e.kind} {e.fqn or '<root>'} {e.nbytes}" for e in events if e.nbytes]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+unshard <root> 40
+unshard a 120
+unshard b 112
+unshard b 112
+unshard a 120
+reduce b 120
+reduce a 128
+reduce <root> 48""",
+    )
