@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
 from fsdp2._errors import ConfigError
@@ -164,6 +165,11 @@ def _owner(param: nn.Parameter) -> FSDPParam | None:
 
 
 def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
+    if is_lazy(param):
+        raise ConfigError(
+            f"{fqn}: has no shape yet, because its module is lazy. Run the module once on an "
+            "example input, then apply fully_shard."
+        )
     if isinstance(param, DTensor):
         if param.device_mesh == data.mesh:
             raise ConfigError(

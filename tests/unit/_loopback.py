@@ -184,7 +184,9 @@ def data_meshes(shard: int, replicate: int = 1, device: str = "cpu") -> list[Loo
 class LoopbackGroup:
     """The same group on every simulated rank, moved in lockstep.
 
-    `modules[rank]` is a copy of `module`, and `groups[rank]` its group.
+    `modules[rank]` is a copy of `module`, and `groups[rank]` its group. On a device the ranks share
+    one stream for each lane, in which a collective has happened once the last rank has issued it:
+    ranks issue first to last and wait last to first, so that the first wait covers all.
     """
 
     def __init__(
@@ -214,11 +216,7 @@ class LoopbackGroup:
             self.groups.append(group)
 
     def each(self, function: Callable[[ParamGroup], Any]) -> list[Any]:
-        """Call on every rank. Ranks are taken last to first: the order must not matter.
-
-        On a device they share a stream for each lane, in which only the last rank to issue a
-        collective has its result behind it; the first to be waited for must be that one.
-        """
+        """Call on every rank."""
         return [function(group) for group in self.groups]
 
     def gather(self) -> None:

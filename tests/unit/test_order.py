@@ -626,7 +626,7 @@ unshard a 120
 unshard b 112
 unshard b 112
 unshard a 120
-reduce b 120
-reduce a 128
-reduce <root> 48""",
+reduce b 128
+reduce a 136
+reduce <root> 56""",
     )
