@@ -32,8 +32,8 @@ class Event:
     ``reshard``, ``reduce`` (a reduction was issued), ``wait_for_reduce`` (gradients are in place),
     ``prefetch`` (the unshard that follows is ahead of its use), ``adopt`` (parameters that were
     replaced behind our back were taken over) or ``recover``. ``fqn`` names the unit, ``phase`` is
-    ``idle``, ``forward`` or ``backward``, ``nbytes`` is what this rank receives (unshard, reshard)
-    or contributes (reduce).
+    ``idle``, ``forward`` or ``backward``, ``nbytes`` is the size of what the all-gather makes
+    (unshard), of what is freed (reshard) or of what is reduced (reduce).
     """
 
     kind: str

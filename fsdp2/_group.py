@@ -189,7 +189,9 @@ class ParamGroup:
         self._stand_ins.clear()
         for param in self.params:
             sharded, unsharded = param.sharded, param.unsharded
-            if sharded.requires_grad is not param.trainable and param.sync_trainable():
+            if sharded.requires_grad is not param.trainable:
+                self.reducer.check_toggle(param)
+                param.sync_trainable()
                 self.reducer.invalidate()
             if _torch.local_tensor(sharded) is not param.local:
                 replaced[param] = sharded
@@ -339,7 +341,7 @@ class ParamGroup:
         assert self._full is not None
         self._full.untyped_storage().resize_(0)
         if _events.listeners:
-            _events.emit("reshard", self.fqn, self.clock.phase)
+            _events.emit("reshard", self.fqn, self.clock.phase, self._full.nbytes)
 
     def reduce(self, settings: Settings, with_graph: bool) -> Reduction | None:
         """Pack local gradients. Returns the reduction to start, or None while sync is off."""

@@ -103,9 +103,10 @@ class FSDPModule(nn.Module):
         self._unit().reshard()
 
     def reset_iter_state(self) -> None:
-        """Drop what an unfinished step left, now. The next forward would do so by itself.
+        """Drop what an unfinished step left in the whole tree, now.
 
-        Discards gradients that were not reduced yet, those accumulated without sync too.
+        After an exception the next forward does so by itself. Discards gradients that were not
+        reduced yet, those accumulated without sync too.
         """
         unit = self._unit()
         if unit.runtime is not None:

@@ -140,23 +140,22 @@ class FSDPParam:
         """Build the unsharded parameter on memory of the group's full buffer."""
         spec = self.placement.unsharded_spec(tensor.dtype)
         whole = tensor if spec is None else _torch.new_dtensor(tensor, spec)
+        pending = None if self.unsharded is None else self.unsharded.grad
         self.unsharded = self._parameter(whole, None)
+        if pending is not None:  # accumulated without sync before the plan changed
+            self.unsharded.grad = pending.to(dtype=tensor.dtype, device=tensor.device)
 
     def set_post_forward(self, local: torch.Tensor, placement: ParamPlacement) -> None:
         """Build the parameter that is registered while sharded over the smaller mesh."""
         spec = placement.sharded_spec(local.dtype)
         self.post_forward = self._parameter(_torch.new_dtensor(local, spec), None)
 
-    def sync_trainable(self) -> bool:
-        """Carry ``requires_grad`` of the registered shard over; return True if it changed."""
-        trainable = self.sharded.requires_grad
-        if trainable == self.trainable:
-            return False
-        self.trainable = trainable
+    def sync_trainable(self) -> None:
+        """Carry ``requires_grad`` of the registered shard over."""
+        self.trainable = self.sharded.requires_grad
         for form in (self.unsharded, self.post_forward):
             if form is not None:
-                form.requires_grad_(trainable)
-        return True
+                form.requires_grad_(self.trainable)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies keep no memory of the group's buffers; adoption finds the shard on its site."""

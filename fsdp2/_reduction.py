@@ -58,18 +58,20 @@ class Reducer:
         self.partial: Tensor | None = None
 
     def invalidate(self) -> None:
-        """Forget the layout: dtypes or the set of trainable parameters changed.
+        """Forget the layout: dtypes, or the set of trainable parameters, changed.
 
         Raises:
             StateError: gradients in the old layout wait for a backward with gradient sync.
         """
         if self.accumulated is not None or self.partial is not None:
-            raise StateError(
-                f"{self._params[0].fqn}: requires_grad or the dtype of a parameter of its group "
-                "changed while gradients are accumulated without sync. Run a backward with "
-                "gradient sync first."
-            )
+            raise StateError(_changed_while_accumulating(self._params[0].fqn))
         self._layout = None
+
+    def check_toggle(self, param: FSDPParam) -> None:
+        """Raise StateError if ``requires_grad`` of a parameter must not change now."""
+        pending = param.unsharded is not None and param.unsharded.grad is not None
+        if pending or self.accumulated is not None or self.partial is not None:
+            raise StateError(_changed_while_accumulating(param.fqn))
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only; its buffer is not reused."""
@@ -190,6 +192,13 @@ class Reducer:
         for position, grad in enumerate(buffer.fill(reduced)):
             if counts is None or counts[position] != 0:
                 accumulate(self._members[position].sharded, grad)
+
+
+def _changed_while_accumulating(fqn: str) -> str:
+    return (
+        f"{fqn}: requires_grad or a dtype in its group changed while gradients are accumulated "
+        "without sync. Run a backward with gradient sync first."
+    )
 
 
 class Reduction:

@@ -175,14 +175,14 @@ class Runtime:
         for call in self.calls:
             call.close()
         self.calls.clear()
-        last = self.root.settings.is_last_backward
+        is_last = all(unit.settings.is_last_backward for unit in self.units)
         for unit in self.units:
             if any(group.reducer.has_gradients for group in unit.groups):
                 self.reduce(unit)
             if unit.settings.reshard_after_backward:
                 unit.reshard()
         self._prefetched.clear()
-        if last:
+        if is_last:
             self.wait_for_reductions()
         self.clock.phase = IDLE
         self._callback = None

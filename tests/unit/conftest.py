@@ -1,4 +1,4 @@
-"""Settings of the property tests: no deadline, nothing kept on disk, in CI the same draws always."""
+"""Settings of the property tests: no deadline, nothing kept on disk, in CI the same draws."""
 
 from __future__ import annotations
 

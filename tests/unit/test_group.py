@@ -521,6 +521,28 @@ def test_fp16_gradients_near_the_end_of_the_range_do_not_overflow(ranks_count: i
         )
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beside_it", [False, True])
+def test_complex_gradients_keep_their_imaginary_part(
+    beside_it: bool, reduce_dtype: torch.dtype | None
+) -> None:
+    model = nn.Module()
+    model.wave = nn.Parameter(torch.zeros(3, 2, dtype=torch.complex64))
+    if beside_it:
+        model.real = nn.Parameter(torch.zeros(3))
+    ranks = LoopbackGroup(model, 2, policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    ranks.gather()
+    for rank, module in enumerate(ranks.modules):
+        module.wave.grad = torch.full((3, 2), complex(1 + rank, 2 + rank), dtype=torch.complex64)
+        if beside_it:
+            module.real.grad = torch.full((3,), 2.0)
+    ranks.reduce()
+    for group in ranks.groups:
+        assert local_of(group.params[0].sharded.grad).eq(complex(1.5, 2.5)).all()
+        assert all(local_of(param.sharded.grad).eq(2.0).all() for param in group.params[1:])
+
+
 def test_fp32_is_scaled_once_exactly() -> None:
     ranks = linear(3)
     ranks.gather()
@@ -642,6 +664,26 @@ def test_freezing_while_gradients_are_accumulated_is_refused_and_changes_nothing
         assert all(local_of(param.sharded.grad).eq(1.0).all() for param in group.params)
 
 
+@pytest.mark.parametrize("how", ["to", "freeze"])
+def test_gradients_that_wait_for_sync_are_never_lost(how: str) -> None:
+    """Without mixed precision autograd accumulates in the unsharded parameters themselves."""
+    ranks = linear(2)
+    ranks.gather()
+    for module in ranks.modules:
+        module.weight.grad = torch.ones(5, 4)
+        module.bias.grad = torch.ones(5)
+    ranks.reshard()
+    ranks.reduce(Settings(reduce_grads=False))
+    for module in ranks.modules:
+        if how == "freeze":
+            module.weight.requires_grad_(False)
+        else:
+            replace_everything(module, how)
+    for group in ranks.groups:
+        with pytest.raises(StateError, match="Run a backward with gradient sync"):
+            group.inspect()
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
 def test_copies_have_values_of_their_own(how: str) -> None:
     ranks = linear(1)
@@ -691,5 +733,5 @@ def test_parameters_of_one_group_on_two_devices_are_refused() -> None:
     ranks = linear(1)
     module = ranks.modules[0]
     module.weight = nn.Parameter(torch.empty(5, 4, device="meta"))
-    with pytest.raises(StateError, match="weight on meta.*bias on cpu"):
+    with pytest.raises(StateError, match=r"weight on meta.*bias on cpu"):
         ranks.gather()

@@ -34,10 +34,7 @@ class Net(nn.Module):
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.checkpointed:
-            x = checkpoint(self.a, x, use_reentrant=False)
-        else:
-            x = self.a(x)
+        x = checkpoint(self.a, x, use_reentrant=False) if self.checkpointed else self.a(x)
         return self.head(self.b(x))
 
 

@@ -231,7 +231,7 @@ def test_gradients_of_any_stride_are_packed_alike(dim: int) -> None:
 
 
 def test_packing_leaves_nothing_unwritten_and_pads_with_zeros() -> None:
-    """Padding is summed and scaled too: garbage there could overflow, and would not be repeatable."""
+    """Padding is summed and scaled too: garbage there could overflow."""
     spec = Spec((13, 3), (0, 1), 0, torch.float32, torch.float32)
     layout = ReduceLayout.plan([0], [spec.over(4)], 4, torch.float32)
     packed = pack([torch.ones(13, 3)], layout, torch.float32)

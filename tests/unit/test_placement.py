@@ -182,7 +182,9 @@ def test_two_tensor_parallel_axes_on_the_dim_multiply(root: DeviceMesh) -> None:
 def test_meshes_of_two_roots_are_refused_and_named(root: DeviceMesh) -> None:
     param = tensor_parallel(root, (6, 4), Shard(0))
     stranger = DataMesh.of(init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "x"))["dp"])
-    with pytest.raises(ConfigError, match="block.weight: expected a DTensor on a mesh whose root"):
+    with pytest.raises(
+        ConfigError, match=r"block\.weight: expected a DTensor on a mesh whose root"
+    ):
         place(param, "block.weight", stranger, 0)
 
 

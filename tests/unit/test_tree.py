@@ -13,7 +13,7 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2._tree import map_tensors
+from fsdp2._tree import map_tensors, visit_tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -178,3 +178,48 @@ def test_any_tree(tree: Any) -> None:
     changed = map_tensors(double, tree)
     assert (changed is tree) == (count == 0)
     assert [tensor.tolist() for tensor in found_in(changed)] == [[2.0, 2.0]] * count
+
+
+# --- looking only ---------------------------------------------------------------------------------
+
+
+class Plain:
+    """An object like any other, which may refer to itself."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+        self.me = self
+
+
+def visited_in(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    visit_tensors(found.append, value)
+    return found
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_container_is_looked_into(name: str) -> None:
+    found = visited_in(CONTAINERS[name](ONE))
+    assert found
+    assert all(tensor is ONE for tensor in found)
+
+
+@pytest.mark.parametrize("make", [lambda x: Plain([x]), lambda x: {x}, lambda x: [Plain(Plain(x))]])
+def test_other_objects_are_looked_into_too(make: Any) -> None:
+    assert [tensor is ONE for tensor in visited_in(make(ONE))] == [True]
+
+
+def test_cycles_end() -> None:
+    loop: list[Any] = [ONE]
+    loop.append(loop)
+    assert len(visited_in(loop)) == 1
+
+
+@pytest.mark.parametrize("value", [None, "text", 1, 2.5, Output, nn.Linear(2, 2), torch.float32])
+def test_modules_and_plain_values_hold_no_outputs(value: Any) -> None:
+    assert visited_in([value]) == []
+
+
+@given(trees)
+def test_looking_finds_what_replacing_finds(tree: Any) -> None:
+    assert bool(visited_in(tree)) == bool(found_in(tree))
