@@ -216,6 +216,7 @@ class ParamGroup:
         if _events.listeners:
             _events.emit("adopt", self.fqn, self.clock.phase)
         self._plan(sources)
+        self.streams.order_after_compute("gather")
 
     def _source(self, param: FSDPParam, new: Tensor | None) -> Source:
         placement = param.placement
@@ -333,6 +334,7 @@ class ParamGroup:
                 if isinstance(whole, DTensor):
                     whole = _torch.local_tensor(whole)
                 shard.copy_(_packing.shard_of(whole, item.shard, waiting.axis.rank))
+        self.streams.order_after_compute("gather")
         self.machine.move(SHARDED_POST_FORWARD, self.fqn)
         self._register(SHARDED_POST_FORWARD)
         self._free_full()

@@ -84,16 +84,15 @@ class DeviceStreams(Streams):
         self._lanes = {
             name: torch.Stream(device, priority=-1) for name in ("gather", "reduce", "all_reduce")
         }
-        self._retired: dict[str, tuple[tuple[torch.Tensor, ...], torch.Event]] = {}
+        self._retired: dict[str, list[InFlight]] = {name: [] for name in self._lanes}
 
     def launch(
         self, lane: str, issue: Callable[[], Launched], after: InFlight | None = None
     ) -> InFlight:
         stream = self._lanes[lane]
-        held = self._retired.pop(lane, None)
-        if held is not None:
-            stream.wait_event(held[1])
-            del held
+        for held in self._retired[lane]:
+            held.hold_back(stream)
+        self._retired[lane].clear()
         if after is not None:
             after.hold_back(stream)
         with stream:
@@ -106,11 +105,12 @@ class DeviceStreams(Streams):
 
     def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
         event = torch.accelerator.current_stream().record_event()
-        self._retired[lane] = (buffers, event)
+        self._retired[lane].append(InFlight(Launched(buffers, None), event))
 
     def reset(self) -> None:
         torch.accelerator.synchronize()
-        self._retired.clear()
+        for held in self._retired.values():
+            held.clear()
 
 
 def streams_for(device: torch.device) -> Streams:
