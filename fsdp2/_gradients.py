@@ -39,15 +39,16 @@ class GradientBuffer:
             dtype = param.storage_dtype
             if dtype not in self._flats:
                 self._flats[dtype] = torch.empty(layout.numel, dtype=dtype, device=device)
-            view = _packing.gradient_view(self._flats[dtype], layout, position, rank)
-            local = view
+            local: Tensor | None
+            view: Tensor | None
+            local = view = _packing.gradient_view(self._flats[dtype], layout, position, rank)
             if not view.is_contiguous():
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._copies.append((local, view))
             self._grads.append(_torch.new_dtensor(local, param.spec, like=param.local))
-        locals_ = [_torch.local_tensor(grad) for grad in self._grads]
-        distinct = {id(t.untyped_storage()): t.untyped_storage() for t in locals_}
-        self._storages = list({s.data_ptr(): s for s in distinct.values()}.values())
+        self._storages = [flat.untyped_storage() for flat in self._flats.values()]
+        self._storages += [copied.untyped_storage() for copied, _ in self._copies]
+        local = view = None  # or they would count as holders
         self._held = self._references()
 
     def _references(self) -> list[int]:
@@ -55,7 +56,9 @@ class GradientBuffer:
         for grad in self._grads:
             counts.append(sys.getrefcount(grad))
             counts.append(_torch.use_count(grad))
-            counts.append(_torch.use_count(_torch.local_tensor(grad)))
+            local = _torch.local_tensor(grad)
+            counts.append(sys.getrefcount(local))
+            counts.append(_torch.use_count(local))
         return counts
 
     @property
@@ -71,7 +74,8 @@ class GradientBuffer:
         """Take over reduced values ``[numel]``; return the members' gradients."""
         for flat in self._flats.values():
             if flat is not reduced:
-                flat.copy_(reduced)
+                narrows = reduced.is_complex() and not flat.is_complex()
+                flat.copy_(reduced.real if narrows else reduced)
         for local, view in self._copies:
             local.copy_(view)
         self.is_filling = False

@@ -221,7 +221,9 @@ class ParamGroup:
     def _source(self, param: FSDPParam, new: Tensor | None) -> Source:
         placement = param.placement
         if isinstance(new, nn.Parameter):
-            param.trainable = new.requires_grad
+            if new.requires_grad is not param.trainable:
+                self.reducer.check_toggle(param)
+                param.trainable = new.requires_grad
             if (
                 isinstance(new, DTensor)
                 and new.device_mesh == placement.mesh

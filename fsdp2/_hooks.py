@@ -203,8 +203,13 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
         unit.reshard()
 
 
-def forward_raised(unit: Unit) -> None:
-    """An exception left a unit's forward. The next forward recovers if it left the outermost."""
+def forward_raised(unit: Unit, depth: int) -> None:
+    """An exception left a forward of a unit that had ``depth`` calls running before it.
+
+    It may be caught further up, or be no failure at all: a recomputation that has all it needs
+    stops by raising. The next forward recovers if it left the outermost unit.
+    """
+    del unit.calls[depth:]
     runtime = unit.runtime
     if runtime is not None and runtime.forward_root is unit:
         runtime.fail()
@@ -237,11 +242,12 @@ class ForwardMethod:
         module, unit = self.module, unit_of(self.module)
         assert unit is not None
         method = self.replaced or getattr(type(module), self.name).__get__(module)
+        depth = len(unit.calls)
         try:
             args, kwargs = pre_forward(unit, args, kwargs)
             return post_forward(unit, module, method(*args, **kwargs))
         except BaseException:
-            forward_raised(unit)
+            forward_raised(unit, depth)
             raise
 
 

@@ -210,10 +210,14 @@ class GatherLayout:
 
     @cached_property
     def is_rank_major(self) -> bool:
-        """True if one split copies the whole gathered buffer: no gap, no strided parameter."""
-        sharded = [item for item in self.items if not item.shard.is_replicated]
-        used = sum(item.shard.piece_numel * item.compute_dtype.itemsize for item in sharded)
-        return used == self.gather_nbytes and all(i.shard.is_rank_major for i in sharded)
+        """True if one split copies the whole gathered buffer: no gap, only rank-major items."""
+        used = sum(self.piece_nbytes(index) for index in self.order)
+        return used == self.gather_nbytes and all(i.shard.is_rank_major for i in self.items)
+
+    @cached_property
+    def wire_sizes(self) -> list[int]:
+        """Wire elements of every piece in the gathered buffer's order."""
+        return [self.piece_nbytes(index) // self.wire_dtype.itemsize for index in self.order]
 
     def piece_nbytes(self, index: int) -> int:
         """Bytes of a parameter's piece in the send buffer."""

@@ -45,10 +45,12 @@ class FSDPModule(nn.Module):
         return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._unit()
+        depth = len(unit.calls)
         try:
             return super().__call__(*args, **kwargs)
         except BaseException:
-            forward_raised(self._unit())
+            forward_raised(unit, depth)
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:

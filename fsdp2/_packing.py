@@ -93,11 +93,8 @@ def unpack(gathered: Tensor, send: Tensor, layout: GatherLayout, targets: list[T
     ``send`` is this rank's send buffer; replicated parameters are read from it.
     """
     if layout.is_rank_major:
-        sharded = [t for t in targets if t.dim() == 2 and t.dtype == gathered.dtype]
-        if len(sharded) == len(targets):
-            sizes = [target.shape[1] for target in targets]
-            torch.split_with_sizes_copy(gathered, sizes, dim=1, out=targets)
-            return
+        torch.split_with_sizes_copy(gathered, layout.wire_sizes, dim=1, out=targets)
+        return
     for target, index in zip(targets, layout.order, strict=True):
         item, start = layout.items[index], layout.send_offsets[index]
         if item.shard.is_replicated:
@@ -158,7 +155,7 @@ def participation(
 
 
 def gradient_view(reduced: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
-    """View a member's shard of the gradient in a reduced buffer ``[numel]``.
+    """View a member's shard of the gradient in a reduced buffer ``[numel]`` of offset 0.
 
     Not contiguous for a parameter sharded off dim 0, whose gradient travels with that dim first.
     """

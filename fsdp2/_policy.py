@@ -22,7 +22,8 @@ class MixedPrecisionPolicy:
         cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, inside
             lists, tuples, named tuples, dicts and dataclasses too.
 
-    Integer, boolean, complex and 8-bit float parameters are never cast.
+    Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
+    gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
 
     Source: the meaning of the same class in ``torch.distributed.fsdp``.
     """

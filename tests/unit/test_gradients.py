@@ -88,9 +88,20 @@ def test_gradients_that_nobody_holds_are_reused(case: str) -> None:
     assert [id(grad) for grad in gradients(ranks)] == ids
 
 
+@torch.no_grad()
+def without_grad(grad: DTensor) -> Tensor:
+    """Return the local tensor: without gradients `to_local` makes no view of it."""
+    return grad.to_local()
+
+
+def saved_by_autograd(tensor: Tensor) -> Tensor:
+    return torch.ones_like(tensor).requires_grad_() * tensor
+
+
 HOLDS: dict[str, Callable[[DTensor], Any]] = {
     "the gradient": lambda grad: grad,
     "its local tensor": lambda grad: grad.to_local(),
+    "its local tensor itself": without_grad,
     "a view of it": lambda grad: grad.to_local().flatten()[1:],
     "a detached view": lambda grad: grad.detach(),
     "an alias by set_": lambda grad: torch.empty(0).to(grad.dtype).set_(grad.to_local()),
@@ -98,17 +109,18 @@ HOLDS: dict[str, Callable[[DTensor], Any]] = {
         grad.to_local().float().numpy() if grad.dtype is torch.bfloat16 else grad.to_local().numpy()
     ),
     "a dlpack capsule": lambda grad: torch.utils.dlpack.to_dlpack(grad.to_local()),
-    "autograd": lambda grad: torch.ones_like(grad.to_local()).requires_grad_() * grad.to_local(),
+    "autograd": saved_by_autograd,
+    "autograd, its local tensor": lambda grad: saved_by_autograd(grad.to_local()),
+    "autograd, its local tensor itself": lambda grad: saved_by_autograd(without_grad(grad)),
 }
 
 
 def values_of(held: Any) -> Tensor:
     if isinstance(held, Tensor):
         if held.grad_fn is not None:
-            (leaf_grad,) = torch.autograd.grad(
-                held.sum(), held.grad_fn.next_functions[0][0].variable
-            )
-            return leaf_grad
+            leaf = held.grad_fn.next_functions[0][0].variable
+            (leaf_grad,) = torch.autograd.grad(held, leaf, torch.ones_like(held))
+            return values_of(leaf_grad)
         return local_of(held) if isinstance(held, DTensor) else held
     if type(held).__name__ == "PyCapsule":
         return torch.from_dlpack(held)

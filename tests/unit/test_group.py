@@ -270,8 +270,12 @@ def test_parameters_are_registered_only_once_they_are_whole() -> None:
 
 
 def test_reshard_while_gathering_finishes_and_drops_the_gather() -> None:
+    """The buffers of a collective must live until it is over."""
     ranks = linear(2)
-    ranks.each(ParamGroup.unshard)
+    ranks.groups[0].unshard()
+    with pytest.raises(AssertionError, match="not every rank has joined"):
+        ranks.groups[0].reshard()
+    ranks.groups[1].unshard()
     ranks.reshard()
     assert states(ranks) == {SHARDED}
     assert not any(group.is_gathering for group in ranks.groups)
@@ -333,6 +337,8 @@ def test_resharding_to_neighbours(shard: int, smaller: int, dtype: torch.dtype |
             assert same_bits(local_of(param), expected)
     ranks.gather()
     assert ranks.wire().kinds == ["all_gather"], "the second gather must stay among neighbours"
+    waiting = [group._waiting for group in ranks.groups]
+    assert [w.flat.untyped_storage().nbytes() for w in waiting if w is not None] == [0] * shard
     for rank in range(shard):
         now = ranks.parameters(rank)
         assert all(new is old for new, old in zip(now, unsharded[rank], strict=True))
@@ -653,7 +659,7 @@ def test_freezing_while_gradients_are_accumulated_is_refused_and_changes_nothing
         module.weight.requires_grad_(False)
     for group in ranks.groups:
         for _ in range(2):  # asking twice does not make it legal
-            with pytest.raises(StateError, match="Run a backward with gradient sync"):
+            with pytest.raises(StateError, match="run a backward with gradient sync"):
                 group.inspect()
         assert group.machine.state is SHARDED
     for module in ranks.modules:
@@ -664,9 +670,8 @@ def test_freezing_while_gradients_are_accumulated_is_refused_and_changes_nothing
         assert all(local_of(param.sharded.grad).eq(1.0).all() for param in group.params)
 
 
-@pytest.mark.parametrize("how", ["to", "freeze"])
-def test_gradients_that_wait_for_sync_are_never_lost(how: str) -> None:
-    """Without mixed precision autograd accumulates in the unsharded parameters themselves."""
+def waiting_gradients() -> LoopbackGroup:
+    """Leave gradients of 1 without sync: autograd keeps them in the unsharded parameters."""
     ranks = linear(2)
     ranks.gather()
     for module in ranks.modules:
@@ -674,14 +679,34 @@ def test_gradients_that_wait_for_sync_are_never_lost(how: str) -> None:
         module.bias.grad = torch.ones(5)
     ranks.reshard()
     ranks.reduce(Settings(reduce_grads=False))
+    return ranks
+
+
+@pytest.mark.parametrize("how", ["to", "assign"])
+def test_gradients_that_wait_for_sync_survive_a_new_plan(how: str) -> None:
+    ranks = waiting_gradients()
     for module in ranks.modules:
-        if how == "freeze":
-            module.weight.requires_grad_(False)
-        else:
-            replace_everything(module, how)
+        replace_everything(module, how)
+    ranks.gather()
+    for module in ranks.modules:
+        module.weight.grad.add_(2.0)
+    ranks.reshard()
+    ranks.reduce()
     for group in ranks.groups:
-        with pytest.raises(StateError, match="Run a backward with gradient sync"):
-            group.inspect()
+        weight, bias = (param.sharded for param in group.params)
+        assert local_of(weight.grad).eq(3.0).all()
+        assert local_of(bias.grad).eq(1.0).all()
+        assert weight.grad.dtype == weight.dtype
+
+
+def test_freezing_while_gradients_wait_is_refused() -> None:
+    ranks = waiting_gradients()
+    for module in ranks.modules:
+        module.weight.requires_grad_(False)
+    for group in ranks.groups:
+        for _ in range(2):
+            with pytest.raises(StateError, match="run a backward with gradient sync"):
+                group.inspect()
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])

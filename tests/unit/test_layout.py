@@ -192,7 +192,7 @@ def test_two_axes_place_unsharded_parameters_alike(
 def test_a_plan_by_example() -> None:
     """Wide dtypes first, replicated ones last, a gap only where a dtype begins."""
     items = [
-        GatherItem(plain((3,), 2), torch.int8, torch.int8),
+        GatherItem(plain((3,), 2), torch.bfloat16, torch.bfloat16),
         fp32((5, 2), 2),
         fp32((), 2, None),
         fp32((4,), 2),

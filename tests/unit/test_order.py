@@ -433,6 +433,21 @@ backward: wait_for_reduce <root>""",
 
 
 @ranks(2)
+def test_a_prefetch_that_nobody_used_is_dropped() -> None:
+    """It would hold old values: the optimizer steps before the next forward."""
+    model = sharded()
+    model.b.set_modules_to_forward_prefetch([model.a])
+    with torch.no_grad():
+        model(inputs())
+        for param in model.a.parameters():
+            param.zero_()
+        with trace() as lines:
+            output = model(inputs())
+    assert output.eq(model(inputs() * 3)).all()
+    assert "forward: unshard a" in lines[: lines.index("forward: wait_for_unshard a")]
+
+
+@ranks(2)
 def test_two_forwards_before_a_backward_reduce_once() -> None:
     model = sharded()
     model(inputs()).sum().backward()
@@ -609,7 +624,7 @@ forward: prefetch a""",
 
 @ranks(2)
 def test_bytes_of_a_step() -> None:
-    """What a rank receives, and what it contributes: padded, with a count for each parameter."""
+    """Received: padded. Freed: aligned. Contributed: padded, with a count for each parameter."""
     model = sharded()
     events: list[_events.Event] = []
     with _events.listen(events.append):
@@ -620,10 +635,15 @@ def test_bytes_of_a_step() -> None:
         """\
 unshard <root> 40
 unshard a 120
+reshard a 128
 unshard b 112
+reshard b 112
 unshard b 112
 unshard a 120
+reshard b 112
 reduce b 128
+reshard a 128
 reduce a 136
+reshard <root> 48
 reduce <root> 56""",
     )

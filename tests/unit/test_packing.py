@@ -129,6 +129,22 @@ def test_shards_of_a_meta_buffer_are_meta() -> None:
     assert _packing.own_shard(buffer, layout, 0, 2).shape == (0, 3)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_replicated_matrix_beside_a_sharded_one_of_its_dtype(size: int) -> None:
+    group = [
+        Spec((4, 4), (0, 1), 0, torch.float32, torch.float32),
+        Spec((2, 3), (0, 1), None, torch.float32, torch.float32),
+    ]
+    wholes = [spec.make(index) for index, spec in enumerate(group)]
+    layout = GatherLayout.plan([spec.item(size) for spec in group], size)
+    sends = shard_buffers(wholes, layout)
+    full = garbage(layout.full_nbytes)
+    targets = _packing.gather_targets(full, layout)
+    _packing.unpack(all_gather(sends, layout), sends[0], layout, targets)
+    for tensor, whole in zip(_packing.full_tensors(full, layout), wholes, strict=True):
+        assert same_bits(tensor, whole)
+
+
 def test_the_cast_rounds_as_torch_does() -> None:
     spec = Spec((13, 29), (0, 1), 0, torch.float32, torch.bfloat16)
     whole = spec.make(3) * 1e30

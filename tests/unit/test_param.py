@@ -133,17 +133,20 @@ def test_another_dtype_of_the_shard_is_the_new_storage_dtype() -> None:
     assert param.sharded.dtype is torch.float64
 
 
-def test_requires_grad_reaches_every_form_once() -> None:
+def test_requires_grad_reaches_every_form() -> None:
     param = one_param(nn.Linear(3, 4, bias=False))
     param.set_shard(torch.ones(2, 3), None)
     param.set_unsharded(torch.ones(4, 3))
+    param.set_post_forward(torch.ones(2, 3), param.placement)
     assert param.unsharded is not None
+    assert param.post_forward is not None
     assert param.unsharded.requires_grad
-    assert param.sync_trainable() is False
+    assert param.post_forward.requires_grad
     param.sharded.requires_grad_(False)
-    assert param.sync_trainable() is True
+    param.sync_trainable()
+    assert not param.trainable
     assert not param.unsharded.requires_grad
-    assert param.sync_trainable() is False
+    assert not param.post_forward.requires_grad
 
 
 def test_a_copy_holds_no_memory_of_the_group() -> None:

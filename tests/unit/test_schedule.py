@@ -45,9 +45,9 @@ def test_the_second_is_predicted_from_the_first() -> None:
 
 def test_a_forward_that_leaves_the_order_is_not_predicted_any_further() -> None:
     schedule: Schedule[Named] = Schedule()
-    run(schedule, "ABCD")
-    assert run(schedule, "ACBD") == ["B", None, None, None]  # A predicts, C is off the track
-    assert run(schedule, "ACBD") == ["C", "B", "D", None]  # and is the record for the next time
+    run(schedule, "ABCDA")
+    assert run(schedule, "ACBDA") == ["B", None, None, None, None]  # C is off the track
+    assert run(schedule, "ACBDA") == ["C", "B", "D", "A", None]  # the record for the next time
 
 
 def test_a_longer_forward_is_predicted_as_far_as_the_record_goes() -> None:
