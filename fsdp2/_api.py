@@ -6,7 +6,6 @@ happen in a step.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,9 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from fsdp2 import _torch
-from fsdp2._checks import check_ignored, check_modules, check_policies, check_reshard
+from fsdp2._checks import (
+    check_ignored,
+    check_method,
+    check_modules,
+    check_placement_fn,
+    check_policies,
+    check_reshard,
+)
 from fsdp2._collect import Collected, collect, take_ties
-from fsdp2._errors import ConfigError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import UNIT_ATTRIBUTE, ForwardMethod, register_hooks, unit_of
 from fsdp2._mesh import DataMesh, check_mesh, default_mesh
@@ -73,6 +78,8 @@ def fully_shard(
     data = DataMesh.of(device_mesh)
     smaller = check_reshard(reshard_after_forward, data.shard.size)
     check_policies(mp_policy, offload_policy)
+    check_placement_fn(shard_placement_fn)
+    classes = {target: sharded_class(type(target)) for target in modules}
     collected = collect(modules, data, shard_placement_fn, check_ignored(ignored_params))
 
     if smaller is None and reshard_after_forward is not None:
@@ -93,7 +100,7 @@ def fully_shard(
     for target in modules:
         target.__dict__[UNIT_ATTRIBUTE] = unit
         _torch.register_composable_name(target, COMPOSABLE_NAME)
-        target.__class__ = sharded_class(type(target))
+        target.__class__ = classes[target]
     register_hooks(unit)
     return module
 
@@ -109,7 +116,6 @@ def _make_params(collected: Collected) -> list[FSDPParam]:
     params = []
     for original, (fqn, sites, placement) in collected.own.items():
         param = FSDPParam(fqn, sites, placement, original)
-        original.__dict__["_fsdp2_param"] = weakref.ref(param)
         params.append(param)
     return params
 
@@ -120,11 +126,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Does nothing for a module that is not an ``FSDPModule``.
 
     Raises:
-        ConfigError: the module has no such method.
+        ConfigError: the module has no such method, or it is a generator or a coroutine.
     """
-    if not callable(getattr(module, method_name, None)):
-        raise ConfigError(
-            f"register_fsdp_forward_method: {type(module).__name__} has no method {method_name!r}."
-        )
+    name = check_method(module, method_name)
     if isinstance(module, FSDPModule):
-        module.__dict__[method_name] = ForwardMethod(module, method_name)
+        module.__dict__[name] = ForwardMethod(module, name)

@@ -5,6 +5,7 @@ Owns the messages for wrong arguments. It must not know how arguments are used.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,11 @@ def check_modules(module: object) -> list[nn.Module]:
             raise ConfigError(
                 f"fully_shard: expected an nn.Module or a list of them, found "
                 f"{type(candidate).__name__}. Pass the module itself."
+            )
+        if isinstance(candidate, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"fully_shard: found a ScriptModule, {candidate.original_name}, whose class cannot "
+                "change. Shard the module that it was scripted from."
             )
         modules.append(candidate)
     modules = _outermost(modules)
@@ -57,7 +63,7 @@ def _outermost(modules: Sequence[Any]) -> list[nn.Module]:
 
 def check_reshard(choice: object, size: int) -> int | None:
     """Return the number of ranks to reshard to, or None for a bool or ``None``."""
-    if choice is None or isinstance(choice, bool) or choice in (1, size):
+    if choice is None or isinstance(choice, bool):
         return None
     if not isinstance(choice, int):
         raise ConfigError(
@@ -70,7 +76,32 @@ def check_reshard(choice: object, size: int) -> int | None:
             f"fully_shard: found reshard_after_forward={choice} for {size} shard ranks. Pass a "
             f"divisor: one of {divisors}."
         )
-    return choice
+    return None if choice in (1, size) else choice
+
+
+def check_placement_fn(placement_fn: object) -> None:
+    if placement_fn is not None and not callable(placement_fn):
+        raise ConfigError(
+            f"fully_shard: expected shard_placement_fn to be a function of a parameter or None, "
+            f"found {placement_fn!r}."
+        )
+
+
+def check_method(module: object, name: object) -> str:
+    """Return the name of a method of ``module`` that can be run between two hooks."""
+    method = getattr(module, name, None) if isinstance(name, str) else None
+    if not isinstance(name, str) or not callable(method):
+        raise ConfigError(
+            f"register_fsdp_forward_method: {type(module).__name__} has no method {name!r}. Pass "
+            "the name of one that it has."
+        )
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
+        raise ConfigError(
+            f"register_fsdp_forward_method: {type(module).__name__}.{name} is a generator or a "
+            "coroutine, whose body runs after the call returned, when parameters are sharded "
+            "again. Register a method that returns its result."
+        )
+    return name
 
 
 def check_policies(mp_policy: object, offload_policy: object) -> None:

@@ -26,7 +26,7 @@ from fsdp2._errors import ConfigError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._mesh import DataMesh
-from fsdp2._param import FSDPParam, Site
+from fsdp2._param import FSDPParam, OwnerMark, Site
 from fsdp2._placement import ParamPlacement, place, shard_dim
 from fsdp2._unit import Unit
 
@@ -54,6 +54,7 @@ class Collected:
     data: DataMesh
     own: dict[nn.Parameter, tuple[str, list[Site], ParamPlacement]] = field(default_factory=dict)
     tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
+    shared: dict[FSDPParam, list[nn.Module]] = field(default_factory=dict)
     escaped: dict[ParamGroup, list[FSDPParam]] = field(default_factory=dict)
     buffers: list[BufferSite] = field(default_factory=list)
 
@@ -71,14 +72,19 @@ def collect(
     """
     collected = Collected(data)
     found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
-    for prefix, module in _managed(modules):
+    for top, prefix, module in _managed(modules):
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
-            owner = _owner(param)
+            owner = OwnerMark.owner_of(param)
             if owner is not None:
-                collected.tied.setdefault(owner, []).append(Site(module, name))
+                site = Site(module, name)
+                is_known = any(s.module is module and s.name == name for s in owner.sites)
+                if is_known:  # the module itself is shared with another unit
+                    collected.shared.setdefault(owner, []).append(top)
+                else:
+                    collected.tied.setdefault(owner, []).append(site)
             else:
                 found.setdefault(param, (fqn, []))[1].append(Site(module, name))
         collected.buffers += [BufferSite(module, name) for name in module._buffers]
@@ -104,6 +110,8 @@ def take_ties(collected: Collected) -> list[FSDPParam]:
         param.sites.extend(sites)
         for site in sites:
             site.module._parameters[site.name] = param.sharded
+    for param, users in collected.shared.items():
+        param.uses.extend(users)
     for group, params in collected.escaped.items():
         group.release(params)
     return [param for params in collected.escaped.values() for param in params]
@@ -120,13 +128,14 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
         own: set[nn.Module] | None = None
         for group in unit.groups:
             for param in group.params:
-                sites = param.sites + collected.tied.get(param, [])
-                if len(sites) == 1:
+                places = param.places + collected.shared.get(param, [])
+                places += [site.module for site in collected.tied.get(param, [])]
+                if len(places) == 1:
                     continue
                 own = own or {module for top in unit.modules for module in top.modules()}
-                if all(site.module in own for site in sites):
+                if all(place in own for place in places):
                     continue
-                if not all(site.module in inside for site in sites):
+                if not all(place in inside for place in places):
                     continue
                 if group.data != collected.data:
                     raise ConfigError(
@@ -136,8 +145,8 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                 collected.escaped.setdefault(group, []).append(param)
 
 
-def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules, with names, that no unit and no other composable API below has taken."""
+def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield (top, name, module) for modules that no unit or other composable API below has."""
     seen: set[nn.Module] = set()
 
     def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -150,18 +159,13 @@ def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
                 yield from walk(f"{prefix}.{name}" if prefix else name, child)
 
     for top in modules:
-        yield from walk("", top)
+        for prefix, module in walk("", top):
+            yield top, prefix, module
 
 
 def _units_below(modules: Sequence[nn.Module]) -> list[Unit]:
     units = (unit_of(module) for top in modules for module in top.modules())
     return list(dict.fromkeys(unit for unit in units if unit is not None))
-
-
-def _owner(param: nn.Parameter) -> FSDPParam | None:
-    """Return the parameter object that an earlier call made of this original."""
-    reference = param.__dict__.get("_fsdp2_param")
-    return None if reference is None else reference()
 
 
 def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:

@@ -8,7 +8,8 @@ Everything that depends on shapes and dtypes is computed by ``_plan`` and lives 
 replaced behind our back (``.to()``, ``load_state_dict(assign=True)``, ``to_empty``,
 ``swap_tensors``, unpickling, or an assignment). ``unshard`` notices that by identity, and *adopts*:
 it plans again and copies what is registered into a new shard buffer. The old buffer is never
-written, so a parameter that comes back (``functional_call``) still has its values.
+written, so a parameter that comes back (``functional_call``) still has its values. The full buffer
+and the unsharded parameters stay if dtypes allow, because a recorded graph may need them.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class ParamGroup:
         self._waiting: ShardBuffer | None = None
         self._full: Tensor | None = None
         self._stand_ins: list[tuple[Site, FSDPParam, Tensor]] = []
+        self._placed: list[tuple[Site, FSDPParam, Tensor]] = []
+        self._values: list[int] | None = None
         self._gathering: InFlight | None = None
 
     # Planning and adoption.
@@ -98,7 +101,8 @@ class ParamGroup:
         smaller = None if size is None else self.data.split(size)
         if smaller is not self._smaller:
             self.reshard()
-            self._smaller, self._full = smaller, None
+            self._smaller = smaller
+            self._plan(self._own_sources())
 
     def _own_rows(self, param: FSDPParam) -> Tensor:
         whole: Tensor = param.sharded.detach()
@@ -122,17 +126,25 @@ class ParamGroup:
         for param, (source, _) in zip(self.params, sources, strict=True):
             param.storage_dtype = source.dtype
         self.reducer.invalidate()
-        self._full = self._waiting = None
         if not sources:
-            self._home = None
+            self._home = self._full = self._waiting = None
             return
-        buffer = ShardBuffer(self._layout(), self.data.shard, devices.pop())
+        layout = self._layout()
+        if self._home is None or not layout.has_full_of(self._home.layout):
+            self._full = self._waiting = None
+        buffer = ShardBuffer(layout, self.data.shard, devices.pop())
+        if self._full is not None:
+            storage = self._full.untyped_storage()
+            storage.resize_(layout.full_nbytes)  # views cannot be made of a freed storage
+            buffer.targets = _packing.gather_targets(self._full, layout)
+            storage.resize_(0)
         for index, (param, (source, registered)) in enumerate(
             zip(self.params, sources, strict=True)
         ):
             local = buffer.shards[index]
             local.copy_(source.detach())
             param.set_shard(local, registered)
+            param.sync_trainable()
         self._home = buffer
         self._register(SHARDED)
 
@@ -141,7 +153,8 @@ class ParamGroup:
             GatherItem(param.placement.layout, param.storage_dtype, param.compute_dtype)
             for param in self.params
         ]
-        return GatherLayout.plan(items, self.data.shard.size)
+        sizes = () if self._smaller is None else (self._smaller.shard.size,)
+        return GatherLayout.plan(items, self.data.shard.size, sizes)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -167,10 +180,6 @@ class ParamGroup:
             GatherItem(placement.layout, param.compute_dtype, param.compute_dtype)
             for placement, param in zip(placements, self.params, strict=True)
         ]
-        assert self._home is not None
-        self._home.layout = GatherLayout.plan(
-            self._home.layout.items, self.data.shard.size, (smaller.shard.size,)
-        )
         layout = GatherLayout.plan(items, smaller.shard.size, (self.data.shard.size,))
         self._waiting = ShardBuffer(layout, smaller.shard, self.device, is_freed=True)
         for param, placement, local in zip(
@@ -187,8 +196,12 @@ class ParamGroup:
         """
         replaced: dict[FSDPParam, Tensor | None] = {}
         self._stand_ins.clear()
+        if self._values is not None and self._values != self._versions():
+            self.reshard()  # the shards were written to since they were gathered
         for param in self.params:
             sharded, unsharded = param.sharded, param.unsharded
+            if unsharded is not None and unsharded.requires_grad is not param.trainable:
+                sharded.requires_grad_(unsharded.requires_grad)
             if sharded.requires_grad is not param.trainable:
                 self.reducer.check_toggle(param)
                 param.sync_trainable()
@@ -243,11 +256,38 @@ class ParamGroup:
             f"of shape {placement.global_shape} with placements {placement.placements}."
         )
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear sharded gradients that are not registered, and those that wait for a reduction."""
+        if self.reducer.is_waiting:
+            self.reducer.discard()
+        if self.machine.state is SHARDED:
+            return
+        for param in self.params:
+            if param.sharded.grad is not None:
+                if set_to_none:
+                    param.sharded.grad = None
+                else:
+                    param.sharded.grad.zero_()
+
+    def note_values(self) -> None:
+        """Remember which values the unsharded parameters, which stay, were gathered from."""
+        self._values = self._versions()
+
+    def _versions(self) -> list[int]:
+        # DTensor operations count on the DTensor, operations on local shards count there
+        forms = [(p.sharded, _torch.local_tensor(p.sharded)) for p in self.params]
+        return [_torch.version_of(form) for pair in forms for form in pair]
+
     # The moves.
 
     @property
     def is_unsharded(self) -> bool:
         return self.machine.state is UNSHARDED
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """True if tensors of the user's stand in for parameters in the running forward."""
+        return bool(self._placed)
 
     @property
     def is_gathering(self) -> bool:
@@ -269,7 +309,13 @@ class ParamGroup:
             for site, param, tensor in self._stand_ins:
                 whole = whole_tensor(tensor, param, self.data, self.comm)
                 site.module._parameters[site.name] = whole  # type: ignore[assignment]  # not a leaf
-            self._stand_ins.clear()
+            self._placed, self._stand_ins = self._stand_ins, []
+
+    def return_stand_ins(self) -> None:
+        """Register stand-ins again after the forward: ``functional_call`` takes them from there."""
+        for site, _, tensor in self._placed:
+            site.module._parameters[site.name] = tensor  # type: ignore[assignment]  # not a leaf
+        self._placed = []
 
     def unshard(self) -> None:
         """Issue the all-gather, unless the parameters are whole or on their way."""
@@ -320,6 +366,7 @@ class ParamGroup:
         if self.machine.state is SHARDED_POST_FORWARD and waiting is not None:
             waiting.flat.untyped_storage().resize_(0)
         self.machine.move(SHARDED, self.fqn)
+        self._values = None
         self._register(SHARDED)
         self._free_full()
 
@@ -363,7 +410,8 @@ class ParamGroup:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["data"], state["policy"], state["device"])  # type: ignore[misc]  # not a new object
         self.fqn = state["fqn"]
-        self.reshard_to(state["smaller"])
+        size = state["smaller"]
+        self._smaller = None if size is None else self.data.split(size)
         self.params.extend(state["params"])
         for param in self.params:
             param.machine = self.machine

@@ -29,8 +29,10 @@ plain autograd view: updating it, or a view of it, in place stays legal, which a
 
 [Note: one reduction a backward]
 A unit may run several forwards before a backward. Each recorded call is *open* until its
-post-backward, or until its graph dies; the unit reduces when the last open call is done, and at
-the end of backward in any case. So its parameters get one gradient a backward, as plain ones do.
+post-backward or the end of the next backward; the unit reduces when no call is open, and at the
+end of backward in any case. So its parameters get one gradient a backward, as plain ones do.
+Calls are counted, not followed by their lifetime: garbage is collected at other times on other
+ranks, and the order of collectives may depend only on what all ranks share.
 """
 
 from __future__ import annotations
@@ -74,7 +76,6 @@ class Call:
             return
         self._active = True
         unit.active_calls += 1
-        unit.open_calls.add(self)
         runtime.calls.append(self)
         unit.unshard()
         unit.wait_for_unshard()
@@ -103,7 +104,7 @@ class Call:
             self._active = False
             self._done_in = self.runtime.backward_number
             self.unit.active_calls -= 1
-            self.unit.open_calls.discard(self)
+            self.unit.open_calls = max(0, self.unit.open_calls - 1)
 
     def mark_input(self, tensor: Tensor, cast: Tensor) -> Tensor:
         """Put a node between the caller's tensor and the module, with post-backward on it."""
@@ -138,6 +139,7 @@ def pre_forward(
     if runtime is None:
         runtime = attach(unit, unit_of)
     if runtime.is_recomputing:
+        unit.inspect()
         unit.unshard()
         unit.wait_for_unshard()
     else:
@@ -178,13 +180,17 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
     recomputing = runtime.is_recomputing
     if call is not None and call.mark_outputs(output):
-        unit.open_calls.add(call)
+        if not recomputing or unit.open_calls == 0:  # else it repeats a call that is open
+            unit.open_calls += 1
         if not recomputing:
             call.previous, runtime.last_unit = runtime.last_unit, unit
     if not unit.calls:
         with_grad = torch.is_grad_enabled()
         if not (unit.in_backward or (recomputing and with_grad)):
             _reshard_after(unit, module, with_grad)
+        for group in unit.groups:
+            if group.has_stand_ins:
+                group.return_stand_ins()
         if runtime.forward_root is unit:
             runtime.end_forward()
     return output
@@ -196,6 +202,7 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
         return
     unit.ran.clear()
     if unit.keeps_after_forward(with_grad):
+        unit.note_values()
         return
     if with_grad:
         unit.reshard_post_forward()
@@ -211,8 +218,13 @@ def forward_raised(unit: Unit, depth: int) -> None:
     """
     del unit.calls[depth:]
     runtime = unit.runtime
-    if runtime is not None and runtime.forward_root is unit:
+    if runtime is None or unit.calls or runtime.is_recomputing:
+        return
+    unit.ran.clear()
+    if runtime.forward_root is unit:
         runtime.fail()
+    elif not unit.in_backward:
+        unit.reshard_unless_gathering()
 
 
 class ForwardHooks:

@@ -219,6 +219,15 @@ class GatherLayout:
         """Wire elements of every piece in the gathered buffer's order."""
         return [self.piece_nbytes(index) // self.wire_dtype.itemsize for index in self.order]
 
+    def has_full_of(self, other: GatherLayout) -> bool:
+        """True if unsharded parameters lie in the full buffer as they do in another layout's."""
+        mine = [item.compute_dtype for item in self.items]
+        return (
+            mine == [item.compute_dtype for item in other.items]
+            and self.full_offsets == other.full_offsets
+            and self.full_nbytes == other.full_nbytes
+        )
+
     def piece_nbytes(self, index: int) -> int:
         """Bytes of a parameter's piece in the send buffer."""
         item = self.items[index]

@@ -26,7 +26,13 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of ``FSDPModule`` and ``cls`` that sharded instances of ``cls`` have."""
     if cls not in _classes:
         namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
-        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+        try:
+            _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+        except TypeError as error:
+            raise ConfigError(
+                f"fully_shard: {cls.__name__} cannot have a subclass ({error}), and a sharded "
+                "module's class is one. Let its __init_subclass__ and metaclass take defaults."
+            ) from error
     return _classes[cls]
 
 
@@ -41,11 +47,19 @@ class FSDPModule(nn.Module):
     """What ``fully_shard`` adds to a module. ``isinstance(module, FSDPModule)`` tells."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a plain instance: a slice of a sharded ``Sequential`` is a plain one."""
+        """Make a plain instance: a slice of a sharded ``Sequential`` is a plain one.
+
+        Without arguments it makes an empty one of this class, as ``__deepcopy__`` of users' modules
+        does.
+        """
+        if not args and not kwargs:
+            return object.__new__(cls)
         return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = self._unit()
+        unit = unit_of(self)
+        if unit is None:  # an empty instance, see __new__
+            return super().__call__(*args, **kwargs)
         depth = len(unit.calls)
         try:
             return super().__call__(*args, **kwargs)
@@ -67,6 +81,16 @@ class FSDPModule(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         self._unit().reshard_if_idle()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear every gradient, whichever form of the parameters is registered.
+
+        Clears those of the sharded parameters, and those that backwards without gradient sync left.
+        """
+        super().zero_grad(set_to_none)
+        for unit in self._units(recurse=True):
+            for group in unit.groups:
+                group.zero_grad(set_to_none)
 
     def _unit(self) -> Unit:
         unit = unit_of(self)
@@ -168,10 +192,13 @@ class UnshardHandle:
         self._unit: Unit | None = unit
 
     def wait(self) -> None:
-        """Wait until the parameters are whole and registered. Further calls do nothing."""
+        """Wait until the parameters are whole and registered.
+
+        Does nothing the second time, or if the unit's forward or ``reshard()`` came before it.
+        """
         unit, self._unit = self._unit, None
         if unit is not None:
-            unit.wait_for_unshard()
+            unit.finish_unshard()
 
 
 def _units_of(modules: object) -> tuple[Unit, ...]:

@@ -10,6 +10,7 @@ together, so the state is kept once); ``Site``; ``FSDPParam``.
 from __future__ import annotations
 
 import enum
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,32 @@ class Site:
         return self.module._parameters.get(self.name)
 
 
+class OwnerMark:
+    """What tells a later call of ``fully_shard`` that a parameter is taken. Copies are blank."""
+
+    def __init__(self, owner: FSDPParam | None = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    @property
+    def owner(self) -> FSDPParam | None:
+        return None if self._owner is None else self._owner()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> OwnerMark:
+        return OwnerMark()
+
+    def __reduce__(self) -> tuple[type[OwnerMark], tuple[()]]:
+        return OwnerMark, ()
+
+    @staticmethod
+    def owner_of(param: torch.Tensor) -> FSDPParam | None:
+        """Return the parameter object that an earlier call made of this tensor."""
+        mark = param.__dict__.get(_MARK)
+        return mark.owner if isinstance(mark, OwnerMark) else None
+
+
+_MARK = "_fsdp2_owner"
+
+
 class FSDPParam:
     """A parameter in its forms: the sharded one, the unsharded one, the post-forward one.
 
@@ -96,7 +123,9 @@ class FSDPParam:
         self.trainable = original.requires_grad
         self.param_dtype: torch.dtype | None = None
         self.machine = StateMachine()
+        self.uses: list[nn.Module] = []
         self.attributes = dict(vars(original))
+        original.__dict__[_MARK] = OwnerMark(self)
         self.sharded: nn.Parameter = original
         self.local: torch.Tensor | None = None
         self.spec = placement.sharded_spec(self.storage_dtype)
@@ -106,6 +135,11 @@ class FSDPParam:
     @property
     def state(self) -> ParamState:
         return self.machine.state
+
+    @property
+    def places(self) -> list[nn.Module]:
+        """Modules that a unit must contain to hold this parameter for all its uses."""
+        return [site.module for site in self.sites] + self.uses
 
     @property
     def is_on_meta(self) -> bool:
@@ -133,6 +167,7 @@ class FSDPParam:
             self.sharded = registered
         assert isinstance(self.sharded, DTensor)
         _torch.set_local_tensor(self.sharded, local)
+        self.sharded.__dict__[_MARK] = OwnerMark(self)
         self.local = local
         self.storage_dtype = local.dtype
 

@@ -56,6 +56,7 @@ class Reducer:
         self.scale = GradientScale(1.0, 1.0)
         self.accumulated: Tensor | None = None
         self.partial: Tensor | None = None
+        self.is_waiting = False
 
     def invalidate(self) -> None:
         """Forget the layout: dtypes, or the set of trainable parameters, changed."""
@@ -69,11 +70,13 @@ class Reducer:
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only; its buffer is not reused."""
+        self.is_waiting = True
         self.partial, self._buffer = reduced, None
 
     def discard(self) -> None:
         """Drop every unreduced gradient."""
         self.accumulated = self.partial = self._buffer = None
+        self.is_waiting = False
         for param in self._params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -113,6 +116,11 @@ class Reducer:
         return self._grad_dtype == self.layout().dtype and not self._grad_dtypes_differ
 
     @property
+    def has_partial(self) -> bool:
+        """True if gradients were reduced over the shard axis only."""
+        return self.partial is not None
+
+    @property
     def has_gradients(self) -> bool:
         """True if there is something to reduce that a backward left."""
         if self.accumulated is not None:
@@ -133,7 +141,8 @@ class Reducer:
         layout = self.layout()
         if not layout.members:
             return None
-        if not settings.reduce_grads and self._accumulates_in_place:
+        self.is_waiting = not settings.reduce_grads
+        if self.is_waiting and self._accumulates_in_place:
             return None
         grads = self._take_gradients(with_graph)
         missing = any(grad is None for grad in grads)

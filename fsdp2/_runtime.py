@@ -24,7 +24,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -32,6 +32,7 @@ import torch.nn as nn
 from fsdp2 import _events, _torch
 from fsdp2._errors import StateError
 from fsdp2._events import BACKWARD, FORWARD, IDLE, Clock
+from fsdp2._param import FSDPParam
 from fsdp2._reduction import Reduction
 from fsdp2._schedule import Schedule
 from fsdp2._streams import Streams, streams_for
@@ -62,6 +63,7 @@ class Runtime:
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
         self.units = units
+        self._several = [unit for unit in units if len(unit.modules) > 1]
         self.clock = Clock()
         self.streams: Streams = streams_for(next((g.device for u in units for g in u.groups), _CPU))
         self.schedule: Schedule[Unit] = Schedule()
@@ -114,6 +116,10 @@ class Runtime:
         self.clock.phase = IDLE
         self.forward_root = None
         self._drop_unused_prefetches()
+        for unit in self._several:
+            if unit.ran:  # not all of its modules ran in this forward
+                unit.ran.clear()
+                unit.reshard()
 
     def _drop_unused_prefetches(self) -> None:
         for unit in self._prefetched:
@@ -126,8 +132,8 @@ class Runtime:
 
     @property
     def is_recomputing(self) -> bool:
-        """True if a forward that starts now is a recomputation inside this tree's backward."""
-        return self.clock.phase is BACKWARD and _torch.graph_task_id() != -1
+        """True if a forward that starts now is a recomputation inside a backward."""
+        return self.clock.phase is not FORWARD and _torch.graph_task_id() != -1
 
     def begin_backward(self) -> None:
         """The first gradient of a backward reached a unit."""
@@ -176,16 +182,34 @@ class Runtime:
             call.close()
         self.calls.clear()
         is_last = all(unit.settings.is_last_backward for unit in self.units)
-        for unit in self.units:
+        for unit in reversed(self.units):
+            unit.open_calls = 0
             if any(group.reducer.has_gradients for group in unit.groups):
                 self.reduce(unit)
-            if unit.settings.reshard_after_backward:
-                unit.reshard()
+            self._reshard_after_backward(unit)
         self._prefetched.clear()
         if is_last:
             self.wait_for_reductions()
-        self.clock.phase = IDLE
+            self._flush_partial()
+        self.clock.phase = IDLE if self.forward_root is None else FORWARD
         self._callback = None
+
+    def _reshard_after_backward(self, unit: Unit) -> None:
+        """Reshard, unless a forward around this backward, or a backward through it, needs more."""
+        if not unit.settings.reshard_after_backward or unit.calls:
+            return
+        if self._with_graph and unit.is_unsharded:
+            unit.note_values()
+        else:
+            unit.reshard()
+
+    def _flush_partial(self) -> None:
+        """Reduce over replicas what earlier backwards reduced over shards only."""
+        for unit in reversed(self.units):
+            if unit.settings.all_reduce_grads and any(g.reducer.has_partial for g in unit.groups):
+                self.reduce(unit)
+        if self._reductions:
+            self.wait_for_reductions()
 
     def wait_for_reductions(self) -> None:
         """Make every reduced gradient safe to use."""
@@ -202,10 +226,12 @@ class Runtime:
     # Recovery.
 
     def fail(self) -> None:
-        """The running forward raised."""
+        """The running forward raised. The next one recovers; parameters are sharded at once."""
         self.failed = True
         self.forward_root = None
         self.clock.phase = IDLE
+        for unit in self.units:
+            unit.reshard_unless_gathering()
 
     def recover_if_failed(self) -> None:
         """Recover from a forward or a backward that raised, if one did."""
@@ -224,7 +250,7 @@ class Runtime:
             unit.calls.clear()
             unit.ran.clear()
             unit.active_calls = 0
-            unit.open_calls.clear()
+            unit.open_calls = 0
             unit.reshard()
             for group in unit.groups:
                 group.reducer.discard()
@@ -243,11 +269,9 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
         StateError: a unit below ran before its root; a tied parameter that no unit holds whole.
     """
     names: dict[Unit, str] = {}
-    inside: set[nn.Module] = set()
     on_meta: list[str] = []
     for top in root.modules:
         for name, module in top.named_modules():
-            inside.add(module)
             unit = unit_of(module)
             if unit is not None:
                 names.setdefault(unit, name)
@@ -260,7 +284,7 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
             )
         for group in unit.groups:
             for param in group.params:
-                _check_ties(param, unit, inside)
+                _check_ties(param, unit)
                 if param.is_on_meta:
                     on_meta.append(f"{name}.{param.fqn}" if name else param.fqn)
     if on_meta:
@@ -276,16 +300,16 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
     return runtime
 
 
-def _check_ties(param: Any, unit: Unit, inside: set[nn.Module]) -> None:
-    if len(param.sites) == 1:
+def _check_ties(param: FSDPParam, unit: Unit) -> None:
+    places = param.places
+    if len(places) == 1:
         return
     own = {module for top in unit.modules for module in top.modules()}
-    outside = [site for site in param.sites if site.module not in own]
+    outside = [place for place in places if place not in own]
     if outside:
         raise StateError(
-            f"{param.fqn}: is tied to a parameter of {type(outside[0].module).__name__}, which no "
-            "common unit contains. Apply fully_shard to a module that contains both as well, and "
-            "run that one."
+            f"{param.fqn}: is shared with {type(outside[0]).__name__}, and no unit contains both. "
+            "Apply fully_shard to a module that contains both as well, and run that one."
         )
 
 

@@ -164,6 +164,11 @@ def use_count(tensor: torch.Tensor) -> int:
     return tensor._use_count()  # type: ignore[attr-defined, no-any-return]  # not in the stubs
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place."""
+    return tensor._version
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and objects share a storage."""
     return torch._C._storage_Use_Count(storage._cdata)

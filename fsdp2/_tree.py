@@ -2,8 +2,8 @@
 
 Owns ``map_tensors``, which replaces tensors in lists, tuples, named tuples, dicts (and their
 subclasses) and dataclasses, nested in any way, and ``visit_tensors``, which only looks, and so
-looks into any other object's attributes too. A container is copied only if a tensor in it changed:
-a call in which nothing changes keeps every object's identity.
+looks into any mapping and any other object's attributes too. A container is copied only if a tensor
+in it changed: a call in which nothing changes keeps every object's identity.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         items = [map_tensors(function, item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
+        if isinstance(value, list):
+            copied_list = copy.copy(value)
+            copied_list[:] = items
+            return copied_list
         if hasattr(value, "_fields"):
             return type(value)(*items)
-        return type(value)(items)
+        return tuple(items) if type(value) is tuple else tuple.__new__(type(value), items)
     if isinstance(value, Mapping):
         changed = {key: map_tensors(function, item) for key, item in value.items()}
         changed = {key: item for key, item in changed.items() if item is not value[key]}
         if not changed:
             return value
-        if not isinstance(value, MutableMapping):
-            return {**value, **changed}
-        replaced = copy.copy(value)
-        for key, item in changed.items():
-            replaced[key] = item
-        return replaced
+        return _replace_items(value, changed)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
         new = {name: map_tensors(function, item) for name, item in fields.items()}
@@ -52,6 +51,19 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             object.__setattr__(copied, name, item)  # frozen dataclasses too
         return copied
     return value
+
+
+def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    """Return a copy of a mapping with some items changed, of the same type where it can be had."""
+    if not isinstance(mapping, MutableMapping):
+        return {**mapping, **changed}
+    kept = {key: mapping[key] for key in changed}
+    replaced = copy.copy(mapping)
+    replaced.update(changed)
+    if any(mapping[key] is not kept[key] for key in kept):  # a copy that shares its items
+        mapping.update(kept)
+        return {**mapping, **changed}
+    return replaced
 
 
 def visit_tensors(function: Callable[[torch.Tensor], None], value: Any) -> None:

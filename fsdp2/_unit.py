@@ -7,7 +7,6 @@ tree that it is in, beyond the runtime that ``attach`` gives it.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
@@ -38,7 +37,7 @@ class Unit:
         self.ran: set[nn.Module] = set()
         self.calls: list[Call | None] = []
         self.active_calls = 0
-        self.open_calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.open_calls = 0
 
     @property
     def is_root(self) -> bool:
@@ -60,9 +59,7 @@ class Unit:
         gradients ``parameters()`` are sharded again.
         """
         choice = self.settings.reshard_after_forward
-        if choice is None:
-            return self.is_root and with_grad
-        return choice is False
+        return choice is False or (choice is None and self.is_root and with_grad)
 
     def inspect(self) -> None:
         for group in self.groups:
@@ -76,9 +73,26 @@ class Unit:
         for group in self.groups:
             group.wait_for_unshard()
 
+    def finish_unshard(self) -> None:
+        """Wait for an unshard that is under way; start none."""
+        for group in self.groups:
+            if group.is_gathering:
+                group.wait_for_unshard()
+
     def reshard(self) -> None:
         for group in self.groups:
             group.reshard()
+
+    def note_values(self) -> None:
+        """Remember which values the parameters were gathered from."""
+        for group in self.groups:
+            group.note_values()
+
+    def reshard_unless_gathering(self) -> None:
+        """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
+        for group in self.groups:
+            if not group.is_gathering:
+                group.reshard()
 
     def reshard_post_forward(self) -> None:
         for group in self.groups:

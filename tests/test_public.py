@@ -106,6 +106,7 @@ def test_signatures_of_the_modules_methods() -> None:
     assert_expected_inline(
         "\n".join(text_of(method) for method in methods),
         """\
+FSDPModule.zero_grad(self, set_to_none=True)
 FSDPModule.unshard(self, async_op=False)
 FSDPModule.reshard(self)
 FSDPModule.reset_iter_state(self)
@@ -130,7 +131,8 @@ def test_methods_have_torchs_parameters(name: str) -> None:
 
 def test_the_methods_compared_are_all_of_them() -> None:
     newer = {"reset_iter_state"}  # torch 2.11 has no such method
-    assert set(public_methods(fsdp2.FSDPModule)) - set(SHARED_METHODS) <= newer
+    ours = {"zero_grad"}  # nn.Module's, with one more duty
+    assert set(public_methods(fsdp2.FSDPModule)) - set(SHARED_METHODS) <= newer | ours
 
 
 @pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method"])

@@ -160,10 +160,10 @@ backward: unshard a
 backward: reshard b
 backward: reduce b
 backward: wait_for_unshard a
-backward: reduce <root>
-backward: reshard <root>
 backward: reduce a
 backward: reshard a
+backward: reduce <root>
+backward: reshard <root>
 backward: wait_for_reduce <root>""",
     )
 
@@ -568,10 +568,11 @@ forward: unshard b
 forward: reshard a
 forward: wait_for_unshard b
 forward: reshard b
+idle: reshard <root>
 --- the next step
 idle: recover <root>
-idle: reshard <root>
-forward: unshard <root>""",
+forward: unshard <root>
+forward: wait_for_unshard <root>""",
     )
     assert step_of(model) == clean
 

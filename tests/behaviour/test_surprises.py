@@ -1,0 +1,356 @@
+"""Promise: what users do around a step, on purpose or not, changes nothing silently.
+
+Each case was once found to train wrong, here or elsewhere; the reference is the plain model.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from tests._parity import make_mesh
+from tests._pool import ranks
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.checkpoints = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+            x = x.tanh()
+        return x
+
+
+def build(**kwargs: Any) -> tuple[Net, Net]:
+    """Return a sharded model (blocks, then the root) and its plain twin."""
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    mesh = make_mesh()
+    for block in model.blocks:
+        fsdp2.fully_shard(block, mesh=mesh, **kwargs)
+    fsdp2.fully_shard(model, mesh=mesh, **kwargs)
+    return model, reference
+
+
+def batch(seed: int) -> Tensor:
+    """The same on every rank, so the mean over ranks is each rank's own gradient."""
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def compare(model: nn.Module, reference: nn.Module) -> None:
+    for (name, param), expected in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        assert isinstance(param, DTensor), name
+        assert (param.grad is None) == (expected.grad is None), name
+        if param.grad is not None:
+            grad = param.grad.full_tensor()  # type: ignore[attr-defined]
+            torch.testing.assert_close(grad, expected.grad, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(param.full_tensor(), expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def train(model: nn.Module, reference: nn.Module, seed: int) -> None:
+    for module in (model, reference):
+        module(batch(seed)).square().sum().backward()
+    compare(model, reference)
+    for module in (model, reference):
+        torch.optim.SGD(module.parameters(), lr=0.05).step()
+        module.zero_grad()
+    compare(model, reference)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@ranks(2)
+def test_one_rank_alone_keeps_a_loss(rank: int, reshard_after_forward: bool | None) -> None:
+    """When a graph dies must not decide what a rank reduces, or when."""
+    model, reference = build(reshard_after_forward=reshard_after_forward)
+    kept = []
+    for seed in range(3):
+        validation = model(batch(seed + 100)).sum()  # with gradients, but no backward
+        if rank == 0:
+            kept.append(validation)
+        del validation
+        train(model, reference, seed)
+    assert len(kept) == (3 if rank == 0 else 0)
+
+
+@ranks(2)
+def test_checkpointed_units_still_reshard_in_later_steps() -> None:
+    model, reference = build()
+    model.checkpoints = True
+    for seed in range(3):
+        output = model(batch(seed))
+        assert isinstance(model.blocks[0].weight, DTensor), "whole after forward"
+        output.square().sum().backward()
+        reference(batch(seed)).square().sum().backward()
+        compare(model, reference)
+        with torch.no_grad():
+            model(batch(seed))
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        for module in (model, reference):
+            torch.optim.SGD(module.parameters(), lr=0.05).step()
+            module.zero_grad()
+
+
+@ranks(2)
+def test_an_exception_that_the_model_catches() -> None:
+    model, reference = build()
+
+    def fail(module: nn.Module, args: Any, output: Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = model.blocks[1].register_forward_hook(fail, prepend=True)
+    forward = Net.forward
+
+    def careful(self: Net, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        try:
+            return self.blocks[1](x)
+        except ZeroDivisionError:
+            return self.blocks[0](x)
+
+    type(model).forward = careful  # type: ignore[method-assign]
+    try:
+        model(batch(0)).sum().backward()
+        assert isinstance(model.blocks[1].weight, DTensor)
+    finally:
+        type(model).forward = forward  # type: ignore[method-assign]
+        handle.remove()
+    model.zero_grad()
+    for seed in range(2):
+        train(model, reference, seed)
+
+
+@ranks(2)
+def test_a_group_of_which_only_one_module_runs() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    reference = copy.deepcopy(model)
+    mesh = make_mesh()
+    fsdp2.fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    model.blocks, both = model.blocks[:1], model.blocks
+    reference.blocks = reference.blocks[:1]
+    for seed in range(2):
+        with torch.no_grad():
+            model(batch(seed))
+        assert all(isinstance(p, DTensor) for p in both.parameters())
+        train(model, reference, seed)
+
+
+@ranks(2)
+def test_functional_call_inside_a_checkpoint() -> None:
+    model, reference = build()
+    for module in (model, reference):
+        values = {name: param * 0.5 for name, param in module.named_parameters()}
+
+        def run(x: Tensor, module: nn.Module = module, values: Any = values) -> Any:
+            return torch.func.functional_call(module, values, (x,))
+
+        checkpoint(run, batch(0), use_reentrant=False).square().sum().backward()
+    compare(model, reference)
+
+
+@ranks(2)
+def test_zero_grad_between_forward_and_backward() -> None:
+    model, reference = build()
+    for seed in range(3):
+        for module in (model, reference):
+            loss = module(batch(seed)).square().sum()
+            module.zero_grad()
+            loss.backward()
+        compare(model, reference)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@ranks(2)
+def test_a_step_after_a_forward_that_kept_parameters(reshard_after_forward: bool | None) -> None:
+    """Parameters that stay whole must not outlive the values that they were gathered from."""
+    model, reference = build(reshard_after_forward=reshard_after_forward)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, reference)]
+    for seed in range(2):
+        for module, optimizer in zip((model, reference), optimizers, strict=True):
+            module(batch(seed)).square().sum().backward()
+            module(batch(seed + 10)).sum()  # with gradients, but no backward
+            with torch.no_grad():
+                module(batch(seed + 20))
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(model(batch(7)), reference(batch(7)), rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_freezing_while_parameters_are_whole() -> None:
+    model, reference = build()
+    for module in (model, reference):
+        module(batch(0)).sum()  # no backward: the root's parameters stay whole
+        module.inp.requires_grad_(False)
+    train_output = [m(batch(1)).square().sum().backward() for m in (model, reference)]
+    assert train_output == [None, None]
+    model.reshard()
+    compare(model, reference)
+    for module in (model, reference):
+        module.inp.requires_grad_(True)
+        module.zero_grad()
+    train(model, reference, 2)
+
+
+@ranks(2)
+def test_values_swapped_between_forward_and_backward() -> None:
+    """Averaged weights for an evaluation, then back, while a graph waits for its backward."""
+    model, reference = build()
+    for module in (model, reference):
+        loss = module(batch(0)).square().sum()
+        own = {k: v.detach().clone() for k, v in module.state_dict().items()}
+        module.load_state_dict({k: v * 0.5 for k, v in own.items()}, assign=True)
+        with torch.no_grad():
+            module(batch(1))
+        module.load_state_dict(own, assign=True)
+        loss.backward()
+    grads = [
+        {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+        for module in (model, reference)
+    ]
+    assert not grads[1], "the plain model's graph belongs to its old parameters"
+    train(model, reference, 2) if not grads[0] else model.zero_grad()
+    train(model, reference, 3) if not grads[0] else None
+
+
+class Forces(nn.Module):
+    """The derivative of a unit's energy, inside a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        energy = (self.energy(x) * self.scale).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force * self.scale
+
+
+@ranks(2)
+def test_gradients_of_inputs_inside_a_forward() -> None:
+    torch.manual_seed(0)
+    model = Forces()
+    reference = copy.deepcopy(model)
+    mesh = make_mesh()
+    fsdp2.fully_shard(model.energy, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    for seed in range(2):
+        train(model, reference, seed)
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": norm, "linear": nn.Linear(WIDTH, WIDTH)}) for _ in range(3)
+        )
+        self.units = nn.ModuleList(nn.Sequential(b["norm"], b["linear"]) for b in self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+
+@ranks(2)
+def test_one_module_inside_three_units() -> None:
+    torch.manual_seed(0)
+    model = Shared()
+    reference = copy.deepcopy(model)
+    mesh = make_mesh()
+    for unit in model.units:
+        fsdp2.fully_shard(unit, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    for seed in range(2):
+        train(model, reference, seed)
+
+
+@ranks(4)
+def test_a_partial_reduction_is_not_forgotten() -> None:
+    """Reduced over shards with one head, then over replicas with the other."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
+    model.forward = None  # type: ignore[assignment]
+    heads = nn.Sequential(model["a"], model["b"])
+    reference = copy.deepcopy(heads)
+    mesh = make_mesh(2, 2)
+    for head in heads:
+        fsdp2.fully_shard(head, mesh=mesh)
+    fsdp2.fully_shard(heads, mesh=mesh)
+    heads(batch(0))
+    heads.zero_grad()
+    heads.set_requires_all_reduce(False)
+    heads[0](batch(1)).square().sum().backward()
+    heads.set_requires_all_reduce(True)
+    heads[1](batch(2)).square().sum().backward()
+    reference[0](batch(1)).square().sum().backward()
+    reference[1](batch(2)).square().sum().backward()
+    compare(heads, reference)
+
+
+@ranks(2)
+def test_a_handle_that_is_waited_for_too_late() -> None:
+    model, reference = build()
+    model(batch(0))
+    model.blocks[0].reshard()
+    handle = model.blocks[0].unshard(async_op=True)
+    train(model, reference, 1)
+    assert handle is not None
+    handle.wait()
+    assert isinstance(model.blocks[0].weight, DTensor)
+    train(model, reference, 2)
+
+
+class Batch(dict[str, Tensor]):
+    pass
+
+
+@ranks(1)
+def test_inputs_of_the_caller_stay_as_they_are() -> None:
+    class Reader(nn.Linear):
+        def forward(self, given: Any) -> Tensor:
+            return super().forward(given["x"])
+
+    model = Reader(WIDTH, WIDTH)
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fsdp2.fully_shard(model, mesh=make_mesh(), mp_policy=policy)
+    given = Batch(x=batch(0))
+    assert model(given).dtype is torch.bfloat16
+    assert given["x"].dtype is torch.float32
+
+
+@ranks(1)
+def test_a_class_that_cannot_have_a_subclass_is_refused_first() -> None:
+    class Strict(nn.Linear):
+        def __init_subclass__(cls, *, key: int) -> None:
+            pass
+
+    model = Strict(WIDTH, WIDTH)
+    with pytest.raises(fsdp2.ConfigError, match="Strict"):
+        fsdp2.fully_shard(model, mesh=make_mesh())
+    assert type(model) is Strict
+    assert not isinstance(model.weight, DTensor)
+    with pytest.raises(fsdp2.ConfigError, match="shard_placement_fn"):
+        fsdp2.fully_shard(nn.Linear(2, 2), mesh=make_mesh(), shard_placement_fn=3)  # type: ignore[arg-type]
