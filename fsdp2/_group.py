@@ -18,26 +18,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _events, _packing, _torch
+from fsdp2._adoption import Source, StandIn, look, own_rows, own_sources, source_of
 from fsdp2._borrowed import whole_tensor
 from fsdp2._comm import Comm
 from fsdp2._errors import StateError
 from fsdp2._events import Clock
 from fsdp2._layout import GatherItem, GatherLayout
 from fsdp2._mesh import DataMesh
-from fsdp2._param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED, FSDPParam, Site, StateMachine
+from fsdp2._param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED, FSDPParam, StateMachine
 from fsdp2._placement import shrink
 from fsdp2._policy import MixedPrecisionPolicy, Settings
 from fsdp2._reduction import Reducer, Reduction
 from fsdp2._shards import ShardBuffer
 from fsdp2._streams import InFlight, Streams
-
-Source = tuple[Tensor, nn.Parameter | None]
-"""A shard, unpadded, and the registered parameter that holds it (None: one is to be made)."""
 
 
 class ParamGroup:
@@ -58,8 +55,8 @@ class ParamGroup:
         self._home: ShardBuffer | None = None
         self._waiting: ShardBuffer | None = None
         self._full: Tensor | None = None
-        self._stand_ins: list[tuple[Site, FSDPParam, Tensor]] = []
-        self._placed: list[tuple[Site, FSDPParam, Tensor]] = []
+        self._stand_ins: list[StandIn] = []
+        self._placed: list[StandIn] = []
         self._values: list[int] | None = None
         self._gathering: InFlight | None = None
 
@@ -71,10 +68,10 @@ class ParamGroup:
         A parameter comes whole (``nn.Parameter``, maybe a DTensor over tensor-parallel axes), or
         as the sharded DTensor that another group gave up.
         """
-        sources = self._own_sources()
+        sources = own_sources(self.params)
         for param in params:
             if param.local is None:
-                rows = self._own_rows(param)
+                rows = own_rows(param, param.sharded, self.data.shard.rank)
                 if rows.device.type != "meta":
                     rows = rows.to(self.device)
                 sources.append((rows, None))
@@ -88,10 +85,7 @@ class ParamGroup:
     def release(self, params: Sequence[FSDPParam]) -> None:
         """Give parameters up; another group takes them."""
         self.params[:] = [param for param in self.params if param not in params]
-        self._plan(self._own_sources())
-
-    def _own_sources(self) -> list[Source]:
-        return [(_torch.local_tensor(param.sharded), param.sharded) for param in self.params]
+        self._plan(own_sources(self.params))
 
     def reshard_to(self, size: int | None) -> None:
         """Reshard to ``size`` neighbours after forward from now on; None: to the whole axis.
@@ -102,13 +96,7 @@ class ParamGroup:
         if smaller is not self._smaller:
             self.reshard()
             self._smaller = smaller
-            self._plan(self._own_sources())
-
-    def _own_rows(self, param: FSDPParam) -> Tensor:
-        whole: Tensor = param.sharded.detach()
-        if isinstance(whole, DTensor):
-            whole = _torch.local_tensor(whole)
-        return _packing.shard_of(whole, param.placement.layout, self.data.shard.rank)
+            self._plan(own_sources(self.params))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -144,7 +132,6 @@ class ParamGroup:
             local = buffer.shards[index]
             local.copy_(source.detach())
             param.set_shard(local, registered)
-            param.sync_trainable()
         self._home = buffer
         self._register(SHARDED)
 
@@ -194,67 +181,37 @@ class ParamGroup:
         A replaced ``nn.Parameter`` is adopted. Any other tensor in its place is a stand-in for the
         forward that begins (``functional_call``). A changed ``requires_grad`` is carried over.
         """
-        replaced: dict[FSDPParam, Tensor | None] = {}
-        self._stand_ins.clear()
         if self._values is not None and self._values != self._versions():
             self.reshard()  # the shards were written to since they were gathered
-        for param in self.params:
-            sharded, unsharded = param.sharded, param.unsharded
-            if unsharded is not None and unsharded.requires_grad is not param.trainable:
-                sharded.requires_grad_(unsharded.requires_grad)
-            if sharded.requires_grad is not param.trainable:
-                self.reducer.check_toggle(param)
-                param.sync_trainable()
-                self.reducer.invalidate()
-            if _torch.local_tensor(sharded) is not param.local:
-                replaced[param] = sharded
-            for site in param.sites:
-                found: Tensor | None = site.module._parameters.get(site.name)
-                if found is sharded:
-                    continue
-                if found is None or isinstance(found, nn.Parameter):
-                    if found is None or (
-                        found is not unsharded and found is not param.post_forward
-                    ):
-                        replaced[param] = found
-                else:
-                    self._stand_ins.append((site, param, found))
-        if replaced:
-            self._adopt(replaced)
+        findings = look(self.params)
+        self._stand_ins = findings.stand_ins
+        if findings.toggled:
+            self._toggle(findings.toggled)
+        if findings.replaced:
+            self._adopt(findings.replaced)
+
+    def _toggle(self, params: list[FSDPParam]) -> None:
+        """Carry a changed ``requires_grad`` to every form of each parameter."""
+        for param in params:
+            self.reducer.check_toggle(param)
+        for param in params:
+            param.toggle()
+        self.reducer.invalidate()
 
     def _adopt(self, replaced: dict[FSDPParam, Tensor | None]) -> None:
         """Take over parameters that were replaced. See [Note: one plan]."""
-        sources = [self._source(param, replaced.get(param, param.sharded)) for param in self.params]
+        rank = self.data.shard.rank
+        for param, new in replaced.items():
+            if new is not None and new.requires_grad is not param.trainable:
+                self.reducer.check_toggle(param)
+        sources = [source_of(p, replaced.get(p, p.sharded), rank) for p in self.params]
         self.reshard()
         if _events.listeners:
             _events.emit("adopt", self.fqn, self.clock.phase)
+        for param, new in replaced.items():
+            param.replace(new)
         self._plan(sources)
         self.streams.order_after_compute("gather")
-
-    def _source(self, param: FSDPParam, new: Tensor | None) -> Source:
-        placement = param.placement
-        if isinstance(new, nn.Parameter):
-            if new.requires_grad is not param.trainable:
-                self.reducer.check_toggle(param)
-                param.trainable = new.requires_grad
-            if (
-                isinstance(new, DTensor)
-                and new.device_mesh == placement.mesh
-                and tuple(new.placements) == placement.placements
-                and tuple(new.shape) == placement.global_shape
-            ):
-                return _torch.local_tensor(new), new
-            if not isinstance(new, DTensor) and tuple(new.shape) == placement.layout.shape:
-                param.sharded, param.attributes = new, dict(vars(new))
-                return self._own_rows(param), None
-        found = "nothing" if new is None else f"{type(new).__name__} of shape {tuple(new.shape)}"
-        if isinstance(new, DTensor):
-            found += f" with placements {new.placements} on {new.device_mesh}"
-        raise StateError(
-            f"{param.fqn}: was replaced by {found}, which this module cannot shard. Register an "
-            f"nn.Parameter with the whole tensor, of shape {placement.layout.shape}, or a DTensor "
-            f"of shape {placement.global_shape} with placements {placement.placements}."
-        )
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear sharded gradients that are not registered, and those that wait for a reduction."""
@@ -306,15 +263,15 @@ class ParamGroup:
             for site in param.sites:
                 site.module._parameters[site.name] = form
         if self._stand_ins and state is UNSHARDED:
-            for site, param, tensor in self._stand_ins:
-                whole = whole_tensor(tensor, param, self.data, self.comm)
-                site.module._parameters[site.name] = whole  # type: ignore[assignment]  # not a leaf
+            for item in self._stand_ins:
+                whole = whole_tensor(item.tensor, item.param, self.data, self.comm)
+                item.site.put(whole)
             self._placed, self._stand_ins = self._stand_ins, []
 
     def return_stand_ins(self) -> None:
         """Register stand-ins again after the forward: ``functional_call`` takes them from there."""
-        for site, _, tensor in self._placed:
-            site.module._parameters[site.name] = tensor  # type: ignore[assignment]  # not a leaf
+        for item in self._placed:
+            item.site.put(item.tensor)
         self._placed = []
 
     def unshard(self) -> None:

@@ -74,6 +74,10 @@ class Site:
     def registered(self) -> torch.Tensor | None:
         return self.module._parameters.get(self.name)
 
+    def put(self, tensor: torch.Tensor) -> None:
+        """Register a tensor here, a leaf or not."""
+        self.module._parameters[self.name] = tensor  # type: ignore[assignment]  # maybe no leaf
+
 
 class OwnerMark:
     """What tells a later call of ``fully_shard`` that a parameter is taken. Copies are blank."""
@@ -185,12 +189,21 @@ class FSDPParam:
         spec = placement.sharded_spec(local.dtype)
         self.post_forward = self._parameter(_torch.new_dtensor(local, spec), None)
 
-    def sync_trainable(self) -> None:
-        """Carry ``requires_grad`` of the registered shard over."""
-        self.trainable = self.sharded.requires_grad
-        for form in (self.unsharded, self.post_forward):
+    def toggle(self) -> None:
+        """Carry ``requires_grad`` over from the form that the user changed."""
+        self.trainable = not self.trainable
+        for form in (self.sharded, self.unsharded, self.post_forward):
             if form is not None:
                 form.requires_grad_(self.trainable)
+
+    def replace(self, new: torch.Tensor | None) -> None:
+        """Take over what the user registered; ``set_shard`` follows."""
+        assert isinstance(new, nn.Parameter)
+        self.sharded = new
+        if not isinstance(new, DTensor):
+            self.attributes = dict(vars(new))
+        if new.requires_grad is not self.trainable:
+            self.toggle()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies keep no memory of the group's buffers; adoption finds the shard on its site."""

@@ -143,7 +143,7 @@ def test_requires_grad_reaches_every_form() -> None:
     assert param.unsharded.requires_grad
     assert param.post_forward.requires_grad
     param.sharded.requires_grad_(False)
-    param.sync_trainable()
+    param.toggle()
     assert not param.trainable
     assert not param.unsharded.requires_grad
     assert not param.post_forward.requires_grad

@@ -1,0 +1,103 @@
+"""What is registered on the modules, seen from a group: sources for its plan.
+
+Owns the question what the user did to registered parameters, and the answer to which shard each one
+holds. It must not know buffers, states or collectives. A group asks before every forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2 import _packing, _torch
+from fsdp2._errors import StateError
+from fsdp2._param import FSDPParam, Site
+
+Source = tuple[Tensor, nn.Parameter | None]
+"""A shard, unpadded, and the registered parameter that holds it (None: one is to be made)."""
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A tensor in a parameter's place that is no parameter (``functional_call``)."""
+
+    site: Site
+    param: FSDPParam
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What differs from what the group registered."""
+
+    toggled: list[FSDPParam] = field(default_factory=list)
+    replaced: dict[FSDPParam, Tensor | None] = field(default_factory=dict)
+    stand_ins: list[StandIn] = field(default_factory=list)
+
+
+def look(params: Iterable[FSDPParam]) -> Findings:
+    """Compare what is registered with what the group registered, by identity. Changes nothing."""
+    findings = Findings()
+    for param in params:
+        sharded, unsharded = param.sharded, param.unsharded
+        trainable = param.trainable
+        if sharded.requires_grad is not trainable or (
+            unsharded is not None and unsharded.requires_grad is not trainable
+        ):
+            findings.toggled.append(param)
+        if _torch.local_tensor(sharded) is not param.local:
+            findings.replaced[param] = sharded
+        for site in param.sites:
+            found: Tensor | None = site.module._parameters.get(site.name)
+            if found is sharded:
+                continue
+            if found is None or isinstance(found, nn.Parameter):
+                if found is None or (found is not unsharded and found is not param.post_forward):
+                    findings.replaced[param] = found
+            else:
+                findings.stand_ins.append(StandIn(site, param, found))
+    return findings
+
+
+def own_rows(param: FSDPParam, whole: Tensor, rank: int) -> Tensor:
+    """View this rank's rows of a whole parameter."""
+    whole = whole.detach()
+    if isinstance(whole, DTensor):
+        whole = _torch.local_tensor(whole)
+    return _packing.shard_of(whole, param.placement.layout, rank)
+
+
+def own_sources(params: Iterable[FSDPParam]) -> list[Source]:
+    """Return the shards that parameters hold now."""
+    return [(_torch.local_tensor(param.sharded), param.sharded) for param in params]
+
+
+def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
+    """Return the shard that a replaced parameter holds.
+
+    Raises:
+        StateError: what is registered is no parameter, or cannot be sharded as the old one was.
+    """
+    placement = param.placement
+    if isinstance(new, nn.Parameter):
+        if (
+            isinstance(new, DTensor)
+            and new.device_mesh == placement.mesh
+            and tuple(new.placements) == placement.placements
+            and tuple(new.shape) == placement.global_shape
+        ):
+            return _torch.local_tensor(new), new
+        if not isinstance(new, DTensor) and tuple(new.shape) == placement.layout.shape:
+            return own_rows(param, new, rank), None
+    found = "nothing" if new is None else f"{type(new).__name__} of shape {tuple(new.shape)}"
+    if isinstance(new, DTensor):
+        found += f" with placements {new.placements} on {new.device_mesh}"
+    raise StateError(
+        f"{param.fqn}: was replaced by {found}, which this module cannot shard. Register an "
+        f"nn.Parameter with the whole tensor, of shape {placement.layout.shape}, or a DTensor "
+        f"of shape {placement.global_shape} with placements {placement.placements}."
+    )
