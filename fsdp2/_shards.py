@@ -35,8 +35,17 @@ class ShardBuffer:
         self.targets: list[Tensor] = []
         wire = layout.wire_dtype
         self._wire_numel = layout.gather_nbytes // wire.itemsize
+        self._one_cast = self._segment_to_cast()
         self._send = None if layout.casts else self.flat
         self._send_wire = self._as_wire(self.flat) if self._send is not None else None
+
+    def _segment_to_cast(self) -> Tensor | None:
+        """Return the whole shard buffer, typed, if casting it in one kernel makes what is sent."""
+        layout = self.layout
+        if not layout.casts or len(layout.segments) > 1 or layout.items[0].shard.is_replicated:
+            return None
+        (segment,) = layout.segments
+        return _packing.typed(self.flat, 0, segment.numel, segment.storage_dtype)
 
     def _as_wire(self, buffer: Tensor) -> Tensor:
         return _packing.typed(buffer, 0, self._wire_numel, self.layout.wire_dtype)
@@ -48,7 +57,10 @@ class ShardBuffer:
         """
         layout, axis = self.layout, self.axis
         send, wire = self._send, self._send_wire
-        if send is None or wire is None:
+        if self._one_cast is not None:
+            send = wire = comm.allocate((self._wire_numel,), layout.wire_dtype, self.flat.device)
+            wire.copy_(self._one_cast)
+        elif send is None or wire is None:
             send = comm.allocate((layout.send_nbytes,), torch.uint8, self.flat.device)
             _packing.cast_shards(self.flat, send, layout)
             wire = self._as_wire(send)
