@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -89,13 +88,3 @@ def follow(listener: Listener, wanted: bool) -> None:
             listeners.append(listener)
         else:
             listeners.remove(listener)
-
-
-def describe(nbytes: Any) -> str:
-    """Return a byte count for people: ``1.5 MB``."""
-    value = float(nbytes)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable")

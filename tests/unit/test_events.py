@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp2 import _events
-from fsdp2._events import Event, describe, emit, follow, listen, log_event, profile_event
+from fsdp2._events import Event, emit, follow, listen, log_event, profile_event
 
 
 def test_listen_hears_what_happens_inside_only() -> None:
@@ -84,11 +84,3 @@ def test_profiler_listener() -> None:
     with torch.profiler.profile() as profiler, listen(profile_event):
         emit("reduce", "", "backward")
     assert "fsdp2::reduce <root>" in {event.key for event in profiler.key_averages()}
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1500, "1.5 KB"), (2_000_000, "2.0 MB"), (5e12, "5000.0 GB")],
-)
-def test_describe(nbytes: float, text: str) -> None:
-    assert describe(nbytes) == text
