@@ -209,6 +209,8 @@ class ParamGroup:
         if _events.listeners:
             _events.emit("adopt", self.fqn, self.clock.phase)
         for param, new in replaced.items():
+            if new is not param.sharded:
+                self.reducer.forget(param)
             param.replace(new)
         self._plan(sources)
         self.streams.order_after_compute("gather")

@@ -269,6 +269,7 @@ def register_hooks(unit: Unit) -> None:
     for module in unit.modules:
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(hooks.after, prepend=False)
+        module.register_load_state_dict_post_hook(unit.adopt_if_idle)
     holders = {site.module for group in unit.groups for p in group.params for site in p.sites}
     for module in holders.union(unit.modules):
         module.register_state_dict_pre_hook(unit.reshard_if_idle)

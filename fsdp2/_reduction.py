@@ -62,6 +62,17 @@ class Reducer:
         """Forget the layout: dtypes, or the set of trainable parameters, changed."""
         self._layout = None
 
+    def forget(self, param: FSDPParam) -> None:
+        """Drop the unreduced gradients of a parameter whose place another one takes."""
+        if param.unsharded is not None:
+            param.unsharded.grad = None
+        if self.accumulated is not None and param in self._members:
+            position = self._members.index(param)
+            layout = self.layout()
+            start, numel = layout.offsets[position], layout.shards[position].piece_numel
+            self.accumulated[:, start : start + numel] = 0
+            self.accumulated[:, layout.tail_start + position] = 0
+
     def check_toggle(self, param: FSDPParam) -> None:
         """Raise StateError if ``requires_grad`` of a parameter must not change now."""
         pending = param.unsharded is not None and param.unsharded.grad is not None

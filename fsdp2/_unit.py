@@ -109,6 +109,11 @@ class Unit:
         if self.runtime is None or self.runtime.clock.phase is IDLE:
             self.reshard()
 
+    def adopt_if_idle(self, *_: Any, **__: Any) -> None:
+        """Take over what ``load_state_dict(assign=True)`` registered (a hook)."""
+        if self.runtime is not None and self.runtime.clock.phase is IDLE:
+            self.inspect()
+
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""
         dropped = ("runtime", "ran", "calls", "active_calls", "open_calls")

@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ import pytest
 MAX_RANKS = 4
 GRACE_S = 5.0  # what the other ranks get to finish once one rank has failed
 MAX_GLOO_THREADS = (
-    128  # torch's own caches keep some process groups alive; a rank with this many is retired
+    32  # torch's own caches keep some process groups alive; a rank with this many is retired
 )
 PRELOADED = [
     "torch",
@@ -325,7 +326,41 @@ class RankPool:
         limit_s: float,
         with_process_group: bool = True,
     ) -> None:
-        """Run ``body`` on the ranks; fail with every rank's traceback unless all pass."""
+        """Run ``body`` on the ranks; fail with every rank's traceback unless all pass.
+
+        [Note: a rank that dies] A rank that has made and destroyed hundreds of gloo groups was seen
+        to abort in malloc, about once in ten runs of the suite. The cause is not known; no checker
+        of memory found one. A body that killed a rank runs once more, on fresh ranks, with a
+        warning: what the body itself does wrong it does again.
+        """
+        outcome = self._run_once(body, world_size, kwargs, name, limit_s, with_process_group)
+        replies, outputs, hung = outcome
+        if any(reply is None and index not in hung for index, reply in enumerate(replies)):
+            warnings.warn(
+                f"a rank died in {name}; the body runs once more, on fresh ranks:\n"
+                f"{_report(replies, outputs, hung, limit_s)}",
+                stacklevel=2,
+            )
+            for index in range(world_size):
+                self._replace(index)
+            outcome = self._run_once(body, world_size, kwargs, name, limit_s, with_process_group)
+            replies, outputs, hung = outcome
+        if all(reply is not None and reply.outcome == "passed" for reply in replies):
+            return
+        if all(reply is not None and reply.outcome == "skipped" for reply in replies):
+            pytest.skip(next(reply.text for reply in replies if reply is not None))
+        pytest.fail(_report(replies, outputs, hung, limit_s), pytrace=False)
+
+    def _run_once(
+        self,
+        body: Callable[..., Any],
+        world_size: int,
+        kwargs: Mapping[str, Any],
+        name: str,
+        limit_s: float,
+        with_process_group: bool,
+    ) -> Any:
+        """Send the body to the ranks; return replies, outputs and the ranks that hung."""
         self._ran += 1
         store_path = str(self._folder / f"store-{self._ran}")
         ranks = [self._rank(index) for index in range(world_size)]
@@ -353,11 +388,7 @@ class RankPool:
                 self._replace(index)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(store_path)
-        if all(reply is not None and reply.outcome == "passed" for reply in replies):
-            return
-        if all(reply is not None and reply.outcome == "skipped" for reply in replies):
-            pytest.skip(next(reply.text for reply in replies if reply is not None))
-        pytest.fail(_report(replies, outputs, hung, limit_s), pytrace=False)
+        return replies, outputs, hung
 
     def close(self) -> None:
         for rank in self._ranks:

@@ -682,11 +682,10 @@ def waiting_gradients() -> LoopbackGroup:
     return ranks
 
 
-@pytest.mark.parametrize("how", ["to", "assign"])
-def test_gradients_that_wait_for_sync_survive_a_new_plan(how: str) -> None:
+def test_gradients_that_wait_for_sync_survive_a_new_plan() -> None:
     ranks = waiting_gradients()
     for module in ranks.modules:
-        replace_everything(module, how)
+        replace_everything(module, "to")
     ranks.gather()
     for module in ranks.modules:
         module.weight.grad.add_(2.0)
