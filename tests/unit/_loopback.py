@@ -290,7 +290,8 @@ def same_bits(actual: Tensor, expected: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    dense = tensor.detach().cpu().contiguous().reshape(-1)
+    dense = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    dense.copy_(tensor.detach().reshape(-1))
     if dense.numel() == 0:
         return b""
     return bytes(dense.view(torch.uint8).tolist())
