@@ -90,7 +90,8 @@ def fully_shard(
     params = _make_params(collected)
     params += take_ties(collected)
     if params:
-        group = ParamGroup(data, mp_policy, device)
+        group = ParamGroup(data, mp_policy, device, offload_policy)
+        group.settings = settings
         group.shard(params)
         if smaller is not None:
             group.reshard_to(smaller)

@@ -25,6 +25,18 @@ class MeshAxis:
     rank: int
     pg: dist.ProcessGroup | None
 
+    @property
+    def is_real(self) -> bool:
+        """True if torch.distributed carries what is sent over it; tests join ranks otherwise."""
+        return isinstance(self.pg, dist.ProcessGroup)
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """Ranks of the axis, as the whole program counts them."""
+        if isinstance(self.pg, dist.ProcessGroup):
+            return dist.get_process_group_ranks(self.pg)
+        return list(range(self.size))
+
 
 ABSENT_AXIS = MeshAxis("", 1, 0, None)
 

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 
-REDUCTIONS_IN_FLIGHT = 2
-"""Reductions that may hold their buffers at a time; the oldest is finished first."""
-
 
 class _EndOfBackward:
     """The engine's callback. It lives exactly as long as the backward that it ends."""
@@ -159,11 +156,11 @@ class Runtime:
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""
         for group in unit.groups:
-            reduction = group.reduce(unit.settings, self._with_graph)
+            while len(self._reductions) >= group.settings.input_buffers:
+                self._complete(self._reductions.popleft())
+            reduction = group.reduce(self._with_graph)
             if reduction is None:
                 continue
-            while len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
-                self._complete(self._reductions.popleft())
             reduction.start()
             if not self.streams.async_op:
                 reduction.advance()

@@ -51,6 +51,8 @@ class Unit:
     def configure(self, **changes: Any) -> None:
         """Replace settings; a misspelt name is a TypeError."""
         self.settings = dataclasses.replace(self.settings, **changes)
+        for group in self.groups:
+            group.settings = self.settings
 
     def keeps_after_forward(self, with_grad: bool) -> bool:
         """True if parameters stay unsharded after a forward.

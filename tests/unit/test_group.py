@@ -557,7 +557,7 @@ def test_fp32_is_scaled_once_exactly() -> None:
     ranks.reduce()
     summed = torch.tensor(0.1) + torch.tensor(0.1) + torch.tensor(0.1)
     for group in ranks.groups:
-        assert local_of(group.params[0].sharded.grad).eq(summed * (1.0 / 3)).all()
+        assert local_of(group.params[0].sharded.grad).eq(summed / 3).all()
 
 
 # --- what users do between steps ------------------------------------------------------------------
