@@ -25,7 +25,6 @@ missing stamp of the rank itself, and is not checked.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +77,7 @@ class Operation:
     numel: int
     dtype: torch.dtype
     stamp: int
-    wire: Wire
+    wire: weakref.ref[Wire]
     reduction: Any = None
 
 
@@ -86,17 +85,17 @@ class Agreement:
     """What the ranks of one process group did, and what they expect of each other."""
 
     def __init__(self) -> None:
-        self._names: list[Callable[[], str]] = []
+        self.names: list[str] = []
         self._operations: dict[int, Operation] = {}
         self._predicted: dict[tuple[int, ...], int] = {}
         self._recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
         self.is_silent = False
         self.broken: str | None = None
 
-    def number(self, name: Callable[[], str]) -> int:
-        """Return the number of a group's next operation. Ranks must ask in the same order."""
-        self._names.append(name)
-        return len(self._names) % (1 << STAMP_BITS)
+    def number(self, name: str) -> int:
+        """Return the number of a new operation. Ranks must ask in the same order."""
+        self.names.append(name)
+        return len(self.names) % (1 << STAMP_BITS)
 
     def know(self, operation: Operation) -> None:
         """Learn how an operation travels; again if its group's plan changed."""
@@ -160,7 +159,7 @@ class Agreement:
 
     @staticmethod
     def _issue(expected: Operation, sent: Tensor, axis: MeshAxis) -> Tensor:
-        wire, output = expected.wire, sent
+        wire, output = expected.wire() or Wire(), sent
         if expected.kind == "gather":
             output, sent = wire.stage(sent, axis)
             work = wire.all_gather(output, sent, axis, True)
@@ -190,20 +189,22 @@ class Agreement:
             others[axis.rank] = number
             if axis.size == 2:
                 both = max(abs(value) for value in total)
-                code = [abs(v) == both if bit else v != 0 for v, bit in zip(total, own, strict=True)]
+                code = [
+                    abs(v) == both if bit else v != 0 for v, bit in zip(total, own, strict=True)
+                ]
                 others[1 - axis.rank] = number_of(code)
             self._break(number, others, axis)
 
     def describe(self, number: int | None) -> str:
         if number is None:
             return "something else"
-        if not 0 < number <= len(self._names):
-            return f"operation {number}"
-        return self._names[number - 1]()
+        return self.names[number - 1] if 0 < number <= len(self.names) else f"operation {number}"
 
     def _break(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
         ranks = axis.global_ranks
-        did = "; ".join(f"rank {r}: {self.describe(n)}" for r, n in zip(ranks, numbers, strict=True))
+        did = "; ".join(
+            f"rank {r}: {self.describe(n)}" for r, n in zip(ranks, numbers, strict=True)
+        )
         self.broken = (
             f"{self.describe(number)}: ranks issued different collectives ({did}). Every rank must "
             "run the same units in the same order. Pass conditional=True to fully_shard for a unit "
@@ -223,17 +224,23 @@ class Agreement:
 class Stamp:
     """The number of one operation of one group, and the check of those that came back."""
 
-    def __init__(self, axis: MeshAxis, kind: str, name: Callable[[], str]) -> None:
+    def __init__(self, axis: MeshAxis, kind: str, fqn: str) -> None:
         self.axis = axis
         self.kind = kind
         self._agreement = agreement_of(axis)
-        self.number = self._agreement.number(lambda: f"{name()} ({NAMES[kind]})")
+        self.number = self._agreement.number("")
         self.code = code_of(self.number)
+        self.rename(fqn)
+
+    def rename(self, fqn: str) -> None:
+        """Let errors say the name that the unit has in its tree."""
+        self._agreement.names[self.number - 1] = f"{fqn or '<root>'} ({NAMES[self.kind]})"
 
     def know(
         self, wire: Wire, numel: int, dtype: torch.dtype, start: int, reduction: Any = None
     ) -> None:
-        operation = Operation(self.number, self.kind, numel, dtype, start, wire, reduction)
+        sender = weakref.ref(wire)
+        operation = Operation(self.number, self.kind, numel, dtype, start, sender, reduction)
         self._agreement.know(operation)
 
     def before(self) -> None:
@@ -254,6 +261,11 @@ class Stamp:
 
     def forget_recent(self) -> None:
         self._agreement.forget_recent()
+
+    @property
+    def broken(self) -> str | None:
+        """Why nothing can be sent any more; None if all is well."""
+        return self._agreement.broken
 
     def lost(self, error: Exception) -> StateError:
         """Return the error for a collective that failed."""

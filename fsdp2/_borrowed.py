@@ -82,9 +82,7 @@ class _GatherShard(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         param, data, wire, settings = ctx.call
         layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype)
-        scale = GradientScale.choose(
-            data.size, grad.dtype, settings.divide_by, settings.only_sums
-        )
+        scale = GradientScale.choose(data.size, grad.dtype, settings.divide_by, settings.only_sums)
         packed = wire.allocate((layout.size, layout.numel), grad.dtype, grad.device)
         behind = _packing.tail([True], (), layout, grad.dtype, grad.device)
         _packing.pack_gradients([grad], layout, behind, packed)

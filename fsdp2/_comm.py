@@ -199,9 +199,7 @@ class Wire:
     def stage(self, sent: torch.Tensor, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output ``[W * C]`` of an all-gather, and ``sent`` where it has to lie."""
         numel = sent.numel()
-        output = self.gather.allocate(
-            (axis.size * numel,), dtype=sent.dtype, device=sent.device
-        )
+        output = self.gather.allocate((axis.size * numel,), dtype=sent.dtype, device=sent.device)
         if self.gathers_in_place:
             sent = output.narrow(0, axis.rank * numel, numel).copy_(sent)
         return output, sent

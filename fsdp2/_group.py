@@ -14,6 +14,7 @@ and the unsharded parameters stay if dtypes allow, because a recorded graph may 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _events, _packing, _torch
 from fsdp2._adoption import Source, StandIn, look, own_rows, own_sources, source_of
-from fsdp2._borrowed import whole_tensor
 from fsdp2._agreement import Stamp
+from fsdp2._borrowed import whole_tensor
 from fsdp2._comm import Wire
 from fsdp2._errors import StateError
 from fsdp2._events import Clock
@@ -95,7 +96,7 @@ class ParamGroup:
         axis = data.shard
         if self.device.type != "cpu" or axis.size == 1 or not axis.is_real:
             return None
-        return Stamp(axis, kind, self._name)
+        return Stamp(axis, kind, self.fqn)
 
     def restamp_reductions(self, data: DataMesh) -> None:
         """Number the group's reductions over the axes of ``data``."""
@@ -103,12 +104,29 @@ class ParamGroup:
         if self.device.type == "cpu":
             for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
                 if axis.size > 1 and axis.is_real:
-                    stamps.append(Stamp(axis, kind, self._name))
+                    stamps.append(Stamp(axis, kind, self.fqn))
         self.reducer.stamps = tuple(stamps)
         self.reducer.invalidate()
 
-    def _name(self) -> str:
-        return f"{self.clock.phase} of {self.fqn or '<root>'}"
+    def separate_reductions(self, enable: bool) -> None:
+        """Reduce over a process group of its own, or over that of the gathers. Collective."""
+        data = self.data
+        pg = data.shard.separate_group() if enable and data.shard.size > 1 else None
+        self.wire.scatter_group = pg
+        shard = data.shard if pg is None else dataclasses.replace(data.shard, pg=pg)
+        self.restamp_reductions(dataclasses.replace(data, shard=shard))
+
+    def rename(self, fqn: str) -> None:
+        """Take the name that the unit has in its tree."""
+        self.fqn = fqn
+        for stamp in self.stamps:
+            stamp.rename(fqn)
+
+    @property
+    def stamps(self) -> list[Stamp]:
+        """Everything that the group numbers."""
+        stamps = [self._stamp, self._smaller_stamp, *self.reducer.stamps]
+        return [stamp for stamp in stamps if stamp is not None]
 
     # Planning and adoption.
 
@@ -349,9 +367,7 @@ class ParamGroup:
                 site.module._parameters[site.name] = form
         if self._stand_ins and state is UNSHARDED:
             for item in self._stand_ins:
-                whole = whole_tensor(
-                    item.tensor, item.param, self.data, self.wire, self.settings
-                )
+                whole = whole_tensor(item.tensor, item.param, self.data, self.wire, self.settings)
                 item.site.put(whole)
             self._placed, self._stand_ins = self._stand_ins, []
 
@@ -424,9 +440,7 @@ class ParamGroup:
         layout, waiting = self._waiting.layout, self._waiting
         waiting.flat.untyped_storage().resize_(layout.shard_nbytes)
         with torch.no_grad():
-            for param, item, shard in zip(
-                self.params, layout.items, waiting.shards, strict=False
-            ):
+            for param, item, shard in zip(self.params, layout.items, waiting.shards, strict=False):
                 whole: Tensor = param.unsharded.detach()  # type: ignore[union-attr]  # planned
                 if isinstance(whole, DTensor):
                     whole = _torch.local_tensor(whole)

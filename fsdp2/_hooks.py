@@ -44,6 +44,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2 import _torch
+from fsdp2._errors import StateError
 from fsdp2._runtime import Runtime, attach
 from fsdp2._tree import map_tensors, visit_tensors
 from fsdp2._unit import Unit
@@ -77,8 +78,8 @@ class Call:
         self._active = True
         unit.active_calls += 1
         runtime.calls.append(self)
-        unit.unshard()
-        unit.wait_for_unshard()
+        unit.unshard_for_backward()
+        unit.wait_for_backward()
         runtime.prefetch_backward(unit, self.previous)
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> None:
@@ -138,6 +139,12 @@ def pre_forward(
     runtime = unit.runtime
     if runtime is None:
         runtime = attach(unit, unit_of)
+    if not unit.is_governed_now:
+        raise StateError(
+            f"{unit.fqn}: is conditional, and was called outside of {unit.governor.fqn or '<root>'}, "  # type: ignore[union-attr]  # it has one
+            "which gathers its parameters. Call it from that module's forward, or apply "
+            "fully_shard to it without conditional."
+        )
     if runtime.is_recomputing:
         unit.inspect()
         unit.unshard()
@@ -148,7 +155,8 @@ def pre_forward(
         unit.inspect()
         unit.unshard()
         unit.wait_for_unshard()
-        runtime.prefetch_forward(unit)
+        if unit.governor is None:
+            runtime.prefetch_forward(unit)
     call = Call(unit, runtime) if torch.is_grad_enabled() and unit.groups else None
     unit.calls.append(call)
     policy = unit.policy
@@ -270,7 +278,7 @@ def register_hooks(unit: Unit) -> None:
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(hooks.after, prepend=False)
         module.register_load_state_dict_post_hook(unit.adopt_if_idle)
-    holders = {site.module for group in unit.groups for p in group.params for site in p.sites}
+    holders = {site.module for group in unit.own_groups for p in group.params for site in p.sites}
     for module in holders.union(unit.modules):
         module.register_state_dict_pre_hook(unit.reshard_if_idle)
         module.register_load_state_dict_pre_hook(unit.reshard_if_idle)

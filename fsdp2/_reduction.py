@@ -174,9 +174,7 @@ class Reducer:
         members = self.plan().members
         return any(p.unsharded is not None and p.unsharded.grad is not None for p in members)
 
-    def reduce(
-        self, settings: Settings, streams: Streams, with_graph: bool
-    ) -> Reduction | None:
+    def reduce(self, settings: Settings, streams: Streams, with_graph: bool) -> Reduction | None:
         """Pack the local gradients; return the reduction to start, or None while sync is off.
 
         ``with_graph``: this backward creates a graph.
@@ -238,9 +236,7 @@ class Reducer:
         buffer = self._buffer
         if buffer is None or not buffer.is_free:
             plan, rank = self.plan(), self._data.shard.rank
-            buffer = GradientBuffer(
-                plan.layout, plan.members, rank, self._home, pinned=self.pinned
-            )
+            buffer = GradientBuffer(plan.layout, plan.members, rank, self._home, pinned=self.pinned)
             self._buffer = buffer
         buffer.is_filling = True
         return buffer

@@ -116,9 +116,7 @@ class ShardBuffer:
             to_cast, sent = self._views
         kept = flat
         if to_cast is not None:
-            kept = sent = torch.empty(
-                self._wire_numel, dtype=layout.wire_dtype, device=flat.device
-            )
+            kept = sent = torch.empty(self._wire_numel, dtype=layout.wire_dtype, device=flat.device)
             sent.copy_(to_cast)
         elif sent is None:
             kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)

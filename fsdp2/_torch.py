@@ -171,12 +171,10 @@ class SymmetricMemory:
 
         self._module: Any = symmetric
         self._group = group
-        symmetric.set_backend(backend)
+        self._module.set_backend(backend)
         dist.barrier(group=group)  # the communicator must exist before the first rendezvous
 
-    def empty(
-        self, size: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with torch.cuda.use_mem_pool(self._module.get_mem_pool(device)):
             return torch.empty(size, dtype=dtype, device=device)
 

@@ -129,7 +129,9 @@ class LoopbackComm(Sender):
         assert output.numel() == axis.size * sent.numel()
         return self._join("all_gather", axis, output, sent, async_op)
 
-    def reduce_scatter(self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool) -> Any:
+    def reduce_scatter(
+        self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
+    ) -> Any:
         assert sent.numel() == axis.size * output.numel()
         return self._join("reduce_scatter", axis, output, sent, async_op, op)
 
