@@ -141,7 +141,7 @@ def pre_forward(
         runtime = attach(unit, unit_of)
     if not unit.is_governed_now:
         raise StateError(
-            f"{unit.fqn}: is conditional, and was called outside of {unit.governor.fqn or '<root>'}, "  # type: ignore[union-attr]  # it has one
+            f"{unit.fqn}: is conditional, and was called outside of the module above it, "
             "which gathers its parameters. Call it from that module's forward, or apply "
             "fully_shard to it without conditional."
         )
