@@ -1,9 +1,9 @@
 """The wire: allocation and the three collectives, as objects that can be swapped.
 
-Owns what is sent, not when. ``Comm``, ``AllGather`` and ``ReduceScatter`` are what users implement;
-``Wire`` is what a group calls: one of each, and the sum over replicas. A test swaps the ``Wire`` for
-one that joins several ranks in a process. Gradient scaling is a pure function here, because it
-depends on what the wire can carry.
+Owns what is sent, not when. ``Comm``, ``AllGather`` and ``ReduceScatter`` are what users
+implement; ``Wire`` is what a group calls: one of each, and the sum over replicas. A test swaps the
+``Wire`` for one that joins several ranks in a process. Gradient scaling is a pure function here,
+because it depends on what the wire can carry.
 """
 
 from __future__ import annotations
