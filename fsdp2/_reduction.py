@@ -167,10 +167,8 @@ class Reducer:
         return self.partial is not None
 
     @property
-    def has_gradients(self) -> bool:
-        """True if there is something to reduce that a backward left."""
-        if self.accumulated is not None:
-            return True
+    def has_local_gradients(self) -> bool:
+        """True if a backward left gradients on the unsharded parameters."""
         members = self.plan().members
         return any(p.unsharded is not None and p.unsharded.grad is not None for p in members)
 

@@ -214,7 +214,11 @@ class Runtime:
         A rank on which none of its parameters was used reduces zeros: others may have gradients.
         """
         return any(
-            (unit.open_calls > 0 and group.settings.reduce_grads) or group.reducer.has_gradients
+            group.reducer.has_local_gradients
+            or (
+                group.settings.reduce_grads
+                and (unit.open_calls > 0 or group.reducer.accumulated is not None)
+            )
             for group in unit.groups
         )
 
