@@ -139,7 +139,7 @@ def pre_forward(
     runtime = unit.runtime
     if runtime is None:
         runtime = attach(unit, unit_of)
-    if not unit.is_governed_now:
+    if unit.governor is not None and not unit.is_governed_now:
         raise StateError(
             f"{unit.fqn}: is conditional, and was called outside of the module above it, "
             "which gathers its parameters. Call it from that module's forward, or apply "
