@@ -225,7 +225,7 @@ class Reducer:
                     grad = local_gradient(grad, param) if isinstance(grad, DTensor) else grad
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
-                if plan.dtypes_differ:
+                if grad.dtype is not plan.grad_dtype:
                     grad = grad.to(plan.grad_dtype)
             grads.append(grad)
         for param in plan.members:
