@@ -53,7 +53,7 @@ def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> Par
     """Place a parameter over the shard axis of ``data`` along ``dim`` (None replicates it).
 
     Raises:
-        ConfigError: a tensor-parallel mesh that does not share a root with the data mesh.
+        ConfigError: a tensor-parallel mesh whose axes cannot stand beside those of the data mesh.
     """
     split: Placement = Replicate() if dim is None else Shard(dim)
     replicated: tuple[Placement, ...] = (Replicate(),) * (data.mesh.ndim - 1)
@@ -117,21 +117,20 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
 
 def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the data axes followed by the tensor-parallel axes."""
-    root = _torch.root_mesh(tensor_parallel)
-    if root != _torch.root_mesh(data) or root == tensor_parallel:
-        raise ConfigError(
-            f"{fqn}: expected a DTensor on a mesh whose root also holds the data-parallel axes, "
-            f"found the mesh {tensor_parallel} and the data mesh {data}. Slice both from one "
-            "init_device_mesh(...) call."
-        )
     names, own = data.mesh_dim_names, tensor_parallel.mesh_dim_names
     if names is None or own is None:
         raise ConfigError(
             f"{fqn}: expected names on the data-parallel and the tensor-parallel mesh, found "
             f"{names} and {own}. Pass mesh_dim_names to init_device_mesh."
         )
-    joined: DeviceMesh = root[tuple(names) + tuple(own)]
-    return joined
+    try:
+        return _torch.join_meshes(data, tensor_parallel)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{fqn}: expected a DTensor on a mesh beside the data-parallel axes, found the mesh "
+            f"{tensor_parallel} and the data mesh {data}, which cannot be joined ({error}). Slice "
+            "both from one init_device_mesh(...) call."
+        ) from error
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
