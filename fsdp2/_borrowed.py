@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing
 from fsdp2._comm import Comm, GradientScale
@@ -26,29 +25,21 @@ def whole_tensor(stand_in: Tensor, param: FSDPParam, data: DataMesh, comm: Comm)
     """Return the unsharded form of a tensor that is registered in the place of ``param``.
 
     Args:
-        stand_in: a DTensor placed as the parameter is, or a plain tensor of its whole shape.
+        stand_in: a tensor that lies as the sharded parameter does, or as the unsharded one.
 
     Raises:
         UnsupportedError: anything else.
     """
     placement = param.placement
-    if isinstance(stand_in, DTensor):
-        fits = (
-            placement.tensor_parallel is None
-            and stand_in.device_mesh == placement.mesh
-            and tuple(stand_in.placements) == placement.placements
-            and tuple(stand_in.shape) == placement.global_shape
-        )
-        if fits:
-            local = stand_in.to_local()
-            whole: Tensor = _GatherShard.apply(local, param, data, comm)  # type: ignore[no-untyped-call]  # torch's own
-            return whole.to(param.compute_dtype)
-    elif tuple(stand_in.shape) == placement.global_shape and placement.tensor_parallel is None:
+    if placement.is_sharded(stand_in):
+        local = stand_in.to_local()
+        whole: Tensor = _GatherShard.apply(local, param, data, comm)  # type: ignore[no-untyped-call]  # torch's own
+        return placement.wrap_unsharded(whole.to(param.compute_dtype))
+    if placement.is_unsharded(stand_in):
         return stand_in.to(param.compute_dtype)
     raise UnsupportedError(
         f"{param.fqn}: a {type(stand_in).__name__} of shape {tuple(stand_in.shape)} stands in for "
-        f"it. Pass a DTensor of shape {placement.global_shape} with placements "
-        f"{placement.placements}, or a plain tensor of the whole shape."
+        f"it. Pass a tensor {placement.describe()}."
     )
 
 

@@ -7,6 +7,7 @@ know groups, states or collectives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,48 @@ class ParamPlacement:
             return None
         return _torch.make_spec(
             spec.mesh, spec.placements, self.global_shape, self.global_stride, dtype
+        )
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies as the sharded parameter does."""
+        return self._lies(tensor, self.mesh, self.placements)
+
+    def is_unsharded(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies as the unsharded parameter does: whole over the data axes."""
+        spec = self.tensor_parallel
+        if spec is None:
+            return not isinstance(tensor, DTensor) and tuple(tensor.shape) == self.global_shape
+        return self._lies(tensor, spec.mesh, spec.placements)
+
+    def _lies(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> bool:
+        return (
+            isinstance(tensor, DTensor)
+            and tensor.device_mesh == mesh
+            and tuple(tensor.placements) == tuple(placements)
+            and tuple(tensor.shape) == self.global_shape
+        )
+
+    def wrap_unsharded(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the unsharded tensor around its local part, differentiably."""
+        spec = self.tensor_parallel
+        if spec is None:
+            return local
+        shape, stride = torch.Size(self.global_shape), self.global_stride
+        return DTensor.from_local(
+            local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def describe(self) -> str:
+        """Say, for a message, which tensors can take the parameter's place."""
+        spec = self.tensor_parallel
+        whole = "a plain one with the whole tensor"
+        if spec is not None:
+            whole = f"a DTensor with placements {spec.placements} on {spec.mesh}"
+        return (
+            f"of shape {self.global_shape}: {whole}, or a DTensor with placements "
+            f"{self.placements} on {self.mesh}"
         )
 
 
