@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing
 from fsdp2._comm import Comm, GradientScale
@@ -31,7 +32,7 @@ def whole_tensor(stand_in: Tensor, param: FSDPParam, data: DataMesh, comm: Comm)
         UnsupportedError: anything else.
     """
     placement = param.placement
-    if placement.is_sharded(stand_in):
+    if isinstance(stand_in, DTensor) and placement.is_sharded(stand_in):
         local = stand_in.to_local()
         whole: Tensor = _GatherShard.apply(local, param, data, comm)  # type: ignore[no-untyped-call]  # torch's own
         return placement.wrap_unsharded(whole.to(param.compute_dtype))

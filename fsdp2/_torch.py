@@ -83,8 +83,8 @@ def shards_dim(placement: Placement, dim: int) -> bool:
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the axes of ``outer``, then those of ``inner``, with their groups.
 
-    Public slicing of the root keeps the root's order of axes, knows neither flattened nor unflattened
-    axes on every version, and needs the root: DTensor's caches hand out an *equal* mesh, which may
+    Public slicing of the root keeps the root's order of axes, knows no unflattened axes, and
+    needs the root: DTensor's caches hand out an *equal* mesh, which may
     be a slice of another root.
 
     Raises:

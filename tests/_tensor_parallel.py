@@ -1,4 +1,4 @@
-"""Training side by side: a model that is tensor-parallel inside and sharded outside, and a plain one.
+"""Training side by side: a plain model, and one tensor-parallel inside and sharded outside.
 
 Everything here runs on a rank. Models are in double precision, so that a wrong number cannot hide
 behind the order of sums.
@@ -44,7 +44,7 @@ def mesh_of(**axes: int) -> DeviceMesh:
 
 
 class Twin:
-    """A sharded tensor-parallel model, and an unsharded copy that is trained on the global batch."""
+    """A sharded tensor-parallel model, and a plain copy that is trained on the global batch."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ def distribute_as(**placements: Sequence[Placement]) -> Callable[[nn.Module, Dev
 
 
 def whole_inside(param: Tensor) -> Tensor:
-    """Return a parameter's whole value, differentiably, while its module runs; a plain one as is."""
+    """Return a parameter's whole value, differentiably; a plain one as it is."""
     if not isinstance(param, DTensor):
         return param
     return param.redistribute(placements=[Replicate()] * param.device_mesh.ndim).to_local()

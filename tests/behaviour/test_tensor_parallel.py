@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -87,7 +87,7 @@ def test_a_hidden_size_that_no_axis_divides(
 )
 @ranks(4)
 def test_a_transformer_with_sequence_parallel(axes: Axes) -> None:
-    """A whole plan, with norms whose gradients arrive as partial sums, on sharded and hybrid meshes."""
+    """A whole plan, with norms whose gradients are partial sums, on sharded and hybrid meshes."""
     mesh = mesh_of(**axes)
     for choice in (None, True, False):
         model = Transformer(blocks=1 if choice is None else 2)
@@ -401,9 +401,7 @@ def test_mixed_precision_is_torchs(reduce_dtype: torch.dtype | None) -> None:
         torch.manual_seed(0)
         model = Transformer().float()
         sequence_parallel(model, mesh["tensor"])
-        policy = library.MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
-        )
+        policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
         for module in (*model.blocks, model):
             library.fully_shard(module, mesh=mesh["data"], mp_policy=policy)
         models.append((model, torch.optim.SGD(model.parameters(), lr=0.5)))
@@ -475,7 +473,7 @@ def test_an_assigned_tensor_parallel_parameter_is_sharded() -> None:
 
 @ranks(4)
 def test_an_assigned_parameter_in_another_placement_is_refused() -> None:
-    """What cannot be meant, a shard of one axis without its mesh, is an error that says what fits."""
+    """A plain tensor is no shard of a tensor axis; every rank says so, and what would fit."""
     twin = Twin(Deep(13), mesh_of(**SHARDED), distribute_as(enter=[Shard(0)], leave=[Shard(1)]))
     rows = twin.model.enter.to_local().shape[0]
     twin.model.enter = nn.Parameter(torch.randn(2 * rows, WIDTH, dtype=torch.float64))
@@ -485,7 +483,7 @@ def test_an_assigned_parameter_in_another_placement_is_refused() -> None:
 
 @ranks(4)
 def test_parameters_of_a_functional_call() -> None:
-    """Shards passed to functional_call are gathered, and their gradients reduced, as the module's."""
+    """Shards given to functional_call are gathered, and gradients reduced, as the module's own."""
     twin = Twin(Transformer(blocks=1), mesh_of(**SHARDED), sequence_parallel, batch=tokens)
     batch, call = tokens(), torch.func.functional_call
     scaled, expected = (

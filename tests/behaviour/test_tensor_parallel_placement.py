@@ -1,4 +1,4 @@
-"""Promise: sharding a tensor-parallel parameter splits its shards, and full_tensor() undoes both."""
+"""Promise: a tensor-parallel parameter is split again, and full_tensor() undoes both."""
 
 from __future__ import annotations
 
@@ -154,9 +154,11 @@ def eight(rank: int) -> None:
 @pytest.mark.parametrize("global_rank", [0, 3, 6])
 @ranks(1, with_process_group=False)
 def test_shards_and_specs_are_torchs(names: tuple[str, ...], global_rank: int) -> None:
-    """Names, placements, meshes, shapes, strides and local shapes are those of torch's fully_shard."""
+    """Names, specs (placements, mesh, shape, stride) and local shapes are those of torch's."""
     eight(global_rank)
-    sizes = {"replicate": 2, "data": 2, "tensor": 2} if len(names) == 2 else {"data": 4, "tensor": 2}
+    sizes = (
+        {"replicate": 2, "data": 2, "tensor": 2} if len(names) == 2 else {"data": 4, "tensor": 2}
+    )
     mesh, found = mesh_of(**sizes), []
     for library in (fsdp2, torch_fsdp):
         model = Transformer()
