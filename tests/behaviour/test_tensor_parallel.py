@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
+from fsdp2._mesh import DataMesh
 from tests._parity import assert_same, assert_same_gradients, assert_same_parameters, whole
 from tests._pool import ranks
 from tests._tensor_parallel import (
@@ -112,6 +114,18 @@ def test_resharding_to_fewer_ranks_after_forward() -> None:
     loss.backward()
     twin.optimizers[0].zero_grad()
     twin.train()
+
+
+@ranks(4)
+def test_the_smaller_meshes_of_two_slices_are_apart() -> None:
+    """Slices of the mesh split their data axis at the same time, into groups of their own."""
+    mesh = mesh_of(data=2, tensor=2)
+    for size, neighbours in ((1, []), (2, [mesh.get_local_rank("tensor") + 2 * n for n in (0, 1)])):
+        smaller = DataMesh.of(mesh["data"]).split(size)
+        value = torch.tensor(float(dist.get_rank()))
+        dist.all_reduce(value, group=smaller.shard.pg)
+        assert smaller.shard.size == size
+        assert value == (sum(neighbours) if neighbours else dist.get_rank())
 
 
 @ranks(4)
