@@ -87,20 +87,14 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
     """
     placement = param.placement
     if isinstance(new, nn.Parameter):
-        if (
-            isinstance(new, DTensor)
-            and new.device_mesh == placement.mesh
-            and tuple(new.placements) == placement.placements
-            and tuple(new.shape) == placement.global_shape
-        ):
+        if placement.is_sharded(new):
             return _torch.local_tensor(new), new
-        if not isinstance(new, DTensor) and tuple(new.shape) == placement.layout.shape:
+        if placement.is_unsharded(new):
             return own_rows(param, new, rank), None
     found = "nothing" if new is None else f"{type(new).__name__} of shape {tuple(new.shape)}"
     if isinstance(new, DTensor):
         found += f" with placements {new.placements} on {new.device_mesh}"
     raise StateError(
         f"{param.fqn}: was replaced by {found}, which this module cannot shard. Register an "
-        f"nn.Parameter with the whole tensor, of shape {placement.layout.shape}, or a DTensor "
-        f"of shape {placement.global_shape} with placements {placement.placements}."
+        f"nn.Parameter {placement.describe()}."
     )

@@ -29,29 +29,21 @@ def whole_tensor(
     """Return the unsharded form of a tensor that is registered in the place of ``param``.
 
     Args:
-        stand_in: a DTensor placed as the parameter is, or a plain tensor of its whole shape.
+        stand_in: a tensor that lies as the sharded parameter does, or as the unsharded one.
 
     Raises:
         UnsupportedError: anything else.
     """
     placement = param.placement
-    if isinstance(stand_in, DTensor):
-        fits = (
-            placement.tensor_parallel is None
-            and stand_in.device_mesh == placement.mesh
-            and tuple(stand_in.placements) == placement.placements
-            and tuple(stand_in.shape) == placement.global_shape
-        )
-        if fits:
-            local = stand_in.to_local()
-            whole: Tensor = _GatherShard.apply(local, param, data, wire, settings)  # type: ignore[no-untyped-call]  # torch's own
-            return whole.to(param.compute_dtype)
-    elif tuple(stand_in.shape) == placement.global_shape and placement.tensor_parallel is None:
+    if isinstance(stand_in, DTensor) and placement.is_sharded(stand_in):
+        local = stand_in.to_local()
+        whole: Tensor = _GatherShard.apply(local, param, data, wire, settings)  # type: ignore[no-untyped-call]  # torch's own
+        return placement.wrap_unsharded(whole.to(param.compute_dtype))
+    if placement.is_unsharded(stand_in):
         return stand_in.to(param.compute_dtype)
     raise UnsupportedError(
         f"{param.fqn}: a {type(stand_in).__name__} of shape {tuple(stand_in.shape)} stands in for "
-        f"it. Pass a DTensor of shape {placement.global_shape} with placements "
-        f"{placement.placements}, or a plain tensor of the whole shape."
+        f"it. Pass a tensor {placement.describe()}."
     )
 
 

@@ -84,9 +84,17 @@ def shards_dim(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that ``mesh`` was sliced from (itself if it was not)."""
-    return mesh._get_root_mesh()
+def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the axes of ``outer``, then those of ``inner``, with their groups.
+
+    Public slicing of the root keeps the root's order of axes, knows no unflattened axes, and
+    needs the root: DTensor's caches hand out an *equal* mesh, which may
+    be a slice of another root.
+
+    Raises:
+        RuntimeError: the meshes share an axis, or are not over the same ranks.
+    """
+    return DeviceMesh._concatenate([outer, inner])
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
