@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _packing
+from fsdp2 import _packing, _torch
 from fsdp2._comm import Comm, GradientScale
 from fsdp2._errors import UnsupportedError
 from fsdp2._layout import GatherItem, GatherLayout, ReduceLayout
@@ -44,12 +44,28 @@ def whole_tensor(stand_in: Tensor, param: FSDPParam, data: DataMesh, comm: Comm)
             whole: Tensor = _GatherShard.apply(local, param, data, comm)  # type: ignore[no-untyped-call]  # torch's own
             return whole.to(param.compute_dtype)
     elif tuple(stand_in.shape) == placement.global_shape and placement.tensor_parallel is None:
-        return stand_in.to(param.compute_dtype)
+        if _torch.is_under_transforms():
+            _check_transformed(stand_in, param)
+        return stand_in if stand_in.dtype == param.compute_dtype else stand_in.to(param.compute_dtype)
     raise UnsupportedError(
         f"{param.fqn}: a {type(stand_in).__name__} of shape {tuple(stand_in.shape)} stands in for "
         f"it. Pass a DTensor of shape {placement.global_shape} with placements "
         f"{placement.placements}, or a plain tensor of the whole shape."
     )
+
+
+def _check_transformed(stand_in: Tensor, param: FSDPParam) -> None:
+    """Raise UnsupportedError if a torch.func transform would lose track of a stand-in."""
+    if any(isinstance(layer, DTensor) for layer in _torch.layers_of(stand_in)):
+        raise UnsupportedError(
+            f"{param.fqn}: a DTensor stands in for it inside a torch.func transform, and DTensors "
+            "know nothing of transforms. Pass whole tensors (full_tensor()), or call backward()."
+        )
+    if stand_in.dtype != param.compute_dtype:
+        raise UnsupportedError(
+            f"{param.fqn}: a {stand_in.dtype} tensor stands in for it inside a torch.func "
+            f"transform, where none is cast. Pass it as {param.compute_dtype}."
+        )
 
 
 class _GatherShard(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch.nn as nn
 from fsdp2 import _torch
 from fsdp2._checks import check_flag
 from fsdp2._errors import ConfigError
-from fsdp2._hooks import forward_raised, unit_of
+from fsdp2._hooks import call_compiled, forward_raised, unit_of
 from fsdp2._unit import Unit
 
 COMPOSABLE_NAME = "fully_shard"
@@ -56,12 +56,15 @@ class FSDPModule(nn.Module):
             return object.__new__(cls)
         return cls.__mro__[2](*args, **kwargs)
 
+    @_torch.never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(self)
         if unit is None:  # an empty instance, see __new__
             return super().__call__(*args, **kwargs)
         depth = len(unit.calls)
         try:
+            if self._compiled_call_impl is not None:
+                return call_compiled(unit, self, args, kwargs)
             return super().__call__(*args, **kwargs)
         except BaseException:
             forward_raised(unit, depth)

@@ -38,6 +38,7 @@ class Unit:
         self.calls: list[Call | None] = []
         self.active_calls = 0
         self.open_calls = 0
+        self.is_called_outside = False  # around the compiled call, see _hooks
 
     @property
     def is_root(self) -> bool:
