@@ -46,7 +46,8 @@ def whole_tensor(stand_in: Tensor, param: FSDPParam, data: DataMesh, comm: Comm)
     elif tuple(stand_in.shape) == placement.global_shape and placement.tensor_parallel is None:
         if _torch.is_under_transforms():
             _check_transformed(stand_in, param)
-        return stand_in if stand_in.dtype == param.compute_dtype else stand_in.to(param.compute_dtype)
+        dtype = param.compute_dtype
+        return stand_in if stand_in.dtype == dtype else stand_in.to(dtype)
     raise UnsupportedError(
         f"{param.fqn}: a {type(stand_in).__name__} of shape {tuple(stand_in.shape)} stands in for "
         f"it. Pass a DTensor of shape {placement.global_shape} with placements "

@@ -35,11 +35,11 @@ Calls are counted, not followed by their lifetime: garbage is collected at other
 ranks, and the order of collectives may depend only on what all ranks share.
 
 [Note: compiled modules]
-Nothing here is ever compiled: collectives, streams and freed storages have no place in a graph of
-ours yet. A compiler that meets a unit inside what it traces breaks its graph there and compiles the
-unit's forward on its own. ``module.compile()`` compiles what runs the module's hooks; so a unit runs
-its hooks around that, and the registered ones, which the compiler traces, return at once. A module
-of the same unit inside the compiled one needs no hooks: its parameters came with the others.
+Nothing here is ever compiled: collectives, streams and freed storages have no place in a graph.
+A compiler that meets a unit inside what it traces breaks its graph there and compiles the unit's
+forward on its own. ``module.compile()`` compiles what runs the module's hooks; so a unit runs ours
+around that, and the registered ones, which the compiler traces, return at once. A module of the
+same unit inside the compiled one needs no hooks: its parameters came with the others.
 """
 
 from __future__ import annotations
@@ -67,13 +67,21 @@ def unit_of(module: nn.Module) -> Unit | None:
 class Call:
     """One recorded forward of a unit, from its marks to its backward. Autograd's graph owns it."""
 
-    __slots__ = ("__weakref__", "_active", "_done_in", "has_gradient", "previous", "runtime", "unit")
+    __slots__ = (
+        "__weakref__",
+        "_active",
+        "_done_in",
+        "has_gradient",
+        "previous",
+        "runtime",
+        "unit",
+    )
 
     def __init__(self, unit: Unit, runtime: Runtime) -> None:
         self.unit = unit
         self.runtime = runtime
         self.previous: Unit | None = None
-        self.has_gradient = False
+        self.marked = False
         self._active = False
         self._done_in = 0
 
@@ -131,7 +139,7 @@ class Call:
     def mark_input(self, tensor: Tensor, cast: Tensor) -> Tensor:
         """Put a node between the caller's tensor and the module, with post-backward on it."""
         if cast is tensor:
-            cast = tensor.view_as(tensor)
+            cast = _torch.unseen_view(tensor)
         if cast.grad_fn is not None:
             cast.grad_fn.register_prehook(self.post_backward)
         return cast
@@ -140,12 +148,12 @@ class Call:
         """Put pre-backward on what made the outputs; return True if any has a gradient."""
         mark = self._mark_layers if _torch.is_under_transforms() else self._mark
         visit_tensors(mark, output)
-        return self.has_gradient
+        return self.marked
 
     def _mark(self, tensor: Tensor) -> None:
         """Put pre-backward on what made a tensor."""
         if tensor.requires_grad:
-            self.has_gradient = True
+            self.marked = True
             base = _torch.base_of(tensor)
             for made in (tensor,) if base is None else (tensor, base):
                 if made.grad_fn is not None:

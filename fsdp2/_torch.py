@@ -5,7 +5,8 @@ Tried on torch 2.11.0 and 2.13.0. Nothing here knows what a unit or a group is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -223,24 +224,38 @@ def run_aside(function: Callable[..., None], *args: Any) -> None:
     gathered, and its policy must count the same operations as in forward. Other dispatch modes
     (``CommDebugMode``) go on seeing everything.
     """
-    modes = [torch._C._get_dispatch_stack_at(i) for i in range(_count_modes())]
-    others = [mode for mode in modes if not isinstance(mode, _CHECKPOINT_MODES)]
-    if len(others) == len(modes):
-        others = modes
-    _exchange_modes(modes, others)
-    try:
+    with _unseen():
         if _transforms_are_active():
             with torch._C._DisableFuncTorch():
                 function(*args)
         else:
             function(*args)
+
+
+def unseen_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the whole tensor that selective checkpointing does not count."""
+    if _count_modes() == 0:
+        return tensor.view_as(tensor)
+    with _unseen():
+        return tensor.view_as(tensor)
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Take the modes of selective checkpointing off the stack of dispatch modes for a while."""
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(_count_modes())]
+    others = [mode for mode in modes if not isinstance(mode, _CHECKPOINT_MODES)]
+    if len(others) == len(modes):
+        yield
+        return
+    _exchange_modes(modes, others)
+    try:
+        yield
     finally:
         _exchange_modes(others, modes)
 
 
 def _exchange_modes(old: Sequence[Any], new: Sequence[Any]) -> None:
-    if old is new:
-        return
     for _ in old:
         torch._C._pop_torch_dispatch_stack(None)
     for mode in new:
