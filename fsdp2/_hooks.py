@@ -67,15 +67,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 class Call:
     """One recorded forward of a unit, from its marks to its backward. Autograd's graph owns it."""
 
-    __slots__ = (
-        "__weakref__",
-        "_active",
-        "_done_in",
-        "has_gradient",
-        "previous",
-        "runtime",
-        "unit",
-    )
+    __slots__ = ("__weakref__", "_active", "_done_in", "marked", "previous", "runtime", "unit")
 
     def __init__(self, unit: Unit, runtime: Runtime) -> None:
         self.unit = unit
