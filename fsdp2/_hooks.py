@@ -44,6 +44,7 @@ same unit inside the compiled one needs no hooks: its parameters came with the o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -272,13 +273,17 @@ def forward_raised(unit: Unit, depth: int) -> None:
 
 @_torch.never_traced
 def call_compiled(
-    unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    unit: Unit,
+    module: nn.Module,
+    compiled: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Run a module on which ``compile()`` was called. See [Note: compiled modules]."""
     args, kwargs = pre_forward(unit, args, kwargs)
     unit.is_called_outside = True
     try:
-        output = module._compiled_call_impl(*args, **kwargs)  # type: ignore[misc]  # it is not None
+        output = compiled(*args, **kwargs)
     finally:
         unit.is_called_outside = False
     return post_forward(unit, module, output)

@@ -63,8 +63,9 @@ class FSDPModule(nn.Module):
             return super().__call__(*args, **kwargs)
         depth = len(unit.calls)
         try:
-            if self._compiled_call_impl is not None:
-                return call_compiled(unit, self, args, kwargs)
+            compiled = _torch.compiled_call(self)
+            if compiled is not None:
+                return call_compiled(unit, self, compiled, args, kwargs)
             return super().__call__(*args, **kwargs)
         except BaseException:
             forward_raised(unit, depth)

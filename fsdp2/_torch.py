@@ -292,6 +292,12 @@ def eager_unless_inlined(function: Function) -> Function:
     return function
 
 
+@never_traced
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what ``module.compile()`` made, which runs the module's hooks and forward."""
+    return module._compiled_call_impl
+
+
 def _skip_frames(function: Callable[..., Any], with_callees: bool) -> None:
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
