@@ -292,18 +292,18 @@ def eager_unless_inlined(function: Function) -> Function:
     return function
 
 
-@never_traced
-def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what ``module.compile()`` made, which runs the module's hooks and forward."""
-    return module._compiled_call_impl
-
-
 def _skip_frames(function: Callable[..., Any], with_callees: bool) -> None:
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
     callees = skip if with_callees else frames._FrameAction.DEFAULT
     code = function.__code__
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, callees))
+
+
+@never_traced
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what ``module.compile()`` made, which runs the module's hooks and forward."""
+    return module._compiled_call_impl
 
 
 # Observation and composition.
