@@ -1,21 +1,34 @@
 """Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it."""
 
 from fsdp2._api import fully_shard, register_fsdp_forward_method
+from fsdp2._comm import AllGather, Comm, ReduceScatter
+from fsdp2._control import share_comm_ctx
 from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
 from fsdp2._module import FSDPModule, UnshardHandle
-from fsdp2._policy import MixedPrecisionPolicy, OffloadPolicy
+from fsdp2._policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 __all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
+    "Comm",
     "ConfigError",
+    "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReduceScatter",
     "StateError",
     "UnshardHandle",
     "UnsupportedError",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 __version__ = "0.1.0"

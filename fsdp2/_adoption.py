@@ -35,6 +35,7 @@ class Findings:
     """What differs from what the group registered."""
 
     toggled: list[FSDPParam] = field(default_factory=list)
+    cast: list[FSDPParam] = field(default_factory=list)
     replaced: dict[FSDPParam, Tensor | None] = field(default_factory=dict)
     stand_ins: list[StandIn] = field(default_factory=list)
 
@@ -49,6 +50,8 @@ def look(params: Iterable[FSDPParam]) -> Findings:
             unsharded is not None and unsharded.requires_grad is not trainable
         ):
             findings.toggled.append(param)
+        if unsharded is not None and unsharded.dtype is not param.unsharded_dtype:
+            findings.cast.append(param)
         if _torch.local_tensor(sharded) is not param.local:
             findings.replaced[param] = sharded
         for site in param.sites:

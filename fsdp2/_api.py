@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement
 
 from fsdp2 import _torch
 from fsdp2._checks import (
+    check_flag,
     check_ignored,
     check_method,
     check_modules,
@@ -44,6 +45,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
+    conditional: bool = False,
 ) -> M:
     """Shard the parameters of a module, in place, over the data-parallel ranks.
 
@@ -64,6 +66,9 @@ def fully_shard(
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: where shards are kept.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
+        conditional: some ranks may skip this module, or units below it, in a forward. The nearest
+            unit above that is not conditional then gathers its parameters and reduces its gradients
+            together with its own, on every rank.
 
     Returns:
         ``module`` itself.
@@ -85,16 +90,17 @@ def fully_shard(
     if smaller is None and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
-    unit = Unit(tuple(modules), mp_policy, settings)
+    unit = Unit(tuple(modules), mp_policy, settings, check_flag("conditional", conditional))
     device = data.device
     params = _make_params(collected)
     params += take_ties(collected)
     if params:
-        group = ParamGroup(data, mp_policy, device)
+        group = ParamGroup(data, mp_policy, device, offload_policy)
+        group.settings = settings
         group.shard(params)
         if smaller is not None:
             group.reshard_to(smaller)
-        unit.groups.append(group)
+        unit.own_groups.append(group)
     for buffer_site in collected.buffers:
         buffer_site.move_to(device)
     for target in modules:

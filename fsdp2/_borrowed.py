@@ -14,15 +14,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing, _torch
-from fsdp2._comm import Comm, GradientScale
+from fsdp2._comm import GradientScale, Wire
 from fsdp2._errors import UnsupportedError
 from fsdp2._layout import GatherItem, GatherLayout, ReduceLayout
 from fsdp2._mesh import DataMesh
 from fsdp2._param import FSDPParam
+from fsdp2._policy import Settings
 from fsdp2._shards import ShardBuffer
 
 
-def whole_tensor(stand_in: Tensor, param: FSDPParam, data: DataMesh, comm: Comm) -> Tensor:
+def whole_tensor(
+    stand_in: Tensor, param: FSDPParam, data: DataMesh, wire: Wire, settings: Settings
+) -> Tensor:
     """Return the unsharded form of a tensor that is registered in the place of ``param``.
 
     Args:
@@ -41,7 +44,7 @@ def whole_tensor(stand_in: Tensor, param: FSDPParam, data: DataMesh, comm: Comm)
         )
         if fits:
             local = stand_in.to_local()
-            whole: Tensor = _GatherShard.apply(local, param, data, comm)  # type: ignore[no-untyped-call]  # torch's own
+            whole: Tensor = _GatherShard.apply(local, param, data, wire, settings)  # type: ignore[no-untyped-call]  # torch's own
             return whole.to(param.compute_dtype)
     elif tuple(stand_in.shape) == placement.global_shape and placement.tensor_parallel is None:
         if _torch.is_under_transforms():
@@ -73,35 +76,40 @@ class _GatherShard(torch.autograd.Function):
     """All-gather of one shard; its backward is the mean reduction over data-parallel ranks."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, param: FSDPParam, data: DataMesh, comm: Comm) -> Tensor:
-        ctx.call = (param, data, comm)
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        param: FSDPParam,
+        data: DataMesh,
+        wire: Wire,
+        settings: Settings,
+    ) -> Tensor:
+        ctx.call = (param, data, wire, settings)
         item = GatherItem(param.placement.layout, local.dtype, local.dtype)
         layout = GatherLayout.plan([item], data.shard.size)
         buffer = ShardBuffer(layout, data.shard, local.device)
         buffer.shards[0].copy_(local)
-        (gathered, send), work = buffer.gather(comm, async_op=True)
-        if work is not None:
-            work.wait()
+        gathered, send = buffer.gather(wire, async_op=False).buffers
         full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
         _packing.unpack(gathered, send, layout, _packing.gather_targets(full, layout))
         return _packing.full_tensors(full, layout)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        param, data, comm = ctx.call
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        param, data, wire, settings = ctx.call
         layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype)
-        scale = GradientScale.mean(data.size, grad.dtype)
-        packed = comm.allocate((layout.size, layout.numel), grad.dtype, grad.device)
-        counts = _packing.participation([True], layout, grad.dtype, grad.device)
-        _packing.pack_gradients([grad], layout, counts, packed)
+        scale = GradientScale.choose(data.size, grad.dtype, settings.divide_by, settings.only_sums)
+        packed = wire.allocate((layout.size, layout.numel), grad.dtype, grad.device)
+        behind = _packing.tail([True], (), layout, grad.dtype, grad.device)
+        _packing.pack_gradients([grad], layout, behind, packed)
         packed.mul_(scale.before)
         reduced = packed.view(-1)
         if data.shard.size > 1:
-            reduced = comm.allocate((layout.numel,), grad.dtype, grad.device)
-            comm.reduce_scatter(reduced, packed.view(-1), data.shard, async_op=False)
+            reduced = wire.allocate((layout.numel,), grad.dtype, grad.device)
+            wire.reduce_scatter(reduced, packed.view(-1), scale.op, data.shard, async_op=False)
         if data.replicate.size > 1:
-            comm.all_reduce(reduced, data.replicate, async_op=False)
+            wire.all_reduce(reduced, scale.op, data.replicate, async_op=False)
         reduced.mul_(scale.after)
         local = _packing.gradient_view(reduced, layout, 0, data.shard.rank)
-        return local.contiguous(), None, None, None
+        return local.contiguous(), None, None, None, None

@@ -147,3 +147,18 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"expected {name} to be a bool, found {value!r}.")
     return value
+
+
+def check_count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"expected {name} to be an int of at least 1, found {value!r}.")
+    return value
+
+
+def check_comm(name: str, comm: object) -> None:
+    """Accept anything with the two methods: the classes are there to document them."""
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise ConfigError(
+            f"{name}: expected an object with allocate(size, dtype=, device=) that can be called, "
+            f"found {type(comm).__name__}. Derive it from fsdp2.AllGather or fsdp2.ReduceScatter."
+        )

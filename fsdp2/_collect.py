@@ -126,7 +126,7 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
     inside = {module for top in modules for module in top.modules()}
     for unit in _units_below(modules):
         own: set[nn.Module] | None = None
-        for group in unit.groups:
+        for group in unit.own_groups:
             for param in group.params:
                 places = param.places + collected.shared.get(param, [])
                 places += [site.module for site in collected.tied.get(param, [])]

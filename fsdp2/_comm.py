@@ -1,72 +1,260 @@
-"""The wire: allocation and the three collectives, as one object that can be swapped.
+"""The wire: allocation and the three collectives, as objects that can be swapped.
 
-Owns what is sent, not when. A test swaps ``Comm`` for one that joins several ranks in a process.
-Gradient scaling is a pure function here, because it depends on what the wire can carry.
+Owns what is sent, not when. ``Comm``, ``AllGather`` and ``ReduceScatter`` are what users
+implement; ``Wire`` is what a group calls: one of each, and the sum over replicas. A test swaps the
+``Wire`` for one that joins several ranks in a process. Gradient scaling is a pure function here,
+because it depends on what the wire can carry.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp2 import _torch
+from fsdp2._errors import ConfigError, UnsupportedError
 from fsdp2._mesh import MeshAxis
 
 
-class Comm:
-    """Collectives of torch.distributed on the axis' process group."""
+class Comm(ABC):
+    """A collective and the memory that it works on.
+
+    Source: the interface of the same name in torch 2.13 (``torch.distributed.fsdp``).
+    """
+
+    @abstractmethod
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return an uninitialised buffer of ``size`` elements for the collective.
+
+        It may be the same one each time: a group asks again only when it has done with the last.
+        """
+
+
+class AllGather(Comm):
+    """What ``set_custom_all_gather`` takes."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` ``[W * C]`` with every rank's ``input_tensor`` ``[C]``.
+
+        ``input_tensor`` is this rank's slice of ``output_tensor``. With ``async_op`` the result is
+        a ``Work``, or None if all is done.
+        """
+
+
+class ReduceScatter(Comm):
+    """What ``set_custom_reduce_scatter`` takes."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` ``[S]`` with this rank's part of all ``input_tensor`` ``[W * S]``.
+
+        ``op`` says how parts are joined: ``AVG``, or ``SUM`` where the group scales by hand. With
+        ``async_op`` the result is a ``Work``, or None if all is done.
+        """
+
+
+class DefaultAllGather(AllGather):
+    """torch.distributed's, on memory of torch's allocator."""
 
     def allocate(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return an uninitialised buffer for a collective."""
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        work: dist.Work | None = _torch.all_gather_single(
+            output_tensor, input_tensor, group, async_op
+        )
+        return work
+
+
+class DefaultReduceScatter(ReduceScatter):
+    """torch.distributed's, on memory of torch's allocator."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        work: dist.Work | None = _torch.reduce_scatter_single(
+            output_tensor, input_tensor, op, group, async_op
+        )
+        return work
+
+
+class GroupMemory:
+    """Mixed into a collective: buffers come from the process group's own allocator, if any."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        flat = _torch.allocate_from_group(self._group, math.prod(size), dtype, device)
+        return torch.empty(size, dtype=dtype, device=device) if flat is None else flat.view(*size)
+
+
+class GroupMemoryAllGather(GroupMemory, DefaultAllGather):
+    """torch.distributed's all-gather, on the process group's memory."""
+
+
+class GroupMemoryReduceScatter(GroupMemory, DefaultReduceScatter):
+    """torch.distributed's reduce-scatter, on the process group's memory."""
+
+
+class SymmetricMemoryAllGather(DefaultAllGather):
+    """torch.distributed's all-gather into symmetric memory, which NCCL gathers by copy engine."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        found = dist.get_backend(group)
+        if backend != "NCCL":
+            raise ConfigError(
+                f"set_symm_mem_for_comm: expected backend to be 'NCCL', found {backend!r}."
+            )
+        if found != "nccl":
+            raise UnsupportedError(
+                f"set_symm_mem_for_comm: the process group's backend is {found!r}, which has no "
+                "symmetric memory. Use it on GPUs with the NCCL backend only."
+            )
+        self._memory = _torch.SymmetricMemory(group, backend)
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return self._memory.empty(size, dtype, device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._memory.rendezvous(output_tensor)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class Wire:
+    """What one group sends over."""
+
+    def __init__(self) -> None:
+        self.gather: AllGather = DefaultAllGather()
+        self.scatter: ReduceScatter = DefaultReduceScatter()
+        self.scatter_group: dist.ProcessGroup | None = None
+
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a buffer of a reduction."""
+        return self.scatter.allocate(shape, dtype=dtype, device=device)
+
+    @property
+    def is_custom(self) -> bool:
+        """True if a collective of the user's is set."""
+        ours = (DefaultAllGather, DefaultReduceScatter)
+        return not (isinstance(self.gather, ours[0]) and isinstance(self.scatter, ours[1]))
+
+    def stage(self, sent: torch.Tensor, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output ``[W * C]`` of an all-gather, and ``sent`` where it has to lie.
+
+        For a swapped all-gather that is its slice of the output, as torch's interface has it.
+        """
+        numel, gather = sent.numel(), self.gather
+        if type(gather) is DefaultAllGather:
+            return torch.empty(axis.size * numel, dtype=sent.dtype, device=sent.device), sent
+        output = gather.allocate((axis.size * numel,), dtype=sent.dtype, device=sent.device)
+        return output, output.narrow(0, axis.rank * numel, numel).copy_(sent)
 
     def all_gather(
         self, output: torch.Tensor, sent: torch.Tensor, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:
         """Fill ``output`` ``[W * C]`` with every rank's ``sent`` ``[C]``, in rank order."""
-        work: dist.Work | None = _torch.all_gather_single(output, sent, axis.pg, async_op)
-        return work
+        assert axis.pg is not None
+        return self.gather(output, sent, axis.pg, async_op)
 
     def reduce_scatter(
-        self, output: torch.Tensor, sent: torch.Tensor, axis: MeshAxis, async_op: bool
+        self, output: torch.Tensor, sent: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:
-        """Fill ``output`` ``[S]`` with the sum of this rank's part of all ``sent`` ``[W * S]``."""
-        work: dist.Work | None = _torch.reduce_scatter_single(
-            output, sent, dist.ReduceOp.SUM, axis.pg, async_op
-        )
-        return work
+        """Fill ``output`` ``[S]`` with this rank's part of all ``sent`` ``[W * S]``, joined."""
+        group = self.scatter_group or axis.pg
+        assert group is not None
+        return self.scatter(output, sent, group, op, async_op)
 
-    def all_reduce(self, tensor: torch.Tensor, axis: MeshAxis, async_op: bool) -> dist.Work | None:
-        """Replace ``tensor`` by its sum over the axis."""
-        work: dist.Work | None = dist.all_reduce(
-            tensor, dist.ReduceOp.SUM, group=axis.pg, async_op=async_op
-        )
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
+    ) -> dist.Work | None:
+        """Replace ``tensor`` by what all ranks of the axis hold, joined."""
+        work: dist.Work | None = dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)
         return work
 
 
 @dataclass(frozen=True)
 class GradientScale:
-    """Factors by which gradients are multiplied before and after the sum over ranks."""
+    """How gradients are joined: factors before and after it, and the operation of the wire."""
 
     before: float
     after: float
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 
     @staticmethod
-    def mean(ranks: int, dtype: torch.dtype) -> GradientScale:
-        """Average over ``ranks``. fp16 divides in two steps of about the square root each.
+    def choose(
+        ranks: int,
+        dtype: torch.dtype,
+        divide_by: float | None = None,
+        only_sums: bool = False,
+    ) -> GradientScale:
+        """Divide the sum over ``ranks`` by ``divide_by``; None means their number (the mean).
 
-        fp16 ends at 65504: a sum before the division could overflow, a division before the sum
-        underflow. Wider exponents (bf16, fp32) divide once, after the sum, on the shard alone.
+        fp16 divides in two steps of about the square root each: it ends at 65504, so a sum before
+        the division could overflow, a division before the sum underflow. Wider exponents divide
+        once: in the collective, if it is a mean and ``only_sums`` is not asked for, else after the
+        sum, on the shard alone.
 
         Source: the rule of torch's FSDP and DDP communication hooks.
         """
-        if dtype != torch.float16:
-            return GradientScale(1.0, 1.0 / ranks)
-        before = 1
-        while ranks % before == 0 and ranks / before > before:
-            before *= 2
-        return GradientScale(1.0 / before, before / ranks)
+        factor = float(ranks) if divide_by is None else float(divide_by)
+        if dtype == torch.float16:
+            before = 1
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+            return GradientScale(1.0 / before, before / factor)
+        if divide_by is None and not only_sums and ranks > 1:
+            return GradientScale(1.0, 1.0, dist.ReduceOp.AVG)
+        return GradientScale(1.0, 1.0 / factor)

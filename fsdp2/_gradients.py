@@ -29,16 +29,25 @@ class GradientBuffer:
     """One flat buffer for each storage dtype, and a DTensor for each member of a reduce layout."""
 
     def __init__(
-        self, layout: ReduceLayout, params: Sequence[FSDPParam], rank: int, device: torch.device
+        self,
+        layout: ReduceLayout,
+        params: Sequence[FSDPParam],
+        rank: int,
+        device: torch.device,
+        *,
+        pinned: bool = False,
     ) -> None:
         self.is_filling = False
+        self._device = device
         self._flats: dict[torch.dtype, Tensor] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._grads: list[Tensor] = []
         for position, param in enumerate(params):
             dtype = param.storage_dtype
             if dtype not in self._flats:
-                self._flats[dtype] = torch.empty(layout.numel, dtype=dtype, device=device)
+                self._flats[dtype] = torch.empty(
+                    layout.numel, dtype=dtype, device=device, pin_memory=pinned
+                )
             local: Tensor | None
             view: Tensor | None
             local = view = _packing.gradient_view(self._flats[dtype], layout, position, rank)
@@ -46,9 +55,11 @@ class GradientBuffer:
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._copies.append((local, view))
             self._grads.append(_torch.new_dtensor(local, param.spec, like=param.local))
+        only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
+        self._stamps = None if only is None else only[layout.stamp_start :]
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
-        local = view = None  # or they would count as holders
+        local = view = only = None  # or they would count as holders
         self._held = self._references()
 
     def _references(self) -> list[int]:
@@ -66,16 +77,24 @@ class GradientBuffer:
         """True if nothing but this buffer refers to its memory. See [Note: reused gradients]."""
         return not self.is_filling and self._references() == self._held
 
-    def flat(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the buffer to reduce into, if every gradient is kept in ``dtype``."""
-        return self._flats.get(dtype) if len(self._flats) == 1 else None
+    def flat(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Return the buffer to reduce into, if every gradient is kept in ``dtype`` there."""
+        if len(self._flats) != 1 or device != self._device:
+            return None
+        return self._flats.get(dtype)
+
+    def stamps(self, reduced: Tensor, start: int) -> Tensor:
+        """View the stamps behind reduced values ``[numel]``, which may lie in this buffer."""
+        if self._stamps is not None and self._flats.get(reduced.dtype) is reduced:
+            return self._stamps
+        return reduced[start:]
 
     def fill(self, reduced: Tensor) -> list[Tensor]:
         """Take over reduced values ``[numel]``; return the members' gradients."""
         for flat in self._flats.values():
             if flat is not reduced:
                 narrows = reduced.is_complex() and not flat.is_complex()
-                flat.copy_(reduced.real if narrows else reduced)
+                flat.copy_(reduced.real if narrows else reduced, non_blocking=True)
         for local, view in self._copies:
             local.copy_(view)
         self.is_filling = False

@@ -14,6 +14,7 @@ and the unsharded parameters stay if dtypes allow, because a recorded graph may 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,15 +24,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _events, _packing, _torch
 from fsdp2._adoption import Source, StandIn, look, own_rows, own_sources, source_of
+from fsdp2._agreement import Stamp
 from fsdp2._borrowed import whole_tensor
-from fsdp2._comm import Comm
+from fsdp2._comm import Wire
 from fsdp2._errors import StateError
 from fsdp2._events import Clock
 from fsdp2._layout import GatherItem, GatherLayout
 from fsdp2._mesh import DataMesh
 from fsdp2._param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED, FSDPParam, StateMachine
 from fsdp2._placement import shrink
-from fsdp2._policy import MixedPrecisionPolicy, Settings
+from fsdp2._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
 from fsdp2._reduction import Reducer, Reduction
 from fsdp2._shards import ShardBuffer
 from fsdp2._streams import InFlight, Streams
@@ -40,17 +42,30 @@ from fsdp2._streams import InFlight, Streams
 class ParamGroup:
     """One frozen layout, one mesh, and the state that its parameters share."""
 
-    def __init__(self, data: DataMesh, policy: MixedPrecisionPolicy, device: torch.device) -> None:
+    def __init__(
+        self,
+        data: DataMesh,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+        offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
+    ) -> None:
         self.data = data
         self.policy = policy
         self.device = device
-        self.comm = Comm()
+        self.offload = offload
+        self.settings = Settings()
         self.streams = Streams()
         self.machine = StateMachine()
         self.clock = Clock()
         self.fqn = ""
         self.params: list[FSDPParam] = []
-        self.reducer = Reducer(self.params, data, device, policy.reduce_dtype)
+        self._is_away = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
+        home = torch.device("cpu") if self._is_away else device
+        self.reducer = Reducer(self.params, data, device, home, policy.reduce_dtype)
+        self.reducer.pinned = self._is_pinned
+        self._stamp = self._stamp_of(data, "gather")
+        self._smaller_stamp: Stamp | None = None
+        self.restamp_reductions(data)
         self._smaller: DataMesh | None = None
         self._home: ShardBuffer | None = None
         self._waiting: ShardBuffer | None = None
@@ -59,6 +74,59 @@ class ParamGroup:
         self._placed: list[StandIn] = []
         self._values: list[int] | None = None
         self._gathering: InFlight | None = None
+
+    @property
+    def wire(self) -> Wire:
+        """What the group sends over."""
+        return self.reducer.wire
+
+    @wire.setter
+    def wire(self, wire: Wire) -> None:
+        self.reducer.wire = wire
+        self.reducer.invalidate()
+
+    @property
+    def _is_pinned(self) -> bool:
+        """True if shards and gradients are kept in pinned host memory."""
+        wanted = isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+        return self._is_away and wanted
+
+    def _stamp_of(self, data: DataMesh, kind: str) -> Stamp | None:
+        """Return a stamp for what the group gathers over a shard axis; None if none is needed."""
+        axis = data.shard
+        if self.device.type != "cpu" or axis.size == 1 or not axis.is_real:
+            return None
+        return Stamp(axis, kind, self.fqn)
+
+    def restamp_reductions(self, data: DataMesh) -> None:
+        """Number the group's reductions over the axes of ``data``."""
+        stamps = []
+        if self.device.type == "cpu":
+            for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
+                if axis.size > 1 and axis.is_real:
+                    stamps.append(Stamp(axis, kind, self.fqn))
+        self.reducer.stamps = tuple(stamps)
+        self.reducer.invalidate()
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Reduce over a process group of its own, or over that of the gathers. Collective."""
+        data = self.data
+        pg = data.shard.separate_group() if enable and data.shard.size > 1 else None
+        self.wire.scatter_group = pg
+        shard = data.shard if pg is None else dataclasses.replace(data.shard, pg=pg)
+        self.restamp_reductions(dataclasses.replace(data, shard=shard))
+
+    def rename(self, fqn: str) -> None:
+        """Take the name that the unit has in its tree."""
+        self.fqn = fqn
+        for stamp in self.stamps:
+            stamp.rename(fqn)
+
+    @property
+    def stamps(self) -> list[Stamp]:
+        """Everything that the group numbers."""
+        stamps = [self._stamp, self._smaller_stamp, *self.reducer.stamps]
+        return [stamp for stamp in stamps if stamp is not None]
 
     # Planning and adoption.
 
@@ -73,7 +141,7 @@ class ParamGroup:
             if param.local is None:
                 rows = own_rows(param, param.sharded, self.data.shard.rank)
                 if rows.device.type != "meta":
-                    rows = rows.to(self.device)
+                    rows = rows.to("cpu" if self._is_away else self.device)
                 sources.append((rows, None))
             else:
                 sources.append((_torch.local_tensor(param.sharded), param.sharded))
@@ -96,6 +164,7 @@ class ParamGroup:
         if smaller is not self._smaller:
             self.reshard()
             self._smaller = smaller
+            self._smaller_stamp = None if smaller is None else self._stamp_of(smaller, "gather")
             self._plan(own_sources(self.params))
 
     @torch.inference_mode(False)
@@ -120,16 +189,26 @@ class ParamGroup:
         layout = self._layout()
         if self._home is None or not layout.has_full_of(self._home.layout):
             self._full = self._waiting = None
-        buffer = ShardBuffer(layout, self.data.shard, devices.pop())
+        device = devices.pop()
+        if self._is_away and device.type != "meta":
+            device = torch.device("cpu")
+        buffer = ShardBuffer(
+            layout,
+            self.data.shard,
+            device,
+            compute=self.device if self._is_away else None,
+            pinned=self._is_pinned and device.type == "cpu",
+            stamp=self._stamp if len(layout.items) > len(self.params) else None,
+        )
+        self._know(buffer)
         if self._full is not None:
             storage = self._full.untyped_storage()
             storage.resize_(layout.full_nbytes)  # views cannot be made of a freed storage
-            buffer.targets = _packing.gather_targets(self._full, layout)
+            buffer.bind(self._full)
             storage.resize_(0)
-        for index, (param, (source, registered)) in enumerate(
-            zip(self.params, sources, strict=True)
+        for param, (source, registered), local in zip(
+            self.params, sources, buffer.shards, strict=False
         ):
-            local = buffer.shards[index]
             local.copy_(source.detach())
             param.set_shard(local, registered)
         self._home = buffer
@@ -141,7 +220,26 @@ class ParamGroup:
             for param in self.params
         ]
         sizes = () if self._smaller is None else (self._smaller.shard.size,)
-        return GatherLayout.plan(items, self.data.shard.size, sizes)
+        return self._stamped(items, self.data.shard.size, sizes, self._stamp)
+
+    @staticmethod
+    def _stamped(
+        items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None
+    ) -> GatherLayout:
+        """Plan a layout with room for a stamp, if there is one, behind the parameters."""
+        layout = GatherLayout.plan(items, size, others)
+        if stamp is not None and layout.stamp_item is not None:
+            layout = GatherLayout.plan([*items, layout.stamp_item], size, others)
+        return layout
+
+    def _know(self, buffer: ShardBuffer) -> None:
+        """Tell the ranks' agreement how a buffer travels."""
+        layout, stamp = buffer.layout, buffer.stamp
+        if stamp is not None:
+            dtype = layout.items[-1].compute_dtype
+            start = layout.send_offsets[-1] // dtype.itemsize
+            numel = layout.gather_nbytes // dtype.itemsize
+            stamp.know(self.wire, numel, dtype, start)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -154,9 +252,9 @@ class ParamGroup:
         self._full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=self.device)
         for buffer in (self._home, self._waiting):
             if buffer is not None:
-                buffer.targets = _packing.gather_targets(self._full, buffer.layout)
+                buffer.bind(self._full)
         tensors = _packing.full_tensors(self._full, layout)
-        for param, tensor in zip(self.params, tensors, strict=True):
+        for param, tensor in zip(self.params, tensors, strict=False):
             param.set_unsharded(tensor)
         self._full.untyped_storage().resize_(0)
 
@@ -167,10 +265,13 @@ class ParamGroup:
             GatherItem(placement.layout, param.compute_dtype, param.compute_dtype)
             for placement, param in zip(placements, self.params, strict=True)
         ]
-        layout = GatherLayout.plan(items, smaller.shard.size, (self.data.shard.size,))
-        self._waiting = ShardBuffer(layout, smaller.shard, self.device, is_freed=True)
+        stamp = self._smaller_stamp
+        layout = self._stamped(items, smaller.shard.size, (self.data.shard.size,), stamp)
+        stamp = stamp if len(layout.items) > len(items) else None
+        self._waiting = ShardBuffer(layout, smaller.shard, self.device, is_freed=True, stamp=stamp)
+        self._know(self._waiting)
         for param, placement, local in zip(
-            self.params, placements, self._waiting.shards, strict=True
+            self.params, placements, self._waiting.shards, strict=False
         ):
             param.set_post_forward(local, placement)
         self._waiting.flat.untyped_storage().resize_(0)
@@ -187,6 +288,9 @@ class ParamGroup:
         self._stand_ins = findings.stand_ins
         if findings.toggled:
             self._toggle(findings.toggled)
+        if findings.cast:  # by the model's own forward: what is unsharded lies elsewhere now
+            self.reshard()
+            self._full = None
         if findings.replaced:
             self._adopt(findings.replaced)
 
@@ -266,7 +370,7 @@ class ParamGroup:
                 site.module._parameters[site.name] = form
         if self._stand_ins and state is UNSHARDED:
             for item in self._stand_ins:
-                whole = whole_tensor(item.tensor, item.param, self.data, self.comm)
+                whole = whole_tensor(item.tensor, item.param, self.data, self.wire, self.settings)
                 item.site.put(whole)
             self._placed, self._stand_ins = self._stand_ins, []
 
@@ -287,8 +391,10 @@ class ParamGroup:
         if _events.listeners:
             nbytes = source.axis.size * source.layout.gather_nbytes
             _events.emit("unshard", self.fqn, self.clock.phase, nbytes)
+        if source.stamp is not None:
+            source.stamp.before()
         self._gathering = self.streams.launch(
-            "gather", lambda: source.gather(self.comm, self.streams.async_op)
+            "gather", lambda: source.gather(self.wire, self.streams.async_op)
         )
 
     def wait_for_unshard(self) -> None:
@@ -304,7 +410,7 @@ class ParamGroup:
         self._gathering.wait()
         buffers, self._gathering = self._gathering.buffers, None
         self._full.untyped_storage().resize_(source.layout.full_nbytes)
-        _packing.unpack(buffers[0], buffers[1], source.layout, source.targets)
+        source.unpack(*buffers)
         self.streams.retire("gather", buffers)
         if source is self._waiting:
             source.flat.untyped_storage().resize_(0)
@@ -337,11 +443,12 @@ class ParamGroup:
         layout, waiting = self._waiting.layout, self._waiting
         waiting.flat.untyped_storage().resize_(layout.shard_nbytes)
         with torch.no_grad():
-            for param, item, shard in zip(self.params, layout.items, waiting.shards, strict=True):
+            for param, item, shard in zip(self.params, layout.items, waiting.shards, strict=False):
                 whole: Tensor = param.unsharded.detach()  # type: ignore[union-attr]  # planned
                 if isinstance(whole, DTensor):
                     whole = _torch.local_tensor(whole)
                 shard.copy_(_packing.shard_of(whole, item.shard, waiting.axis.rank))
+            waiting.write_stamp()
         self.streams.order_after_compute("gather")
         self.machine.move(SHARDED_POST_FORWARD, self.fqn)
         self._register(SHARDED_POST_FORWARD)
@@ -353,24 +460,28 @@ class ParamGroup:
         if _events.listeners:
             _events.emit("reshard", self.fqn, self.clock.phase, self._full.nbytes)
 
-    def reduce(self, settings: Settings, with_graph: bool) -> Reduction | None:
+    def reduce(self, with_graph: bool) -> Reduction | None:
         """Pack local gradients. Returns the reduction to start, or None while sync is off."""
-        reduction = self.reducer.reduce(settings, self.comm, self.streams, with_graph)
+        reduction = self.reducer.reduce(self.settings, self.streams, with_graph)
         if reduction is not None and _events.listeners:
             _events.emit("reduce", self.fqn, self.clock.phase, reduction.nbytes)
         return reduction
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
-        kept = ("data", "policy", "device", "fqn", "params")
+        kept = ("data", "policy", "device", "offload", "settings", "fqn", "params")
         state = {name: getattr(self, name) for name in kept}
         return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["data"], state["policy"], state["device"])  # type: ignore[misc]  # not a new object
-        self.fqn = state["fqn"]
+        self.__init__(  # type: ignore[misc]  # not a new object
+            state["data"], state["policy"], state["device"], state["offload"]
+        )
+        self.settings, self.fqn = state["settings"], state["fqn"]
         size = state["smaller"]
-        self._smaller = None if size is None else self.data.split(size)
+        if size is not None:
+            self._smaller = self.data.split(size)
+            self._smaller_stamp = self._stamp_of(self._smaller, "gather")
         self.params.extend(state["params"])
         for param in self.params:
             param.machine = self.machine

@@ -52,6 +52,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2 import _torch
+from fsdp2._errors import StateError
 from fsdp2._runtime import Runtime, attach
 from fsdp2._tree import map_tensors, visit_tensors
 from fsdp2._unit import Unit
@@ -94,8 +95,8 @@ class Call:
             self._gather()
 
     def _gather(self) -> None:
-        self.unit.unshard()
-        self.unit.wait_for_unshard()
+        self.unit.unshard_for_backward()
+        self.unit.wait_for_backward()
         self.runtime.prefetch_backward(self.unit, self.previous)
 
     @_torch.always_eager
@@ -162,13 +163,19 @@ def _enter(unit: Unit) -> None:
     runtime = unit.runtime
     if runtime is None:
         runtime = attach(unit, unit_of)
+    if unit.governor is not None and not unit.is_governed_now:
+        raise StateError(
+            f"{unit.fqn}: is conditional, and was called outside of the module above it, "
+            "which gathers its parameters. Call it from that module's forward, or apply "
+            "fully_shard to it without conditional."
+        )
     recomputing = runtime.is_recomputing
     if not recomputing and runtime.forward_root is None:
         runtime.begin_forward(unit)
     unit.inspect()
     unit.unshard()
     unit.wait_for_unshard()
-    if not recomputing:
+    if not recomputing and unit.governor is None:
         runtime.prefetch_forward(unit)
 
 
@@ -339,7 +346,7 @@ def register_hooks(unit: Unit) -> None:
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
         module.register_forward_hook(hooks.after, prepend=False)
         module.register_load_state_dict_post_hook(unit.adopt_if_idle)
-    holders = {site.module for group in unit.groups for p in group.params for site in p.sites}
+    holders = {site.module for group in unit.own_groups for p in group.params for site in p.sites}
     for module in holders.union(unit.modules):
         module.register_state_dict_pre_hook(unit.reshard_if_idle)
         module.register_load_state_dict_pre_hook(unit.reshard_if_idle)

@@ -23,6 +23,10 @@ import torch
 ALIGN_NBYTES = 16
 """Start of a dtype segment, and of every unsharded parameter, in its flat buffer."""
 
+STAMP_BITS = 16
+STAMP_NUMEL = 2 * STAMP_BITS
+"""Elements that say which operation a buffer belongs to: bits and their complements."""
+
 
 def align(nbytes: int, to: int = ALIGN_NBYTES) -> int:
     """Round up to a multiple of ``to``."""
@@ -219,6 +223,15 @@ class GatherLayout:
         """Wire elements of every piece in the gathered buffer's order."""
         return [self.piece_nbytes(index) // self.wire_dtype.itemsize for index in self.order]
 
+    @cached_property
+    def stamp_item(self) -> GatherItem | None:
+        """A piece of ``STAMP_NUMEL`` elements beside the widest sharded ones; None without any."""
+        if self.gather_nbytes == 0 or self.size == 1:
+            return None
+        first = self.items[self.order[0]]
+        shard = ShardLayout((self.size * STAMP_NUMEL,), (1,), 0, self.size)
+        return GatherItem(shard, first.storage_dtype, first.compute_dtype)
+
     def has_full_of(self, other: GatherLayout) -> bool:
         """True if unsharded parameters lie in the full buffer as they do in another layout's."""
         mine = [item.compute_dtype for item in self.items]
@@ -250,8 +263,9 @@ class ReduceLayout:
     """The reduce-scatter of a group: the same on every rank, whatever took part.
 
     The input is ``[W, numel]``, the output ``[numel]`` elements of ``dtype``. A parameter sharded
-    on ``dim`` travels with that dim first. A replicated one travels whole in each rank's row. The
-    last ``len(members)`` elements count, for each member, how many ranks had a gradient for it.
+    on ``dim`` travels with that dim first. A replicated one travels whole in each rank's row. Then
+    come ``len(members)`` elements that count, for each member, how many ranks had a gradient for
+    it, and a stamp for each process group that the buffer crosses.
     """
 
     size: int
@@ -259,11 +273,16 @@ class ReduceLayout:
     members: tuple[int, ...]
     shards: tuple[ShardLayout, ...]
     offsets: tuple[int, ...]
+    tail_start: int
     numel: int
 
     @staticmethod
     def plan(
-        members: Sequence[int], shards: Sequence[ShardLayout], size: int, dtype: torch.dtype
+        members: Sequence[int],
+        shards: Sequence[ShardLayout],
+        size: int,
+        dtype: torch.dtype,
+        stamps: int = 0,
     ) -> ReduceLayout:
         """Place the trainable parameters ``members`` (indices into the group) in one buffer."""
         offsets, end = [], 0
@@ -276,13 +295,14 @@ class ReduceLayout:
             members=tuple(members),
             shards=tuple(shards),
             offsets=tuple(offsets),
-            numel=end + len(members),
+            tail_start=end,
+            numel=end + len(members) + stamps * STAMP_NUMEL,
         )
 
     @property
-    def tail_start(self) -> int:
-        """Offset of the participation counts."""
-        return self.numel - len(self.members)
+    def stamp_start(self) -> int:
+        """Offset of the first stamp, behind the participation counts."""
+        return self.tail_start + len(self.members)
 
     @property
     def nbytes(self) -> int:

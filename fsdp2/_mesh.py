@@ -6,6 +6,7 @@ exists. It must not know parameters.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,40 @@ class MeshAxis:
     rank: int
     pg: dist.ProcessGroup | None
 
+    def separate_group(self) -> dist.ProcessGroup:
+        """Return one more process group over the same ranks, which axes over them share.
+
+        Collective over the axis, the first time.
+        """
+        assert self.pg is not None
+        group = _separate.get(self.pg)
+        if group is None:
+            made = dist.new_group(
+                self.global_ranks,
+                backend=dist.get_backend(self.pg),
+                use_local_synchronization=True,
+                group_desc=f"fsdp2 reductions over {self.name}",
+            )
+            assert made is not None
+            group = _separate[self.pg] = made
+        return group
+
+    @property
+    def is_real(self) -> bool:
+        """True if torch.distributed carries what is sent over it; tests join ranks otherwise."""
+        return isinstance(self.pg, dist.ProcessGroup)
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """Ranks of the axis, as the whole program counts them."""
+        if isinstance(self.pg, dist.ProcessGroup):
+            return dist.get_process_group_ranks(self.pg)
+        return list(range(self.size))
+
+
+_separate: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
 
 ABSENT_AXIS = MeshAxis("", 1, 0, None)
 

@@ -1,21 +1,21 @@
 """``FSDPModule``: what a module becomes, and the methods that users call on it.
 
-Owns the class swap, copies of sharded modules and the run-time control surface. It must not know
-how a call of ``fully_shard`` chose its parameters.
+Owns the class swap, copies of sharded modules, and unsharding by hand. It must not know how a call
+of ``fully_shard`` chose its parameters; the settings are in ``_control``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn as nn
 
 from fsdp2 import _torch
-from fsdp2._checks import check_flag
+from fsdp2._control import ControlSurface
 from fsdp2._errors import ConfigError
+from fsdp2._group import ParamGroup
 from fsdp2._hooks import call_compiled, forward_raised, unit_of
-from fsdp2._unit import Unit
 
 COMPOSABLE_NAME = "fully_shard"
 
@@ -43,7 +43,7 @@ def _rebuild(cls: type[nn.Module]) -> nn.Module:
     return instance
 
 
-class FSDPModule(nn.Module):
+class FSDPModule(ControlSurface, nn.Module):
     """What ``fully_shard`` adds to a module. ``isinstance(module, FSDPModule)`` tells."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ class FSDPModule(nn.Module):
         """
         if not args and not kwargs:
             return object.__new__(cls)
-        return cls.__mro__[2](*args, **kwargs)
+        return cls.__bases__[1](*args, **kwargs)
 
     @_torch.never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ class FSDPModule(nn.Module):
         reduced: Any = super().__reduce_ex__(protocol)
         state = dict(reduced[2])
         _torch.forget_composable_names(state)
-        return (_rebuild, (type(self).__mro__[2],), state, *reduced[3:])
+        return (_rebuild, (type(self).__bases__[1],), state, *reduced[3:])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
@@ -93,22 +93,8 @@ class FSDPModule(nn.Module):
         """
         super().zero_grad(set_to_none)
         for unit in self._units(recurse=True):
-            for group in unit.groups:
+            for group in unit.own_groups:
                 group.zero_grad(set_to_none)
-
-    def _unit(self) -> Unit:
-        unit = unit_of(self)
-        assert unit is not None
-        return unit
-
-    def _units(self, recurse: bool) -> list[Unit]:
-        if not recurse:
-            return [self._unit()]
-        return list(dict.fromkeys(u for m in self.modules() if (u := unit_of(m)) is not None))
-
-    def _configure(self, recurse: bool, **changes: Any) -> None:
-        for unit in self._units(recurse):
-            unit.configure(**changes)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters (not those of units below it).
@@ -121,16 +107,21 @@ class FSDPModule(nn.Module):
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
             unit.runtime.streams.order_after_compute("gather")
-        unit.inspect()
-        unit.unshard()
+        groups = unit.own_groups
+        for group in groups:
+            group.inspect()
+        for group in groups:
+            group.unshard()
         if async_op:
-            return UnshardHandle(unit)
-        unit.wait_for_unshard()
+            return UnshardHandle(groups)
+        for group in groups:
+            group.wait_for_unshard()
         return None
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters and register the sharded ones."""
-        self._unit().reshard()
+        for group in self._unit().own_groups:
+            group.reshard()
 
     def reset_iter_state(self) -> None:
         """Drop what an unfinished step left in the whole tree, now.
@@ -142,76 +133,19 @@ class FSDPModule(nn.Module):
         if unit.runtime is not None:
             unit.runtime.recover()
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last before the optimizer step.
-
-        After one that is not, reductions may still be in flight, and ``grad`` is not complete.
-        """
-        self._configure(True, is_last_backward=check_flag("is_last_backward", is_last_backward))
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Say whether backward reduces gradients. While it does not, they accumulate unsharded,
-        in the reduce dtype.
-        """
-        flag = check_flag("requires_gradient_sync", requires_gradient_sync)
-        self._configure(recurse, reduce_grads=flag, all_reduce_grads=flag)
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether backward all-reduces over the replicate axis. While it does not, reduced
-        shards accumulate, and ``grad`` is not set.
-        """
-        flag = check_flag("requires_all_reduce", requires_all_reduce)
-        self._configure(recurse, all_reduce_grads=flag)
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether parameters are freed after forward, from the next forward on."""
-        flag = check_flag("reshard_after_forward", reshard_after_forward)
-        for unit in self._units(recurse):
-            unit.configure(reshard_after_forward=flag)
-            for group in unit.groups:
-                group.reshard_to(None)
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Say whether parameters are freed after backward."""
-        flag = check_flag("reshard_after_backward", reshard_after_backward)
-        self._configure(recurse, reshard_after_backward=flag)
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these units when this one's forward begins, instead of the recorded next one."""
-        self._unit().forward_prefetch = _units_of(modules)
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these units when this one's backward begins, instead of the one before it."""
-        self._unit().backward_prefetch = _units_of(modules)
-
 
 class UnshardHandle:
     """An ``unshard(async_op=True)`` under way."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self._groups: Sequence[ParamGroup] = groups
 
     def wait(self) -> None:
         """Wait until the parameters are whole and registered.
 
         Does nothing the second time, or if the unit's forward or ``reshard()`` came before it.
         """
-        unit, self._unit = self._unit, None
-        if unit is not None:
-            unit.finish_unshard()
-
-
-def _units_of(modules: object) -> tuple[Unit, ...]:
-    units = []
-    for module in modules if isinstance(modules, Iterable) else [modules]:
-        if not isinstance(module, FSDPModule):
-            raise ConfigError(
-                f"expected a list of modules that fully_shard was applied to, found "
-                f"{type(module).__name__} in it."
-            )
-        units.append(module._unit())
-    return tuple(units)
+        groups, self._groups = self._groups, ()
+        for group in groups:
+            if group.is_gathering:
+                group.wait_for_unshard()

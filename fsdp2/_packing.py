@@ -124,33 +124,37 @@ def _unpack_strided(target: Tensor, pieces: Tensor, shard: ShardLayout) -> None:
 
 
 def pack_gradients(
-    grads: Sequence[Tensor | None], layout: ReduceLayout, counts: Tensor, out: Tensor
+    grads: Sequence[Tensor | None], layout: ReduceLayout, behind: Tensor, out: Tensor
 ) -> None:
-    """Write local gradients and the participation counts into ``out``, ``[W, numel]``.
+    """Write local gradients and what ``tail`` made into ``out``, ``[W, numel]``.
 
-    A gradient that is ``None`` counts as zero. Gradients and ``counts`` ``[W, P]`` have one dtype,
-    and are cast to that of ``out``.
+    A gradient that is ``None`` counts as zero. Gradients and ``behind`` have one dtype, and are
+    cast to that of ``out``.
     """
     columns = []
     for grad, shard in zip(grads, layout.shards, strict=True):
         if shard.piece_numel == 0:
             continue
         if grad is None:
-            grad = counts.new_zeros(()).expand(shard.shape)
+            grad = behind.new_zeros(()).expand(shard.shape)
         if shard.dim is None:
             grad = grad.reshape(1, -1).expand(layout.size, -1)
         elif shard.dim:
             grad = grad.movedim(shard.dim, 0)
         columns.append(grad)
-    columns.append(counts)
+    columns.append(behind)
     _torch.chunk_cat(columns, layout.size, out)
 
 
-def participation(
-    present: Sequence[bool], layout: ReduceLayout, dtype: torch.dtype, device: torch.device
+def tail(
+    present: Sequence[bool],
+    stamps: Sequence[float],
+    layout: ReduceLayout,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
-    """Return what a rank adds to the participation counts: ``[W, P]`` of 0 and 1."""
-    row = torch.tensor([float(flag) for flag in present], dtype=dtype, device=device)
+    """Return what a rank adds behind the gradients: ``[W, P + S]`` of 0 and 1."""
+    row = torch.tensor([*map(float, present), *stamps], dtype=dtype, device=device)
     return row.expand(layout.size, -1)
 
 

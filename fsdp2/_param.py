@@ -134,6 +134,7 @@ class FSDPParam:
         self.local: torch.Tensor | None = None
         self.spec = placement.sharded_spec(self.storage_dtype)
         self.unsharded: nn.Parameter | None = None
+        self.unsharded_dtype = original.dtype
         self.post_forward: nn.Parameter | None = None
 
     @property
@@ -181,6 +182,7 @@ class FSDPParam:
         whole = tensor if spec is None else _torch.new_dtensor(tensor, spec)
         pending = None if self.unsharded is None else self.unsharded.grad
         self.unsharded = self._parameter(whole, None)
+        self.unsharded_dtype = tensor.dtype
         if pending is not None:  # accumulated without sync before the plan changed
             self.unsharded.grad = pending.to(dtype=tensor.dtype, device=tensor.device)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp2._errors import ConfigError
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -40,11 +42,72 @@ class OffloadPolicy:
 
 
 @dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep shards, their gradients and so the optimizer's state in CPU memory.
+
+    A group's shards are copied to the device before each all-gather (the next unit's beside the
+    compute of this one), and its gradients back after each reduction, before backward returns.
+
+    Args:
+        pin_memory: keep them in pinned memory, where there is an accelerator, so that copies run
+            beside the compute.
+
+    On a CPU mesh everything is in CPU memory as it is, and nothing is copied.
+    Source: the meaning of the same class in ``torch.distributed.fsdp``.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Name the dims of a full mesh that data parallelism uses; see ``dp_mesh_dims``.
+
+    Args:
+        shard: the dim, or dims, over which parameters are sharded; several act as one, flattened.
+        replicate: the dim, or dims, over which they are replicated. Without ``shard`` this is plain
+            data parallelism (DDP).
+
+    Source: the meaning of the same class in ``torch.distributed.fsdp``.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise ConfigError(
+                "DataParallelMeshDims: found neither shard nor replicate dims. Name at least one."
+            )
+        both = set(self.shard_names) & set(self.replicate_names)
+        if both:
+            raise ConfigError(
+                f"DataParallelMeshDims: found {sorted(both)} in both shard and replicate."
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True)
 class Settings:
     """Run-time settings of one unit; ``FSDPModule.set_*`` replace it as a whole.
 
     ``reshard_after_forward`` is what the user said: ``None`` (True below the root, False at the
-    root), a bool, or the number of ranks to reshard to.
+    root), a bool, or the number of ranks to reshard to. The sum of gradients is divided by
+    ``divide_by`` (None: by the number of ranks). ``input_buffers`` reductions may hold their inputs
+    at a time.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -52,3 +115,8 @@ class Settings:
     reduce_grads: bool = True
     all_reduce_grads: bool = True
     is_last_backward: bool = True
+    unshard_in_backward: bool = True
+    divide_by: float | None = None
+    only_sums: bool = False
+    reduce_unused: bool = False
+    input_buffers: int = 2

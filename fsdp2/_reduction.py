@@ -11,26 +11,49 @@ that has every gradient itself need not look; on a device, looking costs a synch
 
 A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
 that compute runs between them. On a device they are enqueued at once and streams do the waiting.
+``wait`` delivers gradients that are kept in host memory: the host must have waited for the copy.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing
-from fsdp2._comm import Comm, GradientScale
+from fsdp2._agreement import Stamp
+from fsdp2._comm import GradientScale, Wire
 from fsdp2._errors import StateError, UnsupportedError
 from fsdp2._gradients import GradientBuffer, accumulate, local_gradient
-from fsdp2._layout import ReduceLayout
+from fsdp2._layout import STAMP_NUMEL, ReduceLayout
 from fsdp2._mesh import DataMesh
 from fsdp2._param import FSDPParam
 from fsdp2._policy import Settings
 from fsdp2._streams import InFlight, Launched, Streams
+
+AllReduceHook = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What depends on the dtypes of a group's parameters, and on which are trainable."""
+
+    layout: ReduceLayout
+    members: list[FSDPParam]
+    grad_dtype: torch.dtype
+    dtypes_differ: bool
+    codes: list[float]
+    complete: Tensor
+
+    @property
+    def accumulates_in_place(self) -> bool:
+        """True if autograd itself accumulates in the reduce dtype: nothing to do without sync."""
+        return self.grad_dtype == self.layout.dtype and not self.dtypes_differ
 
 
 class Reducer:
@@ -41,34 +64,38 @@ class Reducer:
         params: Sequence[FSDPParam],
         data: DataMesh,
         device: torch.device,
+        home: torch.device,
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self._params = params
         self._device = device
+        self._home = home
         self._data = data
         self._reduce_dtype = reduce_dtype
-        self._layout: ReduceLayout | None = None
-        self._members: list[FSDPParam] = []
-        self._grad_dtype = torch.float32
-        self._grad_dtypes_differ = False
-        self._all_present = torch.empty(0)
+        self._plan: Plan | None = None
+        self._scaled_for: tuple[Plan, Settings] | None = None
         self._buffer: GradientBuffer | None = None
+        self.wire = Wire()
+        self.stamps: tuple[Stamp, ...] = ()
+        self.pinned = False
+        self.hook: AllReduceHook | None = None
+        self.hook_stream: torch.Stream | None = None
         self.scale = GradientScale(1.0, 1.0)
+        self.joined_codes = torch.empty(0)
         self.accumulated: Tensor | None = None
         self.partial: Tensor | None = None
         self.is_waiting = False
 
     def invalidate(self) -> None:
-        """Forget the layout: dtypes, or the set of trainable parameters, changed."""
-        self._layout = None
+        """Forget the plan: dtypes, or the set of trainable parameters, changed."""
+        self._plan = None
 
     def forget(self, param: FSDPParam) -> None:
         """Drop the unreduced gradients of a parameter whose place another one takes."""
         if param.unsharded is not None:
             param.unsharded.grad = None
-        if self.accumulated is not None and param in self._members:
-            position = self._members.index(param)
-            layout = self.layout()
+        if self.accumulated is not None and param in self.plan().members:
+            layout, position = self.plan().layout, self.plan().members.index(param)
             start, numel = layout.offsets[position], layout.shards[position].piece_numel
             self.accumulated[:, start : start + numel] = 0
             self.accumulated[:, layout.tail_start + position] = 0
@@ -92,39 +119,51 @@ class Reducer:
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
-    def layout(self) -> ReduceLayout:
+    def plan(self) -> Plan:
         """Plan, or return the plan: constant over ranks and steps."""
-        if self._layout is None:
-            self._layout = self._plan()
-        return self._layout
+        if self._plan is None:
+            self._plan = self._make_plan()
+        return self._plan
 
     @torch.inference_mode(False)
-    def _plan(self) -> ReduceLayout:
+    def _make_plan(self) -> Plan:
         indices = [i for i, param in enumerate(self._params) if param.trainable]
-        self._members = [self._params[i] for i in indices]
-        dtypes = {param.compute_dtype for param in self._members} or {torch.float32}
+        members = [self._params[i] for i in indices]
+        dtypes = {param.compute_dtype for param in members} or {torch.float32}
         grad_dtype = functools.reduce(torch.promote_types, dtypes)
         dtype = self._reduce_dtype or grad_dtype
         if grad_dtype.is_complex:
             dtype = torch.promote_types(dtype, torch.complex64)
-        shards = [param.placement.layout for param in self._members]
-        layout = ReduceLayout.plan(indices, shards, self._data.shard.size, dtype)
-        self._grad_dtype, self._grad_dtypes_differ = grad_dtype, len(dtypes) > 1
-        self._all_present = _packing.participation(
-            [True] * len(indices), layout, grad_dtype, self._device
-        )
+        shards = [param.placement.layout for param in members]
+        size = self._data.shard.size
+        layout = ReduceLayout.plan(indices, shards, size, dtype, len(self.stamps))
+        codes = [value for stamp in self.stamps for value in stamp.code]
+        complete = _packing.tail([True] * len(indices), codes, layout, grad_dtype, self._device)
         self._buffer = None
         if self.accumulated is not None:
             self.accumulated = self.accumulated.to(dtype)
         if self.partial is not None:
             self.partial = self.partial.to(dtype)
-        self.scale = GradientScale.mean(self._data.size, dtype)
-        return layout
+        return Plan(layout, members, grad_dtype, len(dtypes) > 1, codes, complete)
 
-    @property
-    def _accumulates_in_place(self) -> bool:
-        """True if autograd itself accumulates in the reduce dtype: nothing to do without sync."""
-        return self._grad_dtype == self.layout().dtype and not self._grad_dtypes_differ
+    def _prepare(self, settings: Settings) -> Plan:
+        """Return the plan, with the scale that the settings ask for."""
+        plan = self.plan()
+        scaled = self._scaled_for
+        if scaled is None or scaled[0] is not plan or scaled[1] is not settings:
+            self._scaled_for = (plan, settings)
+            layout, data = plan.layout, self._data
+            self.scale = GradientScale.choose(
+                data.size, layout.dtype, settings.divide_by, settings.only_sums
+            )
+            joined = 1.0 if self.scale.op == ReduceOp.AVG else data.size * self.scale.before
+            self.joined_codes = torch.tensor(
+                [code * joined for code in plan.codes], dtype=layout.dtype, device=self._device
+            )
+            for position, stamp in enumerate(self.stamps):
+                start = layout.stamp_start + position * STAMP_NUMEL
+                stamp.know(self.wire, layout.numel, layout.dtype, start, self.scale.op)
+        return plan
 
     @property
     def has_partial(self) -> bool:
@@ -132,16 +171,12 @@ class Reducer:
         return self.partial is not None
 
     @property
-    def has_gradients(self) -> bool:
-        """True if there is something to reduce that a backward left."""
-        if self.accumulated is not None:
-            return True
-        self.layout()
-        return any(p.unsharded is not None and p.unsharded.grad is not None for p in self._members)
+    def has_local_gradients(self) -> bool:
+        """True if a backward left gradients on the unsharded parameters."""
+        members = self.plan().members
+        return any(p.unsharded is not None and p.unsharded.grad is not None for p in members)
 
-    def reduce(
-        self, settings: Settings, comm: Comm, streams: Streams, with_graph: bool
-    ) -> Reduction | None:
+    def reduce(self, settings: Settings, streams: Streams, with_graph: bool) -> Reduction | None:
         """Pack the local gradients; return the reduction to start, or None while sync is off.
 
         ``with_graph``: this backward creates a graph.
@@ -149,33 +184,35 @@ class Reducer:
         Raises:
             UnsupportedError: a gradient carries a graph (``backward(create_graph=True)``).
         """
-        layout = self.layout()
+        plan = self._prepare(settings)
+        layout = plan.layout
         if not layout.members:
             return None
         self.is_waiting = not settings.reduce_grads
-        if self.is_waiting and self._accumulates_in_place:
+        if self.is_waiting and plan.accumulates_in_place:
             return None
-        grads = self._take_gradients(with_graph)
+        grads = self._take_gradients(plan, with_graph)
         missing = any(grad is None for grad in grads)
-        counts = self._all_present
+        behind = plan.complete
         if missing:
             present = [grad is not None for grad in grads]
-            counts = _packing.participation(present, layout, self._grad_dtype, self._device)
-        packed = comm.allocate((layout.size, layout.numel), layout.dtype, self._device)
-        _packing.pack_gradients(grads, layout, counts, packed)
+            behind = _packing.tail(present, plan.codes, layout, plan.grad_dtype, self._device)
+        shape = (layout.size, layout.numel)
+        packed = self.wire.allocate(shape, layout.dtype, self._device)
+        _packing.pack_gradients(grads, layout, behind, packed)
         if self.accumulated is not None:
             packed, self.accumulated = self.accumulated.add_(packed), None
         if not settings.reduce_grads:
             self.accumulated = packed
             return None
-        return Reduction(self, layout, packed, missing, settings.all_reduce_grads, comm, streams)
+        look = missing and not settings.reduce_unused and self.hook is None
+        return Reduction(self, plan, packed, look, settings.all_reduce_grads, streams)
 
-    def _take_gradients(self, with_graph: bool) -> list[Tensor | None]:
+    def _take_gradients(self, plan: Plan, with_graph: bool) -> list[Tensor | None]:
         """Detach the local gradients from the unsharded parameters."""
         grads: list[Tensor | None] = []
-        for param in self._members:
-            assert param.unsharded is not None
-            grad = param.unsharded.grad
+        for param in plan.members:
+            grad = None if param.unsharded is None else param.unsharded.grad
             if grad is not None:
                 if with_graph and grad.requires_grad:
                     raise UnsupportedError(
@@ -188,29 +225,23 @@ class Reducer:
                     grad = local_gradient(grad, param) if isinstance(grad, DTensor) else grad
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
-                if self._grad_dtypes_differ:
-                    grad = grad.to(self._grad_dtype)
+                if grad.dtype is not plan.grad_dtype:
+                    grad = grad.to(plan.grad_dtype)
             grads.append(grad)
-        for param in self._members:
-            param.unsharded.grad = None  # type: ignore[union-attr]  # asserted above
+        for param in plan.members:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
         return grads
 
     def acquire(self) -> GradientBuffer:
         """Return a buffer for sharded gradients that nobody reads."""
         buffer = self._buffer
         if buffer is None or not buffer.is_free:
-            rank = self._data.shard.rank
-            buffer = GradientBuffer(self.layout(), self._members, rank, self._device)
+            plan, rank = self.plan(), self._data.shard.rank
+            buffer = GradientBuffer(plan.layout, plan.members, rank, self._home, pinned=self.pinned)
             self._buffer = buffer
         buffer.is_filling = True
         return buffer
-
-    def store(self, reduced: Tensor, buffer: GradientBuffer, missing: bool) -> None:
-        """Set or add the sharded gradients from a reduced and scaled buffer ``[numel]``."""
-        counts = reduced[self.layout().tail_start :].tolist() if missing else None
-        for position, grad in enumerate(buffer.fill(reduced)):
-            if counts is None or counts[position] != 0:
-                accumulate(self._members[position].sharded, grad)
 
 
 def _toggled_while_accumulating(fqn: str) -> str:
@@ -226,52 +257,59 @@ class Reduction:
     def __init__(
         self,
         owner: Reducer,
-        layout: ReduceLayout,
+        plan: Plan,
         packed: Tensor,
-        missing: bool,
+        look: bool,
         all_reduce: bool,
-        comm: Comm,
         streams: Streams,
     ) -> None:
         self._owner = owner
-        self._layout = layout
+        self._plan = plan
         self._data = owner._data
-        self._missing = missing
+        self._look = look
         self._all_reduce = all_reduce
-        self._comm = comm
         self._streams = streams
         self._scale = owner.scale
         self._packed: Tensor | None = packed
         self._buffer = owner.acquire()
-        self._reduced: Tensor | None = self._buffer.flat(layout.dtype)
+        self._reduced: Tensor | None = self._buffer.flat(plan.layout.dtype, packed.device)
         self._flight: InFlight | None = None
-        self.nbytes = layout.nbytes
+        self._counts: list[float] | None = None
+        self._grads: list[Tensor] | None = None
+        self._waits_for_copy = owner._home != packed.device
+        self.nbytes = plan.layout.nbytes
 
     def start(self) -> None:
         """Issue the reduce-scatter."""
         assert self._packed is not None
         if self._scale.before != 1.0:
             self._packed.mul_(self._scale.before)
+        if self._data.shard.size > 1 and self._owner.stamps:
+            self._owner.stamps[0].before()
         self._streams.order_after_compute("reduce")
         self._flight = self._streams.launch("reduce", self._reduce_scatter)
 
     def _reduce_scatter(self) -> Launched:
         assert self._packed is not None
-        packed, layout, axis = self._packed, self._layout, self._data.shard
+        owner, packed, layout, axis = self._owner, self._packed, self._plan.layout, self._data.shard
         if axis.size == 1:
             self._reduced = packed.view(-1)
             return Launched((packed,), None)
         if self._reduced is None:
-            self._reduced = self._comm.allocate((layout.numel,), layout.dtype, packed.device)
-        work = self._comm.reduce_scatter(
-            self._reduced, packed.view(-1), axis, self._streams.async_op
+            self._reduced = owner.wire.allocate((layout.numel,), layout.dtype, packed.device)
+        work = owner.wire.reduce_scatter(
+            self._reduced, packed.view(-1), self._scale.op, axis, self._streams.async_op
         )
-        return Launched((packed, self._reduced), work)
+        lost = owner.stamps[0].lost if owner.stamps else None
+        return Launched((packed, self._reduced), work, lost)
 
     def advance(self) -> None:
         """Issue the all-reduce over the replicate axis, if there is one."""
-        if self._data.replicate.size > 1:
-            self._flight = self._streams.launch("all_reduce", self._sum_replicas, self._flight)
+        if self._data.replicate.size == 1:
+            return
+        if self._all_reduce and self._owner.stamps:
+            self._owner.stamps[-1].before()
+        self._flight = self._streams.launch("all_reduce", self._sum_replicas, self._flight)
 
     def _sum_replicas(self) -> Launched:
         assert self._reduced is not None
@@ -283,25 +321,60 @@ class Reduction:
             owner.keep_partial(reduced)
             self._reduced = None
             return Launched((reduced,), None)
-        work = self._comm.all_reduce(reduced, self._data.replicate, self._streams.async_op)
-        return Launched((reduced,), work)
+        work = owner.wire.all_reduce(
+            reduced, self._scale.op, self._data.replicate, self._streams.async_op
+        )
+        lost = owner.stamps[-1].lost if owner.stamps else None
+        return Launched((reduced,), work, lost)
 
     def finish(self) -> None:
         """Scale, and set the sharded gradients."""
         lane = "reduce" if self._data.replicate.size == 1 else "all_reduce"
+        if self._owner.hook is not None:
+            stream = self._owner.hook_stream
+            lane = "all_reduce" if stream is None else self._streams.lane_of(stream)
         self._flight = self._streams.launch(lane, self._store, self._flight)
 
     def _store(self) -> Launched:
-        reduced = self._reduced
+        reduced, owner, layout = self._reduced, self._owner, self._plan.layout
         if reduced is None:
             return Launched((), None)
+        self._check(reduced)
+        if owner.hook is not None:
+            owner.hook(reduced[: layout.tail_start])
         if self._scale.after != 1.0:
             reduced.mul_(self._scale.after)
-        self._owner.store(reduced, self._buffer, self._missing)
+        if self._look:
+            self._counts = reduced[layout.tail_start : layout.stamp_start].tolist()
+        self._grads = self._buffer.fill(reduced)
+        if not self._waits_for_copy:
+            self._deliver()
         return Launched((reduced,), None)
+
+    def _check(self, reduced: Tensor) -> None:
+        """See that every rank reduced this group. See [Note: agreement]."""
+        stamps = self._owner.stamps
+        if not stamps or not stamps[0].is_checked:
+            return
+        seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
+        if torch.equal(seen, self._owner.joined_codes):  # sums over several backwards are not
+            return
+        for position, stamp in enumerate(stamps):
+            stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
+
+    def _deliver(self) -> None:
+        """Set or add the gradients; where nobody had one, leave what is there."""
+        counts, grads, self._grads = self._counts, self._grads, None
+        for position, grad in enumerate(grads or ()):
+            if counts is None or counts[position] != 0:
+                accumulate(self._plan.members[position].sharded, grad)
 
     def wait(self) -> None:
         """Make the gradients safe to use by compute, and free the buffers."""
         if self._flight is not None:
-            self._flight.wait()
+            if self._waits_for_copy:
+                self._flight.synchronize()
+                self._deliver()
+            else:
+                self._flight.wait()
         self._flight = self._packed = self._reduced = None

@@ -32,6 +32,7 @@ import torch.nn as nn
 from fsdp2 import _events, _torch
 from fsdp2._errors import StateError
 from fsdp2._events import BACKWARD, FORWARD, IDLE, Clock
+from fsdp2._group import ParamGroup
 from fsdp2._param import FSDPParam
 from fsdp2._reduction import Reduction
 from fsdp2._schedule import Schedule
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
     from fsdp2._hooks import Call
 
 _CPU = torch.device("cpu")
-
-REDUCTIONS_IN_FLIGHT = 2
-"""Reductions that may hold their buffers at a time; the oldest is finished first."""
 
 
 class _EndOfBackward:
@@ -69,7 +67,9 @@ class Runtime:
         self.units = units
         self._several = [unit for unit in units if len(unit.modules) > 1]
         self.clock = Clock()
-        self.streams: Streams = streams_for(next((g.device for u in units for g in u.groups), _CPU))
+        self.streams: Streams = root.streams or streams_for(
+            next((group.device for unit in units for group in unit.own_groups), _CPU)
+        )
         self.schedule: Schedule[Unit] = Schedule()
         self.forward_root: Unit | None = None
         self.failed = False
@@ -81,13 +81,24 @@ class Runtime:
         self._reductions: deque[Reduction] = deque()
         self._callback: weakref.ref[_EndOfBackward] | None = None
 
+    def use(self, streams: Streams) -> None:
+        """Run everything from now on in the lanes of another runtime."""
+        self.streams = streams
+        for unit in self.units:
+            for group in unit.own_groups:
+                group.streams = streams
+
     # Forward.
 
     def begin_forward(self, entry: Unit) -> None:
         """A unit's forward starts outside of any other's."""
         self.recover_if_failed()
         _follow_listeners()
-        self.streams.order_after_compute("gather")
+        event, self.root.post_optim_event = self.root.post_optim_event, None
+        if event is None:
+            self.streams.order_after_compute("gather")
+        else:
+            self.streams.order_after_event("gather", event)
         self.clock.phase = FORWARD
         self.forward_root = entry
         self.last_unit = None
@@ -103,10 +114,10 @@ class Runtime:
             following = () if expected is None else (expected,)
         for other in following:
             other.inspect()
-            self._prefetch(other)
+            self._prefetch(other.groups, other)
 
-    def _prefetch(self, unit: Unit) -> None:
-        for group in unit.groups:
+    def _prefetch(self, groups: Iterable[ParamGroup], unit: Unit) -> None:
+        for group in groups:
             if group.is_unsharded or group.is_gathering:
                 continue
             if _events.listeners:
@@ -154,20 +165,22 @@ class Runtime:
 
     def prefetch_backward(self, unit: Unit, previous: Unit | None) -> None:
         """Issue the unshard of what backward needs after ``unit``."""
+        following: Iterable[Unit]
         if unit.backward_prefetch is not None:
-            for other in unit.backward_prefetch:
-                self._prefetch(other)
-        elif previous is not None and previous is not unit:
-            self._prefetch(previous)
+            following = unit.backward_prefetch
+        else:
+            following = () if previous is None or previous is unit else (previous,)
+        for other in following:
+            self._prefetch([g for g in other.groups if g.settings.unshard_in_backward], other)
 
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""
         for group in unit.groups:
-            reduction = group.reduce(unit.settings, self._with_graph)
+            while len(self._reductions) >= group.settings.input_buffers:
+                self._complete(self._reductions.popleft())
+            reduction = group.reduce(self._with_graph)
             if reduction is None:
                 continue
-            while len(self._reductions) >= REDUCTIONS_IN_FLIGHT:
-                self._complete(self._reductions.popleft())
             reduction.start()
             if not self.streams.async_op:
                 reduction.advance()
@@ -187,9 +200,9 @@ class Runtime:
         self.calls.clear()
         is_last = all(unit.settings.is_last_backward for unit in self.units)
         for unit in reversed(self.units):
-            unit.open_calls = 0
-            if any(group.reducer.has_gradients for group in unit.groups):
+            if unit.groups and self._has_to_reduce(unit):
                 self.reduce(unit)
+            unit.open_calls = 0
             self._reshard_after_backward(unit)
         self._prefetched.clear()
         if is_last:
@@ -197,6 +210,21 @@ class Runtime:
             self._flush_partial()
         self.clock.phase = IDLE if self.forward_root is None else FORWARD
         self._callback = None
+
+    @staticmethod
+    def _has_to_reduce(unit: Unit) -> bool:
+        """True if a unit that ran, here and so on every rank, was not reduced by a post-backward.
+
+        A rank on which none of its parameters was used reduces zeros: others may have gradients.
+        """
+        return any(
+            group.reducer.has_local_gradients
+            or (
+                group.settings.reduce_grads
+                and (unit.open_calls > 0 or group.reducer.accumulated is not None)
+            )
+            for group in unit.groups
+        )
 
     def _reshard_after_backward(self, unit: Unit) -> None:
         """Reshard, unless a forward around this backward, or a backward through it, needs more."""
@@ -210,7 +238,7 @@ class Runtime:
     def _flush_partial(self) -> None:
         """Reduce over replicas what earlier backwards reduced over shards only."""
         for unit in reversed(self.units):
-            if unit.settings.all_reduce_grads and any(g.reducer.has_partial for g in unit.groups):
+            if any(g.settings.all_reduce_grads and g.reducer.has_partial for g in unit.groups):
                 self.reduce(unit)
         if self._reductions:
             self.wait_for_reductions()
@@ -246,6 +274,11 @@ class Runtime:
         """Return to a clean state. See [Note: a step is a transaction]."""
         if _events.listeners:
             _events.emit("recover", self.root.fqn, self.clock.phase)
+        stamps = [s for unit in self.units for group in unit.groups for s in group.stamps]
+        for stamp in stamps:
+            if stamp.broken is not None:  # what is in flight may never end
+                raise StateError(stamp.broken)
+            stamp.forget_recent()
         for reduction in self._reductions:
             reduction.wait()
         self._reductions.clear()
@@ -296,12 +329,54 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
             f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "
             "model.to_empty(device=...) and initialise them before the first forward."
         )
+    governed = _governors(root, names, unit_of)
     runtime = Runtime(root, list(names))
     for unit, name in names.items():
         unit.runtime, unit.fqn = runtime, name
         for group in unit.groups:
-            group.fqn, group.clock, group.streams = name, runtime.clock, runtime.streams
+            group.rename(name)
+            group.clock, group.streams = runtime.clock, runtime.streams
+    for governor, conditional in governed.items():
+        governor.govern(conditional)
     return runtime
+
+
+def _governors(
+    root: Unit, names: dict[Unit, str], unit_of: Callable[[nn.Module], Unit | None]
+) -> dict[Unit, list[Unit]]:
+    """Return the conditional units below each unit that is not. See [Note: conditional units].
+
+    Raises:
+        StateError: there is no such unit above a conditional one, or its modules have several.
+    """
+    above: dict[Unit, set[Unit | None]] = {}
+
+    def walk(module: nn.Module, governor: Unit | None, inside: bool) -> None:
+        unit = unit_of(module)
+        if unit is not None:
+            inside = inside or unit.conditional
+            if inside:
+                above.setdefault(unit, set()).add(governor)
+            else:
+                governor = unit
+        for child in module.children():
+            walk(child, governor, inside)
+
+    for top in root.modules:
+        walk(top, None, False)
+    governed: dict[Unit, list[Unit]] = {}
+    for unit in names:
+        governors = above.get(unit, set())
+        if len(governors) > 1 or None in governors:
+            raise StateError(
+                f"{names[unit] or '<root>'}: is conditional, so one unit above it, which is not, "
+                "has to gather it. Apply fully_shard without conditional to one module that "
+                "contains it, and run that one."
+            )
+        for governor in governors:
+            assert governor is not None
+            governed.setdefault(governor, []).append(unit)
+    return governed
 
 
 def _check_ties(param: FSDPParam, unit: Unit) -> None:

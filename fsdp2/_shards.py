@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fsdp2 import _packing
-from fsdp2._comm import Comm
+from fsdp2._agreement import Stamp
+from fsdp2._comm import Wire
 from fsdp2._layout import GatherLayout
 from fsdp2._mesh import MeshAxis
 from fsdp2._streams import Launched
@@ -19,55 +20,112 @@ from fsdp2._streams import Launched
 class ShardBuffer:
     """Pieces of every parameter of a group over one axis.
 
-    ``is_freed``: the owner resizes the buffer's storage, so shards must be views of it.
+    Args:
+        device: where the buffer is kept.
+        compute: where it is gathered; None: where it is kept.
+        pinned: keep it in pinned memory.
+        stamp: what the last item of the layout holds; None if it is a parameter like the others.
+        is_freed: the owner resizes the buffer's storage, so shards must be views of it.
     """
 
     def __init__(
-        self, layout: GatherLayout, axis: MeshAxis, device: torch.device, *, is_freed: bool = False
+        self,
+        layout: GatherLayout,
+        axis: MeshAxis,
+        device: torch.device,
+        *,
+        compute: torch.device | None = None,
+        pinned: bool = False,
+        is_freed: bool = False,
+        stamp: Stamp | None = None,
     ) -> None:
         self.layout = layout
         self.axis = axis
-        self.flat = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=device)
+        self.stamp = stamp
+        self.flat = torch.zeros(
+            layout.shard_nbytes, dtype=torch.uint8, device=device, pin_memory=pinned
+        )
+        self._compute = compute or device
         make = _packing.shard_view if is_freed else _packing.own_shard
         self.shards = [
             make(self.flat, layout, index, axis.rank) for index in range(len(layout.items))
         ]
         self.targets: list[Tensor] = []
-        wire = layout.wire_dtype
-        self._wire_numel = layout.gather_nbytes // wire.itemsize
-        self._one_cast = self._segment_to_cast()
-        self._send = None if layout.casts else self.flat
-        self._send_wire = self._as_wire(self.flat) if self._send is not None else None
+        self._seen = self._expected = torch.empty(0)
+        self.write_stamp()
+        self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
+        self._is_one_cast = (
+            layout.casts and len(layout.segments) == 1 and not layout.items[0].shard.is_replicated
+        )
+        self._views = None if self._is_away else self._views_of(self.flat)
 
-    def _segment_to_cast(self) -> Tensor | None:
-        """Return the whole shard buffer, typed, if casting it in one kernel makes what is sent."""
+    def write_stamp(self) -> None:
+        """Put the stamp behind the parameters, where the all-gather takes it along."""
+        if self.stamp is not None and not self.flat.is_meta:
+            self.shards[-1].copy_(torch.tensor(self.stamp.code))
+
+    def bind(self, full: Tensor) -> None:
+        """Let gathered pieces land in a full buffer, which has its memory now."""
         layout = self.layout
-        if not layout.casts or len(layout.segments) > 1 or layout.items[0].shard.is_replicated:
-            return None
-        (segment,) = layout.segments
-        return _packing.typed(self.flat, 0, segment.numel, segment.storage_dtype)
+        self.targets = _packing.gather_targets(full, layout)
+        if self.stamp is not None:
+            nbytes = layout.piece_nbytes(len(layout.items) - 1)
+            start = layout.full_offsets[-1]
+            self._seen = full[start : start + self.axis.size * nbytes]
+            code = torch.tensor(self.stamp.code, device=full.device)
+            own = code.to(layout.items[-1].compute_dtype).view(torch.uint8)
+            self._expected = own.repeat(self.axis.size)
+
+    def unpack(self, gathered: Tensor, sent: Tensor) -> None:
+        """Copy gathered pieces into the full buffer.
+
+        Raises:
+            StateError: another rank gathered something else. See [Note: agreement].
+        """
+        _packing.unpack(gathered, sent, self.layout, self.targets)
+        stamp = self.stamp
+        if stamp is not None and stamp.is_checked and not torch.equal(self._seen, self._expected):
+            dtype = self.layout.items[-1].compute_dtype
+            stamp.check(self._seen.view(dtype).view(self.axis.size, -1))
+
+    @property
+    def _is_away(self) -> bool:
+        """True if the shards are kept on another device than they are gathered on."""
+        return self._compute != self.flat.device and self.flat.device.type != "meta"
+
+    def _views_of(self, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return what one kernel casts to the wire, and what is sent if nothing is cast."""
+        if self._is_one_cast:
+            (segment,) = self.layout.segments
+            return _packing.typed(flat, 0, segment.numel, segment.storage_dtype), None
+        return None, None if self.layout.casts else self._as_wire(flat)
 
     def _as_wire(self, buffer: Tensor) -> Tensor:
         return _packing.typed(buffer, 0, self._wire_numel, self.layout.wire_dtype)
 
-    def gather(self, comm: Comm, async_op: bool) -> Launched:
+    def gather(self, wire: Wire, async_op: bool) -> Launched:
         """Issue the all-gather of every sharded piece.
 
         The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer.
         """
-        layout, axis = self.layout, self.axis
-        send, wire = self._send, self._send_wire
-        if self._one_cast is not None:
-            send = wire = comm.allocate((self._wire_numel,), layout.wire_dtype, self.flat.device)
-            wire.copy_(self._one_cast)
-        elif send is None or wire is None:
-            send = comm.allocate((layout.send_nbytes,), torch.uint8, self.flat.device)
-            _packing.cast_shards(self.flat, send, layout)
-            wire = self._as_wire(send)
+        layout, axis, flat = self.layout, self.axis, self.flat
+        if self._views is None:
+            flat = flat.to(self._compute, non_blocking=True)
+            to_cast, sent = self._views_of(flat)
+        else:
+            to_cast, sent = self._views
+        kept = flat
+        if to_cast is not None:
+            kept = sent = torch.empty(self._wire_numel, dtype=layout.wire_dtype, device=flat.device)
+            sent.copy_(to_cast)
+        elif sent is None:
+            kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
+            _packing.cast_shards(flat, kept, layout)
+            sent = self._as_wire(kept)
         if axis.size == 1 or self._wire_numel == 0:
-            rows = wire.view(1, self._wire_numel).expand(axis.size, -1)
-            return Launched((rows, send), None)
-        shape = (axis.size * self._wire_numel,)
-        gathered = comm.allocate(shape, layout.wire_dtype, self.flat.device)
-        work = comm.all_gather(gathered, wire, axis, async_op)
-        return Launched((gathered.view(axis.size, -1), send), work)
+            rows = sent.view(1, self._wire_numel).expand(axis.size, -1)
+            return Launched((rows, kept), None)
+        gathered, sent = wire.stage(sent, axis)
+        work = wire.all_gather(gathered, sent, axis, async_op)
+        lost = None if self.stamp is None else self.stamp.lost
+        return Launched((gathered.view(axis.size, -1), kept), work, lost)

@@ -22,29 +22,45 @@ import torch.distributed as dist
 
 
 class Launched(NamedTuple):
-    """What an issued collective holds: its buffers, and its work if it is asynchronous."""
+    """What an issued collective holds: its buffers, and its work if it is asynchronous.
+
+    ``lost`` makes the error to raise of the one with which the work failed.
+    """
 
     buffers: tuple[torch.Tensor, ...]
     work: dist.Work | None
+    lost: Callable[[Exception], Exception] | None = None
 
 
 class InFlight:
     """Buffers that something still reads or writes. ``wait`` makes them safe to use."""
 
-    __slots__ = ("_event", "_work", "buffers")
+    __slots__ = ("_event", "_lost", "_work", "buffers")
 
     def __init__(self, launched: Launched, event: torch.Event | None = None) -> None:
         self.buffers = launched.buffers
         self._work = launched.work
+        self._lost = launched.lost
         self._event = event
 
     def wait(self) -> None:
         """Make the current stream (a device) or the caller (a CPU) wait for the work."""
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                if self._lost is not None:
+                    raise self._lost(error) from error
+                raise
             self._work = None
         if self._event is not None:
             torch.accelerator.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Make the host wait for the work: what it wrote to host memory can be read."""
+        self.wait()
+        if self._event is not None:
+            self._event.synchronize()
 
     def hold_back(self, stream: torch.Stream) -> None:
         """Make another stream wait for the work."""
@@ -70,6 +86,14 @@ class Streams:
 
     def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
         """Free buffers of a lane once compute, as far as it is enqueued, has read them."""
+
+    def order_after_event(self, lane: str, event: torch.Event) -> None:
+        """Let a lane wait for an event of the user's; here, the host does."""
+        event.synchronize()
+
+    def lane_of(self, stream: torch.Stream) -> str:
+        """Return the lane that is a stream of the user's; here, none is needed."""
+        return "all_reduce"
 
     def reset(self) -> None:
         """Drop everything held, after the device has finished it."""
@@ -102,6 +126,15 @@ class DeviceStreams(Streams):
 
     def order_after_compute(self, lane: str) -> None:
         self._lanes[lane].wait_stream(torch.accelerator.current_stream())
+
+    def order_after_event(self, lane: str, event: torch.Event) -> None:
+        self._lanes[lane].wait_event(event)
+
+    def lane_of(self, stream: torch.Stream) -> str:
+        name = f"stream {stream.stream_id}"
+        self._lanes.setdefault(name, stream)
+        self._retired.setdefault(name, [])
+        return name
 
     def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
         event = torch.accelerator.current_stream().record_event()

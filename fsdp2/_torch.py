@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,10 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta  # both for make_spec
 from torch.distributed.tensor.placement_types import _StridedShard  # TP and FSDP on one dim
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # the test torch itself uses
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,  # the test torch itself uses
+)
 from torch.utils.checkpoint import (  # what selective checkpointing sees operations with
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
@@ -153,6 +157,42 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Public names; torch 2.13 renamed them and warns at each use of the old ones."""
+
+
+def allocate_from_group(
+    group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor | None:
+    """Return memory of the backend's own allocator; None if it has none. No public way exists."""
+    backend: Any = group._get_backend(device)
+    if not backend.supports_tensor_alloc(device):
+        return None
+    tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+    return tensor
+
+
+class SymmetricMemory:
+    """Memory that all ranks of a group map; torch has it as a private module."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        import torch.distributed._symmetric_memory as symmetric  # heavy, and for CUDA alone
+
+        self._module: Any = symmetric
+        self._group = group
+        self._module.set_backend(backend)
+        dist.barrier(group=group)  # the communicator must exist before the first rendezvous
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(self._module.get_mem_pool(device)):
+            return torch.empty(size, dtype=dtype, device=device)
+
+    def rendezvous(self, tensor: torch.Tensor) -> None:
+        self._module.rendezvous(tensor, group=self._group.group_name)
+
+
+def hidden_from_modes() -> AbstractContextManager[Any]:
+    """Run what is inside where no dispatch mode (a counter, a tracer) sees it."""
+    manager: AbstractContextManager[Any] = _disable_current_modes()
+    return manager
 
 
 def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None:

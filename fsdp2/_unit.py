@@ -1,7 +1,13 @@
 """``Unit``: what one call of ``fully_shard`` made.
 
 Owns a unit's modules, groups and settings, and which of its calls are open. It must not know the
-tree that it is in, beyond the runtime that ``attach`` gives it.
+tree that it is in, beyond the runtime and the governor that ``attach`` gives it.
+
+[Note: conditional units]
+Some ranks may skip a conditional unit. So its hooks move nothing: the nearest unit above it that is
+not conditional, its *governor*, moves its groups with its own, on every rank. ``own_groups`` is
+what the call of ``fully_shard`` made, ``groups`` is what this unit's hooks move. A unit inside a
+conditional one is conditional too.
 """
 
 from __future__ import annotations
@@ -9,11 +15,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn as nn
 
 from fsdp2._events import IDLE
 from fsdp2._group import ParamGroup
 from fsdp2._policy import MixedPrecisionPolicy, Settings
+from fsdp2._streams import Streams
 
 if TYPE_CHECKING:
     from fsdp2._hooks import Call
@@ -24,14 +32,23 @@ class Unit:
     """What one call of ``fully_shard`` made: its modules, its groups, its settings."""
 
     def __init__(
-        self, modules: tuple[nn.Module, ...], policy: MixedPrecisionPolicy, settings: Settings
+        self,
+        modules: tuple[nn.Module, ...],
+        policy: MixedPrecisionPolicy,
+        settings: Settings,
+        conditional: bool = False,
     ) -> None:
         self.modules = modules
         self.policy = policy
         self.settings = settings
-        self.groups: list[ParamGroup] = []
+        self.conditional = conditional
+        self.own_groups: list[ParamGroup] = []
+        self.groups: list[ParamGroup] = self.own_groups
+        self.governor: Unit | None = None
         self.fqn = ""
         self.runtime: Runtime | None = None
+        self.streams: Streams | None = None
+        self.post_optim_event: torch.Event | None = None
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.ran: set[nn.Module] = set()
@@ -39,6 +56,23 @@ class Unit:
         self.active_calls = 0
         self.open_calls = 0
         self.is_called_outside = False  # around the compiled call, see _hooks
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit computes."""
+        return next((group.device for group in self.own_groups), torch.device("cpu"))
+
+    def unshard_for_backward(self) -> None:
+        """Issue the gathers that backward needs."""
+        for group in self.groups:
+            if group.settings.unshard_in_backward:
+                group.unshard()
+
+    def wait_for_backward(self) -> None:
+        """Finish the gathers that backward needs."""
+        for group in self.groups:
+            if group.settings.unshard_in_backward:
+                group.wait_for_unshard()
 
     @property
     def is_root(self) -> bool:
@@ -52,6 +86,20 @@ class Unit:
     def configure(self, **changes: Any) -> None:
         """Replace settings; a misspelt name is a TypeError."""
         self.settings = dataclasses.replace(self.settings, **changes)
+        for group in self.own_groups:
+            group.settings = self.settings
+
+    def govern(self, units: list[Unit]) -> None:
+        """Move the groups of conditional units from now on. See [Note: conditional units]."""
+        self.groups = self.own_groups + [group for unit in units for group in unit.own_groups]
+        for unit in units:
+            unit.governor, unit.groups = self, []
+
+    @property
+    def is_governed_now(self) -> bool:
+        """True if the unit above, which moves this one's groups, has made them whole."""
+        governor = self.governor
+        return governor is None or bool(governor.calls) or governor.in_backward
 
     def keeps_after_forward(self, with_grad: bool) -> bool:
         """True if parameters stay unsharded after a forward.
@@ -73,12 +121,6 @@ class Unit:
     def wait_for_unshard(self) -> None:
         for group in self.groups:
             group.wait_for_unshard()
-
-    def finish_unshard(self) -> None:
-        """Wait for an unshard that is under way; start none."""
-        for group in self.groups:
-            if group.is_gathering:
-                group.wait_for_unshard()
 
     def reshard(self) -> None:
         for group in self.groups:
@@ -108,18 +150,27 @@ class Unit:
         if self.runtime is not None:
             self.runtime.recover_if_failed()
         if self.runtime is None or self.runtime.clock.phase is IDLE:
-            self.reshard()
+            for group in self.own_groups:
+                group.reshard()
 
     def adopt_if_idle(self, *_: Any, **__: Any) -> None:
-        """Take over what ``load_state_dict(assign=True)`` registered (a hook)."""
-        if self.runtime is not None and self.runtime.clock.phase is IDLE:
-            self.inspect()
+        """Take over what ``load_state_dict(assign=True)`` registered (a hook).
+
+        At once, so that an optimizer made next holds shards, before the first forward too. A model
+        that leaves the meta device in several loads waits for the last of them.
+        """
+        if self.runtime is None or self.runtime.clock.phase is IDLE:
+            for group in self.own_groups:
+                if not any(param.is_on_meta for param in group.params):
+                    group.inspect()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""
-        dropped = ("runtime", "ran", "calls", "active_calls", "open_calls")
-        return {name: value for name, value in vars(self).items() if name not in dropped}
+        kept = ["modules", "policy", "settings", "conditional", "own_groups", "fqn"]
+        kept += ["forward_prefetch", "backward_prefetch"]
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["modules"], state["policy"], state["settings"])  # type: ignore[misc]  # not a new object
         vars(self).update(state)
+        self.groups = self.own_groups

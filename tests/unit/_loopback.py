@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2._comm import Comm
+from fsdp2._comm import Wire as Sender
 from fsdp2._group import ParamGroup
 from fsdp2._mesh import ABSENT_AXIS, DataMesh, MeshAxis
 from fsdp2._param import FSDPParam, Site
@@ -44,8 +44,9 @@ def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
 class Meeting:
     """One collective of all ranks of a wire."""
 
-    def __init__(self, kind: str, size: int) -> None:
+    def __init__(self, kind: str, size: int, divide_by: int = 1) -> None:
         self.kind = kind
+        self.divide_by = divide_by
         self.size = size
         self.parts: dict[int, tuple[Tensor, Tensor]] = {}
         self.is_over = False
@@ -68,6 +69,8 @@ class Meeting:
             total = inputs[0].clone()
             for other in inputs[1:]:
                 total += other
+            if self.divide_by > 1:
+                total /= self.divide_by
             whole = self.kind == "all_reduce"
             results = [total] * self.size if whole else list(total.chunk(self.size))
         for rank, (output, _) in self.parts.items():
@@ -88,10 +91,12 @@ class Wire:
         self.meetings: list[Meeting] = []
         self._joined = [0] * size
 
-    def join(self, kind: str, rank: int, output: Tensor, sent: Tensor) -> Meeting:
+    def join(
+        self, kind: str, rank: int, output: Tensor, sent: Tensor, divide_by: int = 1
+    ) -> Meeting:
         position, self._joined[rank] = self._joined[rank], self._joined[rank] + 1
         if position == len(self.meetings):
-            self.meetings.append(Meeting(kind, self.size))
+            self.meetings.append(Meeting(kind, self.size, divide_by))
         meeting = self.meetings[position]
         assert meeting.kind == kind, f"rank {rank} issued {kind}, another one {meeting.kind}"
         meeting.join(rank, output, sent)
@@ -103,24 +108,35 @@ class Wire:
         return [meeting.kind for meeting in self.meetings]
 
 
-class LoopbackComm(Comm):
+class LoopbackComm(Sender):
     """Collectives over the wires that the axes carry."""
 
-    def _join(self, kind: str, axis: MeshAxis, output: Tensor, sent: Tensor, async_op: bool) -> Any:
+    def _join(
+        self,
+        kind: str,
+        axis: MeshAxis,
+        output: Tensor,
+        sent: Tensor,
+        async_op: bool,
+        op: Any = None,
+    ) -> Any:
         assert isinstance(axis.pg, Wire)
-        meeting = axis.pg.join(kind, axis.rank, output, sent)
+        divide_by = axis.size if op == dist.ReduceOp.AVG else 1
+        meeting = axis.pg.join(kind, axis.rank, output, sent, divide_by)
         return meeting if async_op else None
 
     def all_gather(self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool) -> Any:
         assert output.numel() == axis.size * sent.numel()
         return self._join("all_gather", axis, output, sent, async_op)
 
-    def reduce_scatter(self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool) -> Any:
+    def reduce_scatter(
+        self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
+    ) -> Any:
         assert sent.numel() == axis.size * output.numel()
-        return self._join("reduce_scatter", axis, output, sent, async_op)
+        return self._join("reduce_scatter", axis, output, sent, async_op, op)
 
-    def all_reduce(self, tensor: Tensor, axis: MeshAxis, async_op: bool) -> Any:
-        return self._join("all_reduce", axis, tensor, tensor, async_op)
+    def all_reduce(self, tensor: Tensor, op: Any, axis: MeshAxis, async_op: bool) -> Any:
+        return self._join("all_reduce", axis, tensor, tensor, async_op, op)
 
 
 @dataclass(frozen=True)
@@ -208,7 +224,7 @@ class LoopbackGroup:
         for data in data_meshes(shard, replicate, device):
             own = copy.deepcopy(module)
             group = ParamGroup(data, policy, data.device)
-            group.comm = comm
+            group.wire = comm
             if streams is not None:
                 group.streams = streams
             group.shard(make_params(own, data, placement_fn))
@@ -235,7 +251,9 @@ class LoopbackGroup:
     def reduce(self, settings: Settings | None = None) -> None:
         """Reduce what lies in the unsharded parameters' `grad`, on every rank."""
         chosen = settings or self.settings
-        started: list[Reduction | None] = self.each(lambda group: group.reduce(chosen, False))
+        for group in self.groups:
+            group.settings = chosen
+        started: list[Reduction | None] = self.each(lambda group: group.reduce(False))
         reductions = [reduction for reduction in started if reduction is not None]
         assert len(reductions) in (0, len(self.groups)), "ranks disagree whether to reduce"
         for reduction in reductions:

@@ -172,7 +172,7 @@ def test_two_reductions_of_one_group_in_flight() -> None:
             for param in module.parameters():
                 param.grad = torch.full_like(param, value)
         ranks.reshard()
-        started.append(ranks.each(lambda group: group.reduce(ranks.settings, False)))
+        started.append(ranks.each(lambda group: group.reduce(False)))
         for reduction in started[-1]:
             reduction.start()
     for reductions in started:
@@ -190,7 +190,7 @@ def test_gradients_of_a_discarded_step_do_not_come_back() -> None:
     ranks.gather()
     for module in ranks.modules:
         module.weight.grad = torch.ones(5, 4)
-    started = ranks.each(lambda group: group.reduce(ranks.settings, False))
+    started = ranks.each(lambda group: group.reduce(False))
     for reduction in started:
         reduction.start()
     for reduction in started:

@@ -634,17 +634,17 @@ def test_bytes_of_a_step() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-unshard <root> 40
-unshard a 120
-reshard a 128
-unshard b 112
-reshard b 112
-unshard b 112
-unshard a 120
-reshard b 112
-reduce b 128
-reshard a 128
-reduce a 136
-reshard <root> 48
-reduce <root> 56""",
+unshard <root> 296
+unshard a 376
+reshard a 384
+unshard b 368
+reshard b 368
+unshard b 368
+unshard a 376
+reshard b 368
+reduce b 384
+reshard a 384
+reduce a 392
+reshard <root> 304
+reduce <root> 312""",
     )

@@ -164,7 +164,7 @@ def test_the_cast_rounds_as_torch_does() -> None:
 def pack(grads: list[Tensor | None], layout: ReduceLayout, dtype: torch.dtype) -> Tensor:
     """Return one rank's input of the reduce-scatter, `[W, numel]`, packed over garbage."""
     present = [grad is not None for grad in grads]
-    counts = _packing.participation(present, layout, dtype, CPU)
+    counts = _packing.tail(present, (), layout, dtype, CPU)
     packed = torch.full((layout.size, layout.numel), math.nan, dtype=layout.dtype)
     _packing.pack_gradients(grads, layout, counts, packed)
     return packed

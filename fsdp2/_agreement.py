@@ -1,0 +1,284 @@
+"""Ranks issue the same collectives in the same order, or every one of them gets an error.
+
+Owns, for each process group, the numbers of the operations on it, what followed what so far, and
+the check. It must not know parameters, groups or hooks.
+
+[Note: agreement]
+Two ranks that gather different blocks of one size would mix them silently; of different sizes, gloo
+ends the process. So no rank may issue an operation that another does not, and none may wait to
+find out. What all ranks did so far is the same on all; so is any prediction made from it. Each rank
+compares what it is about to do with the prediction for the last few operations:
+
+- It is what was predicted: go on. The operation carries its number in a few elements of its own
+  buffer (its *stamp*), and who receives it compares (``Stamp``).
+- Nothing is predicted, or what followed differed in the past: all ranks know that, and exchange
+  the numbers in one tiny collective first.
+- Something else is predicted: the others may be issuing that. So this rank does too, with nothing
+  in it but a stamp that says what it wants. If all ranks came here for the same reason, they agree,
+  mark the place as uncertain, and go on; if not, everybody sees the stamps and raises.
+
+A program that repeats its steps exchanges nothing beside its own collectives after the first ones.
+A wire that carries nothing (a benchmark that replaces collectives by no-ops) is recognised by the
+missing stamp of the rank itself, and is not checked.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp2 import _torch
+from fsdp2._comm import Wire
+from fsdp2._errors import StateError
+from fsdp2._layout import STAMP_BITS
+from fsdp2._mesh import MeshAxis
+
+CONTEXT = 4
+"""How many operations a prediction looks back."""
+
+MAX_PREDICTIONS = 100_000
+UNCERTAIN = -1
+
+NAMES = {"gather": "all-gather", "reduce": "reduce-scatter", "all_reduce": "all-reduce"}
+
+
+def code_of(number: int) -> list[float]:
+    """Return a number's bits followed by their complements: half of the elements are 1.
+
+    No sum of such codes over ranks, in whatever precision, is zero where one of them is 1; so a
+    rank sees in a sum of codes that another one sent a different number.
+    """
+    bits = [number >> position & 1 for position in range(STAMP_BITS)]
+    return [float(bit) for bit in bits] + [float(1 - bit) for bit in bits]
+
+
+def number_of(code: list[Any]) -> int | None:
+    """Return the number that a code stands for, or None if it is none."""
+    bits = [bool(value) for value in code]
+    if any(bit == other for bit, other in zip(bits[:STAMP_BITS], bits[STAMP_BITS:], strict=True)):
+        return None
+    return sum(bit << position for position, bit in enumerate(bits[:STAMP_BITS]))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective of one group, as every rank of the process group knows it.
+
+    ``numel`` elements of ``dtype`` are sent by each rank (for a reduce-scatter: to each rank), of
+    which the stamp begins at ``stamp``.
+    """
+
+    number: int
+    kind: str
+    numel: int
+    dtype: torch.dtype
+    stamp: int
+    wire: weakref.ref[Wire]
+    reduction: Any = None
+
+
+class Agreement:
+    """What the ranks of one process group did, and what they expect of each other."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._operations: dict[int, Operation] = {}
+        self.predicted: dict[tuple[int, ...], int] = {}
+        self.recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
+        self.is_silent = False
+        self.broken: str | None = None
+
+    def number(self, name: str) -> int:
+        """Return the number of a new operation. Ranks must ask in the same order."""
+        self.names.append(name)
+        return len(self.names) % (1 << STAMP_BITS)
+
+    def know(self, operation: Operation) -> None:
+        """Learn how an operation travels; again if its group's plan changed."""
+        self._operations[operation.number] = operation
+
+    def forget_recent(self) -> None:
+        """Start anew after a failure: ranks may have failed at different places."""
+        self.recent = (UNCERTAIN,) * CONTEXT
+
+    def settle(self, number: int, axis: MeshAxis) -> None:
+        """Find out if every rank of the axis is about to issue this operation.
+
+        Raises:
+            StateError: one is not; or one was not, earlier.
+        """
+        if self.broken is not None:
+            raise StateError(self.broken)
+        predicted = self.predicted.get(self.recent)
+        if self.is_silent:
+            pass
+        elif predicted is None or predicted == UNCERTAIN or predicted not in self._operations:
+            self.compare(number, self._exchange(number, axis), axis)
+        else:
+            self._stand_in(self._operations[predicted], number, axis)
+        if len(self.predicted) >= MAX_PREDICTIONS:
+            self.predicted.clear()
+        certain = predicted is None or self.is_silent
+        self.predicted[self.recent] = number if certain else UNCERTAIN
+
+    def _exchange(self, number: int, axis: MeshAxis) -> list[int | None]:
+        sent = torch.tensor([number], dtype=torch.int64)
+        received = torch.full((axis.size,), -1, dtype=torch.int64)
+        try:
+            with _torch.hidden_from_modes():
+                _torch.all_gather_single(received, sent, axis.pg, False)
+        except RuntimeError as error:
+            raise StateError(self._lost(number, error)) from error
+        return [*received.tolist()]
+
+    def _stand_in(self, expected: Operation, number: int, axis: MeshAxis) -> None:
+        """Issue what the others may be issuing, with a stamp that says what this rank wants."""
+        code = code_of(number)
+        rows = axis.size if expected.kind == "reduce" else 1
+        sent = torch.zeros((rows, expected.numel), dtype=expected.dtype)
+        sent[:, expected.stamp : expected.stamp + len(code)] = torch.tensor(code).to(expected.dtype)
+        try:
+            with _torch.hidden_from_modes():
+                output = self._issue(expected, sent.view(-1), axis)
+        except RuntimeError as error:
+            raise StateError(self._lost(number, error)) from error
+        stamps = output.view(-1, expected.numel)[:, expected.stamp : expected.stamp + len(code)]
+        if expected.kind == "gather":
+            self.compare(number, [number_of(row) for row in stamps.tolist()], axis)
+        else:
+            self.compare_sum(number, stamps[0].tolist(), axis)
+
+    @staticmethod
+    def _issue(expected: Operation, sent: Tensor, axis: MeshAxis) -> Tensor:
+        wire, output = expected.wire() or Wire(), sent
+        if expected.kind == "gather":
+            output, sent = wire.stage(sent, axis)
+            work = wire.all_gather(output, sent, axis, True)
+        elif expected.kind == "reduce":
+            output = torch.empty(expected.numel, dtype=expected.dtype)
+            work = wire.reduce_scatter(output, sent, expected.reduction, axis, True)
+        else:
+            work = wire.all_reduce(output, expected.reduction, axis, True)
+        if work is not None:
+            work.wait()
+        return output
+
+    def compare(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
+        """Raise StateError unless every rank of the axis wants the same."""
+        if numbers[axis.rank] != number:
+            self.is_silent = True
+        elif any(other != number for other in numbers):
+            self._break(number, numbers, axis)
+
+    def compare_sum(self, number: int, total: list[Any], axis: MeshAxis) -> None:
+        """The same for a sum (or a mean) of codes."""
+        own = code_of(number)
+        if not all(abs(value) > 0 for value, bit in zip(total, own, strict=True) if bit):
+            self.is_silent = True
+        elif any(value != 0 for value, bit in zip(total, own, strict=True) if not bit):
+            others: list[int | None] = [None] * axis.size
+            others[axis.rank] = number
+            if axis.size == 2:
+                both = max(abs(value) for value in total)
+                code = [
+                    abs(v) == both if bit else v != 0 for v, bit in zip(total, own, strict=True)
+                ]
+                others[1 - axis.rank] = number_of(code)
+            self._break(number, others, axis)
+
+    def describe(self, number: int | None) -> str:
+        if number is None:
+            return "something else"
+        return self.names[number - 1] if 0 < number <= len(self.names) else f"operation {number}"
+
+    def _break(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
+        ranks = axis.global_ranks
+        did = "; ".join(
+            f"rank {r}: {self.describe(n)}" for r, n in zip(ranks, numbers, strict=True)
+        )
+        self.broken = (
+            f"{self.describe(number)}: ranks issued different collectives ({did}). Every rank must "
+            "run the same units in the same order. Pass conditional=True to fully_shard for a unit "
+            "that some ranks skip. Nothing was mixed, but the ranks are out of step for good: end "
+            "this run, or make a new process group."
+        )
+        self.predicted.clear()
+        raise StateError(self.broken)
+
+    def _lost(self, number: int, error: Exception) -> str:
+        return (
+            f"{self.describe(number)}: waited for ranks that issued something else, or nothing "
+            f"({error}). Every rank must run the same units in the same order. Pass "
+            "conditional=True to fully_shard for a unit that some ranks skip."
+        )
+
+
+class Stamp:
+    """The number of one operation of one group, and the check of those that came back."""
+
+    def __init__(self, axis: MeshAxis, kind: str, fqn: str) -> None:
+        self.axis = axis
+        self.kind = kind
+        self._agreement = agreement_of(axis)
+        self.number = self._agreement.number("")
+        self.code = code_of(self.number)
+        self.rename(fqn)
+
+    def rename(self, fqn: str) -> None:
+        """Let errors say the name that the unit has in its tree."""
+        self._agreement.names[self.number - 1] = f"{fqn or '<root>'} ({NAMES[self.kind]})"
+
+    def know(
+        self, wire: Wire, numel: int, dtype: torch.dtype, start: int, reduction: Any = None
+    ) -> None:
+        sender = weakref.ref(wire)
+        operation = Operation(self.number, self.kind, numel, dtype, start, sender, reduction)
+        self._agreement.know(operation)
+
+    def before(self) -> None:
+        """Make sure that every rank is about to issue this operation. See [Note: agreement]."""
+        agreement = self._agreement
+        recent = agreement.recent
+        if agreement.predicted.get(recent) != self.number:
+            agreement.settle(self.number, self.axis)
+        agreement.recent = (*recent[1:], self.number)
+
+    @property
+    def is_checked(self) -> bool:
+        return not self._agreement.is_silent
+
+    def check(self, seen: Tensor) -> None:
+        """Look at the stamps ``[W, n]`` that came with a gather and are not all this one's."""
+        self._agreement.compare(self.number, [number_of(row) for row in seen.tolist()], self.axis)
+
+    def check_sum(self, seen: Tensor) -> None:
+        """Look at the sum of the stamps ``[n]`` of a reduction, which is not this one's."""
+        self._agreement.compare_sum(self.number, seen.tolist(), self.axis)
+
+    def forget_recent(self) -> None:
+        self._agreement.forget_recent()
+
+    @property
+    def broken(self) -> str | None:
+        """Why nothing can be sent any more; None if all is well."""
+        return self._agreement.broken
+
+    def lost(self, error: Exception) -> StateError:
+        """Return the error for a collective that failed."""
+        return StateError(self._agreement._lost(self.number, error))
+
+
+_agreements: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
+
+
+def agreement_of(axis: MeshAxis) -> Agreement:
+    """Return the agreement of an axis' process group; groups that share one share it."""
+    if axis.pg is None:
+        return Agreement()
+    if axis.pg not in _agreements:
+        _agreements[axis.pg] = Agreement()
+    return _agreements[axis.pg]

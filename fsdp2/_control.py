@@ -1,0 +1,330 @@
+"""The settings of a sharded module that can change while it trains.
+
+Owns every ``set_*`` method and its checks. A setting lies on the groups of the unit, in its
+``Settings`` (plain values) or in its ``Wire`` (objects that send); nothing here acts by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from fsdp2 import _comm
+from fsdp2._checks import check_comm, check_count, check_flag
+from fsdp2._comm import AllGather, ReduceScatter
+from fsdp2._errors import ConfigError
+from fsdp2._group import ParamGroup
+from fsdp2._hooks import unit_of
+from fsdp2._streams import streams_for
+from fsdp2._unit import Unit
+
+if TYPE_CHECKING:
+    from fsdp2._module import FSDPModule
+
+
+class ControlSurface:
+    """What ``FSDPModule`` lets its users set. A setting holds until it is set again."""
+
+    def _unit(self) -> Unit:
+        assert isinstance(self, nn.Module)
+        unit = unit_of(self)
+        assert unit is not None
+        return unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        if not recurse:
+            return [self._unit()]
+        assert isinstance(self, nn.Module)
+        return list(dict.fromkeys(u for m in self.modules() if (u := unit_of(m)) is not None))
+
+    def _groups(self, recurse: bool = False) -> list[ParamGroup]:
+        return [group for unit in self._units(recurse) for group in unit.own_groups]
+
+    def _configure(self, recurse: bool, **changes: Any) -> None:
+        for unit in self._units(recurse):
+            unit.configure(**changes)
+
+    # When gradients are reduced.
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward is the last before the optimizer step.
+
+        After one that is not, reductions may still be in flight, and ``grad`` is not complete.
+        """
+        self._configure(True, is_last_backward=check_flag("is_last_backward", is_last_backward))
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether backward reduces gradients. While it does not, they accumulate unsharded,
+        in the reduce dtype.
+        """
+        flag = check_flag("requires_gradient_sync", requires_gradient_sync)
+        self._configure(recurse, reduce_grads=flag, all_reduce_grads=flag)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether backward all-reduces over the replicate axis. While it does not, reduced
+        shards accumulate, and ``grad`` is not set.
+        """
+        flag = check_flag("requires_all_reduce", requires_all_reduce)
+        self._configure(recurse, all_reduce_grads=flag)
+
+    # When parameters are whole.
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether parameters are freed after forward, from the next forward on."""
+        flag = check_flag("reshard_after_forward", reshard_after_forward)
+        self._configure(recurse, reshard_after_forward=flag)
+        for group in self._groups(recurse):
+            group.reshard_to(None)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether parameters are freed after backward."""
+        flag = check_flag("reshard_after_backward", reshard_after_backward)
+        self._configure(recurse, reshard_after_backward=flag)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Say whether backward gathers this unit's parameters (not those of units below it).
+
+        False saves the all-gather where backward reads no parameter of the unit, as that of an
+        embedding. Where it does read one, its memory is gone: the result is undefined.
+        """
+        flag = check_flag("unshard_in_backward", unshard_in_backward)
+        self._configure(False, unshard_in_backward=flag)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these units when this one's forward begins, instead of the recorded next one."""
+        self._unit().forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these units when this one's backward begins, instead of the one before it."""
+        self._unit().backward_prefetch = _units_of(modules)
+
+    # What a gradient is.
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients (not those of units below it) by ``factor``.
+
+        The sum is over all data-parallel ranks, of the shard and the replicate axis. Without a
+        factor it is divided by their number. ``set_gradient_reduction`` sets a whole tree.
+
+        Raises:
+            ConfigError: ``factor`` is not a finite number above 0.
+        """
+        self._configure(False, divide_by=_factor("set_gradient_divide_factor", factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``; deprecated."""
+        warnings.warn(
+            "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
+            FutureWarning,
+            stacklevel=2,
+        )
+        self.set_gradient_divide_factor(factor)
+
+    def set_gradient_reduction(self, reduction: str | float, *, recurse: bool = True) -> None:
+        """Say what becomes of the gradients of all data-parallel ranks, for the whole tree.
+
+        Args:
+            reduction: ``"mean"`` over ranks (the default of a unit), ``"sum"``, or a number that
+                the sum is divided by. It means the same with and without a replicate axis, and
+                when gradients accumulate over several backwards.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        known: dict[object, float | None] = {"mean": None, "sum": 1.0}
+        divide_by = (
+            known[reduction]
+            if reduction in known
+            else _factor("set_gradient_reduction: 'mean', 'sum' or a divisor,", reduction)
+        )
+        self._configure(recurse, divide_by=divide_by)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Say whether this unit's collectives only ever sum, and scaling is a kernel of its own.
+
+        Otherwise a mean is left to the backend where it can (``ReduceOp.AVG``).
+        """
+        self._configure(False, only_sums=check_flag("enable", enable))
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Say whether a parameter that no rank used gets a gradient of zeros instead of None.
+
+        Ranks may use different parameters of a unit in any case: every rank reduces all of them.
+        """
+        flag = check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        self._configure(recurse, reduce_unused=flag)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook(reduced)`` on each flat reduced gradient of this unit, before it is stored.
+
+        Args:
+            hook: changes ``reduced`` in place: this rank's part of the reduce-scatter, after the
+                all-reduce over the replicate axis if there is one. 1-D, in the reduce dtype; a
+                unit whose parameters lie on several meshes calls it once for each. While a hook
+                is set, a parameter that no rank used gets a gradient and not None.
+            stream: the device stream to run the hook in.
+
+        Raises:
+            ConfigError: a stream together with a replicate axis, whose stream the hook runs in.
+        """
+        if not callable(hook):
+            raise ConfigError(f"set_all_reduce_hook: expected a function, found {hook!r}.")
+        groups = self._groups()
+        if stream is not None and any(group.data.replicate.size > 1 for group in groups):
+            raise ConfigError(
+                "set_all_reduce_hook: found a stream together with a replicate axis. Leave out the "
+                "stream: the hook runs in that of the all-reduce."
+            )
+        for group in groups:
+            group.reducer.hook, group.reducer.hook_stream = hook, stream
+
+    # How it is sent.
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this unit's parameters by ``comm(output, input, group, async_op)``.
+
+        A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
+        """
+        check_comm("set_custom_all_gather", comm)
+        for group in self._groups():
+            group.wire.gather = comm
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this unit's gradients by ``comm(output, input, group, op, async_op)``.
+
+        A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
+        """
+        check_comm("set_custom_reduce_scatter", comm)
+        for group in self._groups():
+            group.wire.scatter = comm
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Say whether this unit's buffers come from the process group's own allocator, if any.
+
+        Raises:
+            ConfigError: a custom collective is set, which allocates for itself.
+        """
+        check_flag("enable", enable)
+        groups = self._groups()
+        _refuse_custom("set_allocate_memory_from_process_group_for_comm", groups)
+        for group in groups:
+            pg = group.data.shard.pg
+            own = enable and pg is not None
+            group.wire.gather = (
+                _comm.GroupMemoryAllGather(pg) if own else _comm.DefaultAllGather()  # type: ignore[arg-type]  # checked
+            )
+            group.wire.scatter = (
+                _comm.GroupMemoryReduceScatter(pg) if own else _comm.DefaultReduceScatter()  # type: ignore[arg-type]  # checked
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather this unit's parameters through symmetric memory.
+
+        Raises:
+            UnsupportedError: the process group's backend is not NCCL.
+            ConfigError: another ``backend``, or a custom collective is set.
+        """
+        groups = self._groups()
+        _refuse_custom("set_symm_mem_for_comm", groups)
+        made = [
+            None
+            if group.data.shard.pg is None
+            else _comm.SymmetricMemoryAllGather(group.data.shard.pg, backend)
+            for group in groups
+        ]
+        for group, gather in zip(groups, made, strict=True):
+            if gather is not None:
+                group.wire.gather = gather
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Say whether gradients are reduced over a process group of their own.
+
+        Then an all-gather and a reduce-scatter can be on the wire at a time. Collective: every rank
+        calls it. Units over the same ranks share one more process group.
+        """
+        check_flag("enable", enable)
+        for group in self._groups(recurse):
+            group.separate_reductions(enable)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Say how many reductions may hold their inputs at a time. The default is 2.
+
+        The next one waits for the oldest before it packs its gradients.
+        """
+        count = check_count("max_input_buffers", max_input_buffers)
+        self._configure(recurse, input_buffers=count)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next forward's all-gathers wait for ``event`` only, not for all that compute
+        was given before it. Record it after the optimizer step, each time anew.
+        """
+        unit = self._unit()
+        root = unit if unit.runtime is None else unit.runtime.root
+        root.post_optim_event = event
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots use the same streams, as the stages of a pipeline on one rank should.
+
+    On a CPU there are no streams, and this changes nothing that can be seen.
+
+    Raises:
+        ConfigError: something in the list was not given to ``fully_shard``.
+    """
+    units = _units_of(modules)
+    if not units:
+        return
+    first = units[0]
+    streams = first.streams if first.runtime is None else first.runtime.streams
+    if streams is None:
+        streams = streams_for(first.device)
+    for unit in units:
+        unit.streams = streams
+        if unit.runtime is not None:
+            unit.runtime.use(streams)
+
+
+def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:
+    if any(group.wire.is_custom for group in groups):
+        raise ConfigError(
+            f"{name}: found a custom all-gather or reduce-scatter, which allocates for itself. Use "
+            "one or the other."
+        )
+
+
+def _factor(name: str, factor: object) -> float:
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        raise ConfigError(f"{name}: expected a number above 0, found {factor!r}.")
+    if not math.isfinite(factor) or factor <= 0:
+        raise ConfigError(f"{name}: expected a finite number above 0, found {factor!r}.")
+    return float(factor)
+
+
+def _units_of(modules: object) -> tuple[Unit, ...]:
+    units = []
+    for module in modules if isinstance(modules, Iterable) else [modules]:
+        if not isinstance(module, ControlSurface):
+            raise ConfigError(
+                f"expected a list of modules that fully_shard was applied to, found "
+                f"{type(module).__name__} in it."
+            )
+        units.append(module._unit())
+    return tuple(units)
