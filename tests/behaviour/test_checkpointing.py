@@ -255,13 +255,20 @@ class Policy:
         self.name = name
         self.seen: list[str] = []
 
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def one_region(self) -> Callable[..., CheckpointPolicy]:
+        """Return a policy that counts from 0, in forward and (torch 2.11) in recomputation."""
+        return functools.partial(self.decide, {False: 0, True: 0})
+
+    def decide(
+        self, counts: dict[bool, int], context: Any, op: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        counts[context.is_recompute] += 1
         if not context.is_recompute:
             self.seen.append(str(op))
         saves = {
             "all": True,
             "none": False,
-            "every_second": len(self.seen) % 2 == 0,
+            "every_second": counts[context.is_recompute] % 2 == 0,
             "matmuls": op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default),
         }
         return CheckpointPolicy.MUST_SAVE if saves[self.name] else CheckpointPolicy.MUST_RECOMPUTE
@@ -294,7 +301,7 @@ class SelectiveBlock(Block):
 
 
 def selectively(policy: Policy, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy.one_region())
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
