@@ -51,8 +51,12 @@ class _EndOfBackward:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
+    @_torch.always_eager
     def __call__(self) -> None:
-        self._runtime.end_backward()
+        if _torch.is_under_modes():
+            _torch.run_aside(self._runtime.end_backward)
+        else:
+            self._runtime.end_backward()
 
 
 class Runtime:

@@ -55,6 +55,7 @@ class Unit:
         self.calls: list[Call | None] = []
         self.active_calls = 0
         self.open_calls = 0
+        self.is_called_outside = False  # around the compiled call, see _hooks
 
     @property
     def device(self) -> torch.device:
