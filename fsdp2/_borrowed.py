@@ -36,6 +36,11 @@ def whole_tensor(
     """
     placement = param.placement
     if isinstance(stand_in, DTensor):
+        if param.is_extended:
+            raise UnsupportedError(
+                f"{param.fqn}: a DTensor stands in for a parameter with an all-gather extension. "
+                "Pass a tensor of the whole shape, or change the parameter itself."
+            )
         fits = (
             placement.tensor_parallel is None
             and stand_in.device_mesh == placement.mesh

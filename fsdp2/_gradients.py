@@ -54,7 +54,7 @@ class GradientBuffer:
             if not view.is_contiguous():
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._copies.append((local, view))
-            self._grads.append(_torch.new_dtensor(local, param.spec, like=param.local))
+            self._grads.append(_torch.new_dtensor(local, param.spec, like=param.like))
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
         local = view = None  # or they would count as holders

@@ -1,0 +1,580 @@
+"""Promise: a tensor subclass may say itself what is gathered for it (the all-gather extension)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fsdp2
+from tests._parity import make_mesh
+from tests._pool import ranks
+
+aten = torch.ops.aten
+WIDTH = 29
+
+
+class Int8Weight(torch.Tensor):
+    """A float matrix kept as int8 with a scale for each row: two inner tensors, both with rows."""
+
+    codes: Tensor
+    scales: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Int8Weight:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, codes.shape, dtype=dtype, device=codes.device
+        )
+
+    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scales"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, dtype: Any, size: Any, stride: Any) -> Int8Weight:
+        return cls(inner["codes"], inner["scales"], dtype)
+
+    @classmethod
+    def quantize(cls, values: Tensor) -> Int8Weight:
+        values = values.detach()
+        if values.numel():
+            scales = values.float().abs().amax(dim=1).clamp(min=1e-8) / 127
+        else:
+            scales = values.new_zeros(values.shape[0], dtype=torch.float32)
+        codes = (values.float() / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
+        return cls(codes, scales, values.dtype)
+
+    def values(self) -> Tensor:
+        return (self.codes.float() * self.scales[:, None]).to(self.dtype)
+
+    def on_both(self, function: Callable[[Tensor], Tensor], dtype: Any = None) -> Int8Weight:
+        return type(self)(function(self.codes), function(self.scales), dtype or self.dtype)
+
+    def store(self, other: Tensor) -> Int8Weight:
+        found = other if isinstance(other, Int8Weight) else self.quantize(other)
+        self.codes.copy_(found.codes)
+        self.scales.copy_(found.scales)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0]
+        if isinstance(first, Int8Weight):
+            if func in (aten.detach.default, aten.alias.default):
+                return first.on_both(lambda t: t.detach())
+            if func is aten.clone.default:
+                return first.on_both(torch.clone)
+            if func is aten.split.Tensor:
+                pairs = zip(first.codes.split(args[1]), first.scales.split(args[1]), strict=True)
+                return [cls(codes, scales, first.dtype) for codes, scales in pairs]
+            if func is aten.slice.Tensor and args[1:2] in ((), (0,)):
+                return first.on_both(lambda t: func(t, *args[1:]))
+            if func in (aten.new_zeros.default, aten.empty_like.default, aten.zeros_like.default):
+                shape = args[1] if func is aten.new_zeros.default else first.shape
+                device = kwargs.get("device") or first.device
+                codes = torch.zeros(shape, dtype=torch.int8, device=device)
+                return cls(codes, torch.zeros(shape[0], device=device), first.dtype)
+            if func is aten.view.default:  # torch's own flattens what it keeps
+                assert list(args[1]) in ([-1], list(first.shape))
+                return first.on_both(lambda t: t)
+            if func is aten.as_strided.default and list(args[1]) == list(first.shape):
+                return first.on_both(lambda t: t)
+            if func is aten._to_copy.default:
+                device = kwargs.get("device") or first.device
+                return first.on_both(lambda t: t.to(device, copy=True), kwargs.get("dtype"))
+            if func is aten.copy_.default:
+                return first.store(args[1])
+            if func._schema.name.endswith("_"):
+                values = first.values()
+                func(values, *_plain(args[1:]), **_plain(kwargs))
+                return first.store(values)
+        return func(*_plain(args), **_plain(kwargs))
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        SEEN["mesh"] = mesh
+        SEEN["outer"] = (tuple(outer_size), tuple(outer_stride), type(module), mp_policy)
+        return (self.codes, self.scales), "metadata"
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        assert metadata == "metadata"
+        SEEN["param_dtype"] = param_dtype
+        codes, scales = outputs
+        if out is not None:
+            local = out.to_local() if isinstance(out, DTensor) else out
+            for mine, theirs in ((codes, local.codes), (scales, local.scales)):
+                assert mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
+            return None
+        return Int8Weight(codes, scales, param_dtype), (codes, scales)
+
+
+SEEN: dict[str, Any] = {}
+
+
+def _plain(tree: Any) -> Any:
+    """Replace every Int8Weight by its values."""
+    if isinstance(tree, Int8Weight):
+        return tree.values()
+    if isinstance(tree, list | tuple):
+        return type(tree)(_plain(item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: _plain(item) for key, item in tree.items()}
+    return tree
+
+
+class PaddedInt8Weight(Int8Weight):
+    """The same, under torch's contract: it pads its inputs itself."""
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        missing = -(-outer_size[0] // mesh.size()) - self.shape[0]
+        codes = F.pad(self.codes, (0, 0, 0, missing))
+        return (codes, F.pad(self.scales, (0, missing))), "metadata"
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        if out is not None:
+            return None
+        rows = outputs[0].shape[0]
+        assert rows % dist.get_world_size() == 0, "padding was cut"
+        return PaddedInt8Weight(*outputs, param_dtype), tuple(outputs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.as_strided.default:
+            rows = args[1][0]
+            return args[0].on_both(lambda t: t[:rows])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Scaled(Int8Weight):
+    """One scale for each rank's rows: an input whose first dim is not rows."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        values = self.values()
+        largest = values.abs().max() if values.numel() else values.new_ones(())
+        return (values / largest, largest.reshape(1)), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        parts, largest = outputs
+        size = dist.get_world_size()
+        assert largest.shape == (size,)
+        chunk = -(-parts.shape[0] // size)
+        values = parts * largest.repeat_interleave(chunk)[: parts.shape[0], None]
+        if out is not None:
+            out.copy_(values)
+            return None
+        return values, (values,)
+
+
+class Bare(Int8Weight):
+    """A wrapper without an extension."""
+
+    fsdp_pre_all_gather = property()  # type: ignore[assignment]
+    fsdp_post_all_gather = property()  # type: ignore[assignment]
+
+
+class Half(Int8Weight):
+    """Only one of the two methods."""
+
+    fsdp_post_all_gather = property()  # type: ignore[assignment]
+
+
+class Dense(nn.Module):
+    """A residual pair of matrices through `middle` features, and a plain bias."""
+
+    def __init__(self, middle: int, kind: type[Int8Weight] | None = Int8Weight) -> None:
+        super().__init__()
+        self.up = nn.Parameter(_weight(kind, middle, WIDTH))
+        self.down = nn.Parameter(_weight(kind, WIDTH, middle))
+        self.bias = nn.Parameter(torch.randn(middle))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(F.relu(F.linear(x, self.up, self.bias)), self.down)
+
+
+def _weight(kind: type[Int8Weight] | None, *shape: int) -> Tensor:
+    values = torch.randn(*shape) / shape[1] ** 0.5
+    return values if kind is None else kind.quantize(values)
+
+
+MIDDLES = (13, 1, 2)  # uneven; one row; on three ranks, none for the last one
+
+
+def make(middles: tuple[int, ...] = MIDDLES, kind: type[Int8Weight] | None = Int8Weight) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Dense(middle, kind) for middle in middles))
+
+
+def shard(model: Any, library: Any = fsdp2, **kwargs: Any) -> Any:
+    for block in model:
+        library.fully_shard(block, mesh=kwargs.get("mesh", make_mesh()), **_but_mesh(kwargs))
+    return library.fully_shard(model, mesh=kwargs.get("mesh", make_mesh()), **_but_mesh(kwargs))
+
+
+def _but_mesh(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in kwargs.items() if key != "mesh"}
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Return the whole values of a parameter or a gradient, sharded or not, subclass or not."""
+    if isinstance(tensor, DTensor):
+        local = values_of(tensor._local_tensor)
+        return DTensor.from_local(
+            local,
+            tensor.device_mesh,
+            tensor.placements,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        ).full_tensor()
+    tensor = tensor.detach()
+    return tensor.values() if isinstance(tensor, Int8Weight) else tensor
+
+
+def compare(model: nn.Module, reference: nn.Module, *, grads: bool, exact: bool) -> None:
+    """Assert equal parameters (up to one step of int8) or gradients."""
+    expected = dict(reference.named_parameters())
+    found = dict(model.named_parameters())
+    assert list(found) == list(expected)
+    for name, other in expected.items():
+        param = found[name]
+        assert isinstance(param, DTensor)
+        mine: Any = param.grad if grads else param
+        theirs: Any = other.grad if grads else other
+        assert mine.dtype == theirs.dtype, name
+        if grads:
+            assert type(mine._local_tensor) is Tensor, "gradients are ordinary tensors"
+        a, b = values_of(mine), values_of(theirs)
+        least = 1e-4 if grads else b.abs().max().item() / 100
+        atol = 1e-6 if exact else least
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=atol, msg=lambda m: f"{name}: {m}")
+
+
+def train(model: Any, reference: Any, steps: int = 3) -> None:
+    """Train both, the reference on the global batch in the ranks' parts, and compare all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.3) for m in (model, reference)]
+    before = {name: values_of(p).clone() for name, p in reference.named_parameters()}
+    for _ in range(steps):
+        batch = torch.randn(12, WIDTH)
+        parts = batch.chunk(size)
+        loss = model(parts[rank]).square().mean()
+        expected = [reference(part).square().mean() for part in parts]
+        torch.testing.assert_close(loss, expected[rank], rtol=1e-3 if size == 3 else 1e-6, atol=0)
+        loss.backward()
+        torch.stack(expected).mean().backward()
+        compare(model, reference, grads=True, exact=size != 3)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        compare(model, reference, grads=False, exact=size != 3)
+        if size == 3:  # a division rounds elsewhere, and int8 codes are far apart: start alike
+            with torch.no_grad():
+                for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                    theirs.copy_(values_of(mine))
+                    mine.copy_(mine)
+    changed = [n for n, p in reference.named_parameters() if not values_of(p).equal(before[n])]
+    assert len(changed) == len(before), changed
+
+
+def step(model: Any) -> None:
+    model(torch.randn(4, WIDTH)).sum().backward()
+
+
+@contextmanager
+def refused(error: type[Exception], *words: str) -> Iterator[None]:
+    with pytest.raises(error) as found:
+        yield
+    for word in words:
+        assert word in str(found.value), f"{word!r} is not in {found.value}"
+
+
+# Values.
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@ranks(2, 3)
+def test_a_quantized_subclass_trains_as_in_one_process(reshard_after_forward: bool) -> None:
+    """Int8 weights of even, uneven, one-row and empty shards train as they do unsharded."""
+    model = shard(make(), reshard_after_forward=reshard_after_forward)
+    local = model[0].up._local_tensor
+    assert isinstance(local, Int8Weight)
+    assert local.shape == make()[0].up.chunk(dist.get_world_size())[dist.get_rank()].shape
+    train(model, make())
+
+
+@ranks(2)
+def test_torchs_own_fully_shard_gives_the_same() -> None:
+    """The same subclass under torch's fully_shard gets the same gradients and codes, even shapes."""
+    even = (12, 2)
+    width = WIDTH
+    ours, theirs = shard(_even(even)), shard(_even(even), torch_fsdp)
+    assert width == WIDTH
+    for model in (ours, theirs):
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        for _ in range(3):
+            model(torch.randn(5, WIDTH + 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.placements == other.placements
+        a, b = mine._local_tensor, other._local_tensor
+        if isinstance(b, Int8Weight):
+            assert torch.equal(a.codes, b.codes)
+            assert torch.equal(a.scales, b.scales)
+        else:
+            assert torch.equal(a, b)
+
+
+def _even(middles: tuple[int, ...]) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Dense(middle) for middle in middles))
+    for block in model:
+        block.up = nn.Parameter(_weight(Int8Weight, block.up.shape[0], WIDTH + 1))
+        block.down = nn.Parameter(_weight(Int8Weight, WIDTH + 1, block.up.shape[0]))
+    return model
+
+
+@ranks(2, 3)
+def test_inputs_that_the_extension_padded_keep_their_padding() -> None:
+    """A subclass that pads its inputs itself, as torch demands, gets padded outputs and is cut."""
+    model = shard(make(kind=PaddedInt8Weight))
+    train(model, make(kind=PaddedInt8Weight), steps=2)
+
+
+@ranks(2, 3)
+def test_an_input_that_is_not_rows() -> None:
+    """A scale of one element a rank arrives as one element for each rank, also from empty shards."""
+    model, reference = shard(make(kind=Scaled)), make(kind=Int8Weight)
+    torch.manual_seed(1)
+    for _ in range(2):
+        x = torch.randn(4, WIDTH)
+        torch.testing.assert_close(model(x), reference(x))
+        model(x).sum().backward()
+
+
+@ranks(4)
+def test_a_replicate_axis() -> None:
+    """On a 2-D mesh the extension is given the shard mesh, and gradients are those of all ranks."""
+    model = shard(make(), mesh=make_mesh(2, 2))
+    train(model, make(), steps=2)
+    assert SEEN["mesh"].mesh_dim_names == ("shard",)
+    assert SEEN["mesh"].size() == 2
+
+
+@ranks(1)
+def test_a_mesh_of_one_rank() -> None:
+    """One rank gathers nothing and trains the same."""
+    train(shard(make()), make())
+
+
+@ranks(2)
+def test_what_the_extension_is_told() -> None:
+    """Pre gets the whole size and stride, the module and the policy; post gets param_dtype."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard(make((13,)), mp_policy=policy)
+    for _ in range(2):
+        model(torch.randn(4, WIDTH)).sum().backward()
+    size, stride, module, found = SEEN["outer"]
+    assert (size, stride) in (((13, WIDTH), (WIDTH, 1)), ((WIDTH, 13), (13, 1)))
+    assert issubclass(module, Dense)
+    assert found == policy
+    assert SEEN["param_dtype"] is torch.bfloat16
+    assert model[0].up.grad.dtype is torch.float32
+    model.unshard()
+    model[0].unshard()
+    assert model[0].up.dtype is torch.bfloat16
+    assert isinstance(model[0].up, Int8Weight)
+
+
+@ranks(2)
+def test_accumulation_without_sync() -> None:
+    """Gradients of two backwards, the first without sync, are those of one backward of both."""
+    for policy in (None, torch.float64):
+        mp_policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=policy)
+        model, reference = shard(make(), mp_policy=mp_policy), make()
+        batches = [torch.randn(4, WIDTH) for _ in range(2)]
+        for index, x in enumerate(batches):
+            model.set_requires_gradient_sync(index == 1)
+            model(x).square().mean().backward()
+            reference(x).square().mean().backward()
+        compare(model, reference, grads=True, exact=True)
+
+
+@ranks(2)
+def test_a_group_of_extended_parameters_only() -> None:
+    """A group may hold extended parameters and nothing else."""
+    model, reference = shard(make()), make()
+    for module in (*model, *reference):
+        assert isinstance(module, Dense)
+    only = nn.Sequential(nn.Linear(WIDTH, 5, bias=False))
+    torch.manual_seed(2)
+    only[0].weight = nn.Parameter(_weight(Int8Weight, 5, WIDTH))
+    expected = copy.deepcopy(only)
+    fsdp2.fully_shard(only, mesh=make_mesh())
+    for _ in range(3):
+        x = torch.randn(4, WIDTH)
+        torch.testing.assert_close(only(x), expected(x))
+        only(x).sum().backward()
+
+
+@ranks(2)
+def test_several_forwards_before_one_backward() -> None:
+    """What autograd saved of an extended parameter is valid after it was freed and gathered again."""
+    model, reference = shard(make()), make()
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    for m in (model, reference):
+        (m(x).square().mean() + m(y).square().mean()).backward()
+    compare(model, reference, grads=True, exact=True)
+
+
+# Methods on a plain tensor.
+
+
+def set_methods(param: Any) -> None:
+    """Let a plain parameter be gathered in bf16 and computed in the dtype that was asked for."""
+    local = param._local_tensor
+
+    def pre(self: Tensor, mesh: Any) -> Any:
+        return (self.bfloat16(),), None
+
+    def post(
+        self: Tensor, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        (found,) = outputs
+        if out is not None:
+            out.copy_(found)
+            return None
+        values = found.to(param_dtype)
+        return values, (values,)
+
+    local.fsdp_pre_all_gather = MethodType(pre, local)
+    local.fsdp_post_all_gather = MethodType(post, local)
+
+
+class Rounded(Dense):
+    """What a gather in bf16 means, in one process."""
+
+    def __init__(self, middle: int) -> None:
+        super().__init__(middle, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = (p + (p.bfloat16().float() - p).detach() for p in (self.up, self.down))
+        return x + F.linear(F.relu(F.linear(x, up, self.bias)), down)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@ranks(2, 3)
+def test_methods_set_on_the_local_tensors(reshard_after_forward: bool) -> None:
+    """Methods that were set on local tensors before the first forward are used from then on."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(Rounded(middle) for middle in MIDDLES))
+    model = shard(make(kind=None), reshard_after_forward=reshard_after_forward)
+    for block in model:
+        for param in (block.up, block.down):
+            set_methods(param)
+    held = [param for block in model for param in (block.up, block.down)]
+    size, rank = dist.get_world_size(), dist.get_rank()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for _ in range(3):
+        parts = torch.randn(12, WIDTH).chunk(size)
+        model(parts[rank]).square().mean().backward()
+        torch.stack([reference(part).square().mean() for part in parts]).mean().backward()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-3, atol=1e-4)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-3, atol=1e-4)
+    assert all(a is b for a, b in zip(held, (p for b in model for p in (b.up, b.down)), strict=True))
+
+
+@ranks(2)
+def test_methods_that_a_copy_lost() -> None:
+    """A copy without the methods is refused by name, and works once it has them again."""
+    model = shard(make((13,), kind=None))
+    set_methods(model[0].up)
+    step(model)
+    model.double()
+    with refused(fsdp2.StateError, "up", "fsdp_pre_all_gather"):
+        model(torch.randn(4, WIDTH).double())
+    set_methods(model[0].up)
+    model(torch.randn(4, WIDTH).double()).sum().backward()
+    assert model[0].up.grad.dtype is torch.float64
+
+
+# Collectives and memory.
+
+
+@pytest.mark.parametrize("kind", [Int8Weight, PaddedInt8Weight])
+@ranks(2, 3)
+def test_one_all_gather_for_each_unshard(kind: type[Int8Weight]) -> None:
+    """A group's flat parameters and all inputs of its extended ones travel in one all-gather."""
+    model = shard(make(kind=kind))
+    for _ in range(3):
+        with CommDebugMode() as comm:
+            loss = model(torch.randn(4, WIDTH)).sum()
+        assert comm.get_total_counts() == len(MIDDLES)
+        with CommDebugMode() as comm:
+            loss.backward()
+        assert comm.get_total_counts() == 2 * len(MIDDLES)
+
+
+@ranks(2)
+def test_memory_is_freed() -> None:
+    """Resharding frees outputs and inner tensors; the unsharded parameter is one object for life."""
+    model = shard(make((13,)))
+    block = model[0]
+    objects = set()
+    for _ in range(3):
+        block.unshard()
+        up = block.up
+        assert isinstance(up, Int8Weight)
+        assert isinstance(up, nn.Parameter)
+        objects.add(id(up))
+        storages = [t.untyped_storage() for t in (up.codes, up.scales)]
+        assert [s.nbytes() for s in storages] == [13 * WIDTH, 13 * 4]
+        assert torch.equal(up.values(), make((13,))[0].up.values())
+        block.reshard()
+        assert [s.nbytes() for s in storages] == [0, 0]
+        assert isinstance(block.up, DTensor)
+    assert len(objects) == 1
+
+
+@ranks(2)
+def test_memory_of_what_post_made_is_freed() -> None:
+    """A tensor that post computed and named as inner is freed and made anew, in place."""
+    model = shard(make((13,), kind=None))
+    set_methods(model[0].up)
+    for _ in range(2):
+        model[0].unshard()
+        whole = model[0].up
+        assert whole.dtype is torch.float32
+        torch.testing.assert_close(whole, make((13,), kind=None)[0].up.bfloat16().float())
+        model[0].reshard()
+        assert whole.untyped_storage().nbytes() == 0
