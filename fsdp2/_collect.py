@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
 from fsdp2._errors import ConfigError
-from fsdp2._extension import check_extension, brings_extension, smaller_mesh_refused
+from fsdp2._extension import brings_extension, check_extension, smaller_mesh_refused
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._mesh import DataMesh

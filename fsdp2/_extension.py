@@ -1,8 +1,8 @@
 """The all-gather extension: parameters that say what is sent for them and what becomes of it.
 
-Owns what the extended parameters of a group add to its all-gather (``ExtensionTail``), the agreement
-on the sizes of it, and one parameter's way from inputs to the unsharded tensor (``Extension``). It
-must not know flat layouts, states or streams.
+Owns what the extended parameters of a group add to its all-gather (``ExtensionTail``), the
+agreement on the sizes of it, and one parameter's way from inputs to the unsharded tensor
+(``Extension``). It must not know flat layouts, states or streams.
 
 [Note: extensions]
 A shard that has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, from its class or set on the
@@ -29,6 +29,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
         raise StateError(
             f"{param.fqn}: was sharded with an all-gather extension, and the "
             f"{type(local).__name__} that took the place of its shard has neither {PRE} nor "
-            f"{POST}. Methods set on a tensor object do not follow its copies (.to(), deepcopy): "
+            f"{POST}. Methods set on a tensor object do not follow its copies (.to()): "
             "set them on the new local tensor, or use a tensor subclass."
         )
     return False
@@ -129,9 +130,9 @@ def _check_both(local: Tensor, fqn: str, error: type[Exception]) -> None:
 
 def smaller_mesh_refused(fqn: str) -> str:
     return (
-        f"{fqn}: has an all-gather extension, and such a parameter cannot be sharded over a smaller "
-        "mesh between forward and backward. Pass a bool or None for reshard_after_forward, not an "
-        "int."
+        f"{fqn}: has an all-gather extension, and such a parameter cannot be sharded over a "
+        "smaller mesh between forward and backward. Pass a bool or None for "
+        "reshard_after_forward, not an int."
     )
 
 
@@ -245,7 +246,7 @@ class Extension:
         if local.device != self._device:
             moved = local.to(self._device, non_blocking=True)
             local = moved if has_extension(moved) else local
-        method = getattr(local, PRE)
+        method = _method(local, PRE)
         arguments: tuple[Any, ...] = (self._mesh,)
         if _takes_all(method, fqn):
             shape, module = torch.Size(layout.shape), self.param.sites[0].module
@@ -306,7 +307,7 @@ class Extension:
     def _build(self, pieces: tuple[Piece, ...]) -> None:
         shapes = [(piece.rows, piece.shape, piece.dtype) for piece in pieces]
         if shapes != [(piece.rows, piece.shape, piece.dtype) for piece in self.pieces]:
-            self._outputs, self._storages = [], []
+            self._outputs, self._storages, self._versioned = [], [], ()
         self.pieces = pieces
         for output, piece in zip(self._outputs, pieces, strict=False):
             output.piece = piece
@@ -343,13 +344,11 @@ class Extension:
             storage.resize_(nbytes)
         for output in self._outputs:
             output.fill(gathered)
-        method = getattr(_torch.local_tensor(self.param.sharded), POST)
+        method = _method(_torch.local_tensor(self.param.sharded), POST)
         outputs = tuple(output.tensor for output in self._outputs)
         if self._versioned and self.param.unsharded is self._versioned[0]:
             with _torch.preserved_versions(self._versioned):
-                method(
-                    outputs, self._metadata, self.param.compute_dtype, out=self.param.unsharded
-                )
+                method(outputs, self._metadata, self.param.compute_dtype, out=self.param.unsharded)
         else:
             self._adopt(method(outputs, self._metadata, self.param.compute_dtype))
 
@@ -393,6 +392,14 @@ def kind_of(param: FSDPParam) -> tuple[type, torch.dtype]:
     return type(local), local.dtype
 
 
+def _method(local: Tensor, name: str) -> Callable[..., Any]:
+    """Return a method of a shard, bound to it: a deepcopy binds it to yet another tensor."""
+    method: Callable[..., Any] = getattr(local, name)
+    if isinstance(method, MethodType) and isinstance(method.__self__, Tensor):
+        return MethodType(method.__func__, local)
+    return method
+
+
 def _takes_all(method: Callable[..., Any], fqn: str) -> bool:
     """True for the signature of five arguments, False for that of the mesh alone."""
     parameters = inspect.signature(method).parameters
@@ -419,7 +426,9 @@ def _leaves(tensor: Tensor) -> Iterator[Tensor]:
         return
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]  # a wrapper has it
     for name in names:
-        yield from _leaves(getattr(tensor, name))
+        part = getattr(tensor, name)
+        if isinstance(part, Tensor):  # a DTensor names its mesh too
+            yield from _leaves(part)
 
 
 def _ranks(ranks: list[int], axis: MeshAxis) -> str:
@@ -429,9 +438,7 @@ def _ranks(ranks: list[int], axis: MeshAxis) -> str:
 class ExtensionTail:
     """What the extended parameters of a group send behind its flat buffer."""
 
-    def __init__(
-        self, data: DataMesh, policy: MixedPrecisionPolicy, device: torch.device
-    ) -> None:
+    def __init__(self, data: DataMesh, policy: MixedPrecisionPolicy, device: torch.device) -> None:
         self.items: list[Extension] = []
         self.is_agreed = True
         self.nbytes = 0
@@ -481,7 +488,7 @@ class ExtensionTail:
             if found is not None and problem is None:
                 problem = f"{item.param.fqn}: {found}"
             start = item.end or start
-        failed = _exchange(torch.tensor([problem is not None], device=self._device), replicate)
+        failed = _exchange(torch.tensor([int(problem is not None)], device=self._device), replicate)
         if problem is None and failed.any():
             problem = f"{self.items[0].param.fqn} (or beside it): {PRE} failed on another replica"
         if problem is not None:
@@ -497,7 +504,6 @@ class ExtensionTail:
             if item.error is not None:
                 raise item.error
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def pack(self, tail: Tensor) -> None:
         """Write what this rank sends into ``tail``, bytes."""

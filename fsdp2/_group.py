@@ -232,7 +232,9 @@ class ParamGroup:
         """
         extended = [is_extended(p, s) for p, s in zip(self.params, shards, strict=True)]
         if self._smaller is not None:
-            self._refuse_smaller([p for p, is_so in zip(self.params, extended, strict=True) if is_so])
+            self._refuse_smaller(
+                [p for p, is_so in zip(self.params, extended, strict=True) if is_so]
+            )
         for param, shard, is_so in zip(self.params, shards, extended, strict=True):
             if is_so and not param.is_extended and shard is param.local:
                 shard.data = shard.clone()  # the same object, out of the flat buffer

@@ -96,9 +96,9 @@ class Reducer:
     def see_dtypes(self) -> None:
         """Plan again if all-gather extensions made parameters of other dtypes than expected."""
         plan = self._plan
-        if plan is not None and plan.members:
-            if plan.dtypes != {param.grad_dtype for param in plan.members}:
-                self.invalidate()
+        members = [] if plan is None else plan.members
+        if plan is not None and members and plan.dtypes != {p.grad_dtype for p in members}:
+            self.invalidate()
 
     def forget(self, param: FSDPParam) -> None:
         """Drop the unreduced gradients of a parameter whose place another one takes."""
