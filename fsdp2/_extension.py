@@ -16,7 +16,7 @@ the unsharded parameter is one object for life.
 Ranks may hold different numbers of rows, so only all of them together know how much is sent. They
 exchange that once for each plan of the group, in one small collective over the shard axis (and a
 flag over the replicate axis), before the first all-gather. A rank whose extension failed says so
-there, and every rank raises. Later it says so in the first byte of what it sends: on a CPU, where
+there, and every rank raises. Later it says so in the header of what it sends: on a CPU, where
 reading that costs nothing, every rank raises then too.
 
 Source: the contract of the extension in ``torch.distributed.fsdp``, torch 2.13.
@@ -51,7 +51,11 @@ MAX_INPUTS = 16
 """Tensors that one parameter may send: what is exchanged about them has a fixed size."""
 
 FAILED = -1
+"""Count of inputs of a rank whose extension failed."""
+
 HEADER_NBYTES = ALIGN_NBYTES
+FAILED_BYTE = 0xEE
+"""The header of a tail is zeros, or this in every byte: nothing that memory holds by chance."""
 
 
 # Which parameters are extended.
@@ -511,7 +515,8 @@ class ExtensionTail:
             item.pack(tail, self._data.shard.rank)
         if self._device.type != "cpu":
             self._raise_own()
-        tail[:HEADER_NBYTES] = any(item.error is not None for item in self.items)
+        failed = any(item.error is not None for item in self.items)
+        tail[:HEADER_NBYTES] = FAILED_BYTE if failed else 0
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -521,25 +526,26 @@ class ExtensionTail:
         Raises:
             StateError: the extension of a rank failed.
         """
-        if self._device.type == "cpu" and gathered[:, 0].any():
-            axis = self._data.shard
-            failed = [rank for rank, flag in enumerate(gathered[:, 0].tolist()) if flag]
-            item = next((item for item in self.items if item.error is not None), None)
-            if item is not None:
-                error = item.error
-                raise StateError(
-                    f"{item.param.fqn}: {PRE} failed on {_ranks(failed, axis)}: {error}"
-                ) from error
-            names = ", ".join(item.param.fqn for item in self.items)
-            raise StateError(
-                f"{names}: {PRE} of one of these failed on {_ranks(failed, axis)}; see its error."
-            )
+        if self._device.type == "cpu":
+            flags = (gathered[:, :HEADER_NBYTES] == FAILED_BYTE).all(dim=1).tolist()
+            if any(flags):
+                self._raise_failed([rank for rank, flag in enumerate(flags) if flag])
         try:
             for item in self.items:
                 item.unpack(gathered)
         except BaseException:
             self.free()
             raise
+
+    def _raise_failed(self, ranks: list[int]) -> None:
+        where = _ranks(ranks, self._data.shard)
+        for item in self.items:
+            if item.error is not None:
+                raise StateError(
+                    f"{item.param.fqn}: {PRE} failed on {where}: {item.error}"
+                ) from item.error
+        names = ", ".join(item.param.fqn for item in self.items)
+        raise StateError(f"{names}: {PRE} of one of these failed on {where}; see its error.")
 
     def free(self) -> None:
         """Free what was gathered; the next ``unpack`` fills it again."""
@@ -551,7 +557,7 @@ def _exchange(own: Tensor, axis: MeshAxis) -> Tensor:
     """Return ``own`` of every rank of an axis, ``[W, *own.shape]``."""
     if axis.size == 1:
         return own.unsqueeze(0)
-    received = own.new_empty(axis.size * own.numel())
+    received = own.reshape(-1).repeat(axis.size)
     with _torch.hidden_from_modes():
         _torch.all_gather_single(received, own.reshape(-1), axis.pg, False)
     return received.view(axis.size, *own.shape)
