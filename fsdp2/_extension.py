@@ -117,8 +117,8 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
     if not has_extension(shard):
         raise ConfigError(
             f"{param.fqn}: a shard of this {type(whole).__name__} is a {type(shard).__name__} "
-            "without all-gather extension. Let split, new_zeros and copy_ of the subclass keep it "
-            "in its __torch_dispatch__."
+            "without all-gather extension. Let split, new_zeros and copy_ return the subclass, or "
+            "set the methods on the local tensors after fully_shard."
         )
     return shard
 
@@ -359,12 +359,12 @@ class Extension:
     def _adopt(self, result: Any) -> None:
         """Make the unsharded parameter of what the shard returned the first time."""
         fqn, shape = self.param.fqn, self.param.placement.layout.shape
-        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Tensor):
+        tensor, inner = result if isinstance(result, tuple) and len(result) == 2 else (None, ())
+        if not isinstance(tensor, Tensor) or not isinstance(inner, tuple | list):
             raise StateError(
-                f"{fqn}: {POST} returned {type(result).__name__}. Return (tensor, inner tensors) "
-                "where out is None."
+                f"{fqn}: {POST} returned {type(result).__name__}. Return (tensor, inner tensors), "
+                "the second a tuple, where out is None."
             )
-        tensor, inner = result
         if tuple(tensor.shape) != shape:
             if tensor.numel() < math.prod(shape):
                 raise StateError(

@@ -457,7 +457,7 @@ class ParamGroup:
         self._full.untyped_storage().resize_(source.layout.full_nbytes)
         source.unpack(*buffers)
         if self._tail.items:
-            self._unpack_extended(buffers[2])
+            self._unpack_extended(buffers)
         self.streams.retire("gather", buffers)
         if source is self._waiting:
             source.flat.untyped_storage().resize_(0)
@@ -466,11 +466,12 @@ class ParamGroup:
         if _events.listeners:
             _events.emit("wait_for_unshard", self.fqn, self.clock.phase)
 
-    def _unpack_extended(self, gathered: Tensor) -> None:
+    def _unpack_extended(self, buffers: tuple[Tensor, ...]) -> None:
         assert self._full is not None
         try:
-            self._tail.unpack(gathered)
+            self._tail.unpack(buffers[2])
         except BaseException:
+            self.streams.retire("gather", buffers)
             self._full.untyped_storage().resize_(0)
             raise
         self.reducer.see_dtypes()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from tests._parity import make_mesh
@@ -532,6 +533,60 @@ def test_a_subclass_that_wraps_nothing() -> None:
     assert module.weight.grad.dtype is torch.float32
 
 
+class Checkpointed(nn.Module):
+    """Recomputes its inner module in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return found
+
+
+@ranks(2)
+def test_activation_checkpointing() -> None:
+    """Extended parameters that are gathered again for a recomputed forward have their values."""
+    model, reference = make(), make()
+    for index, block in enumerate(model):
+        model[index] = Checkpointed(fsdp2.fully_shard(block, mesh=make_mesh()))
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    x = torch.randn(4, WIDTH)
+    for m in (model, reference):
+        for _ in range(2):
+            m(x).square().mean().backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+
+class BytesOnly(fsdp2.AllGather):
+    """An all-gather of the user's that notes what it carried."""
+
+    def __init__(self) -> None:
+        self.carried: list[torch.dtype] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self.carried.append(input_tensor.dtype)
+        parts = list(output_tensor.chunk(group.size()))
+        return dist.all_gather(parts, input_tensor.clone(), group=group, async_op=async_op)
+
+
+@ranks(2)
+def test_a_custom_all_gather() -> None:
+    """A custom all-gather carries extended parameters too, as bytes."""
+    model, custom = shard(make()), BytesOnly()
+    for block in model:
+        block.set_custom_all_gather(custom)
+    train(model, make(), steps=2)
+    assert set(custom.carried) == {torch.uint8}
+
+
 # Methods on a plain tensor.
 
 
@@ -884,7 +939,8 @@ def test_an_extension_that_fails_on_one_replica(rank: int) -> None:
 @ranks(2)
 def test_what_post_may_not_return() -> None:
     """A post that returns no pair, or too little, is refused by name; shards stay registered."""
-    for result in (torch.zeros(13, WIDTH), (torch.zeros(2, 2), ())):
+    whole = torch.zeros(13, WIDTH)
+    for result in (whole, (whole, whole), (torch.zeros(2, 2), ())):
         model = shard(make((13,), kind=None))
         set_methods(model[0].up)
         model[0].up._local_tensor.fsdp_post_all_gather = lambda *args, found=result, **_: found
