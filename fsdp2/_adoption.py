@@ -36,6 +36,7 @@ class Findings:
     """What differs from what the group registered."""
 
     toggled: list[FSDPParam] = field(default_factory=list)
+    cast: list[FSDPParam] = field(default_factory=list)
     replaced: dict[FSDPParam, Tensor | None] = field(default_factory=dict)
     stand_ins: list[StandIn] = field(default_factory=list)
 
@@ -50,6 +51,8 @@ def look(params: Iterable[FSDPParam]) -> Findings:
             unsharded is not None and unsharded.requires_grad is not trainable
         ):
             findings.toggled.append(param)
+        if unsharded is not None and unsharded.dtype is not param.unsharded_dtype:
+            findings.cast.append(param)
         if _torch.local_tensor(sharded) is not param.local:
             findings.replaced[param] = sharded
         for site in param.sites:
@@ -87,20 +90,14 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
     """
     placement = param.placement
     if isinstance(new, nn.Parameter):
-        if (
-            isinstance(new, DTensor)
-            and new.device_mesh == placement.mesh
-            and tuple(new.placements) == placement.placements
-            and tuple(new.shape) == placement.global_shape
-        ):
+        if placement.is_sharded(new):
             return _torch.local_tensor(new), new
-        if not isinstance(new, DTensor) and tuple(new.shape) == placement.layout.shape:
+        if placement.is_unsharded(new):
             return own_rows(param, new, rank), None
     found = "nothing" if new is None else f"{type(new).__name__} of shape {tuple(new.shape)}"
     if isinstance(new, DTensor):
         found += f" with placements {new.placements} on {new.device_mesh}"
     raise StateError(
         f"{param.fqn}: was replaced by {found}, which this module cannot shard. Register an "
-        f"nn.Parameter with the whole tensor, of shape {placement.layout.shape}, or a DTensor "
-        f"of shape {placement.global_shape} with placements {placement.placements}."
+        f"nn.Parameter {placement.describe()}."
     )

@@ -87,8 +87,8 @@ class Agreement:
     def __init__(self) -> None:
         self.names: list[str] = []
         self._operations: dict[int, Operation] = {}
-        self._predicted: dict[tuple[int, ...], int] = {}
-        self._recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
+        self.predicted: dict[tuple[int, ...], int] = {}
+        self.recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
         self.is_silent = False
         self.broken: str | None = None
 
@@ -103,32 +103,27 @@ class Agreement:
 
     def forget_recent(self) -> None:
         """Start anew after a failure: ranks may have failed at different places."""
-        self._recent = (UNCERTAIN,) * CONTEXT
+        self.recent = (UNCERTAIN,) * CONTEXT
 
-    def before(self, number: int, axis: MeshAxis) -> None:
-        """Make sure that every rank of the axis is about to issue this operation.
+    def settle(self, number: int, axis: MeshAxis) -> None:
+        """Find out if every rank of the axis is about to issue this operation.
 
         Raises:
             StateError: one is not; or one was not, earlier.
         """
-        recent = self._recent
-        if self._predicted.get(recent) != number or self.broken is not None:
-            self._settle(number, axis)
-        self._recent = (*recent[1:], number)
-
-    def _settle(self, number: int, axis: MeshAxis) -> None:
         if self.broken is not None:
             raise StateError(self.broken)
+        predicted = self.predicted.get(self.recent)
         if self.is_silent:
-            return
-        predicted = self._predicted.get(self._recent)
-        if predicted is None or predicted == UNCERTAIN or predicted not in self._operations:
+            pass
+        elif predicted is None or predicted == UNCERTAIN or predicted not in self._operations:
             self.compare(number, self._exchange(number, axis), axis)
         else:
             self._stand_in(self._operations[predicted], number, axis)
-        if len(self._predicted) >= MAX_PREDICTIONS:
-            self._predicted.clear()
-        self._predicted[self._recent] = number if predicted is None else UNCERTAIN
+        if len(self.predicted) >= MAX_PREDICTIONS:
+            self.predicted.clear()
+        certain = predicted is None or self.is_silent
+        self.predicted[self.recent] = number if certain else UNCERTAIN
 
     def _exchange(self, number: int, axis: MeshAxis) -> list[int | None]:
         sent = torch.tensor([number], dtype=torch.int64)
@@ -211,6 +206,7 @@ class Agreement:
             "that some ranks skip. Nothing was mixed, but the ranks are out of step for good: end "
             "this run, or make a new process group."
         )
+        self.predicted.clear()
         raise StateError(self.broken)
 
     def _lost(self, number: int, error: Exception) -> str:
@@ -245,7 +241,11 @@ class Stamp:
 
     def before(self) -> None:
         """Make sure that every rank is about to issue this operation. See [Note: agreement]."""
-        self._agreement.before(self.number, self.axis)
+        agreement = self._agreement
+        recent = agreement.recent
+        if agreement.predicted.get(recent) != self.number:
+            agreement.settle(self.number, self.axis)
+        agreement.recent = (*recent[1:], self.number)
 
     @property
     def is_checked(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _packing
+from fsdp2 import _packing, _torch
 from fsdp2._comm import GradientScale, Wire
 from fsdp2._errors import UnsupportedError
 from fsdp2._layout import GatherItem, GatherLayout, ReduceLayout
@@ -29,35 +29,44 @@ def whole_tensor(
     """Return the unsharded form of a tensor that is registered in the place of ``param``.
 
     Args:
-        stand_in: a DTensor placed as the parameter is, or a plain tensor of its whole shape.
+        stand_in: a tensor that lies as the sharded parameter does, or as the unsharded one.
 
     Raises:
         UnsupportedError: anything else.
     """
     placement = param.placement
-    if isinstance(stand_in, DTensor):
+    if isinstance(stand_in, DTensor) and placement.is_sharded(stand_in):
         if param.is_extended:
             raise UnsupportedError(
-                f"{param.fqn}: a DTensor stands in for a parameter with an all-gather extension. "
+                f"{param.fqn}: a shard stands in for a parameter with an all-gather extension. "
                 "Pass a tensor of the whole shape, or change the parameter itself."
             )
-        fits = (
-            placement.tensor_parallel is None
-            and stand_in.device_mesh == placement.mesh
-            and tuple(stand_in.placements) == placement.placements
-            and tuple(stand_in.shape) == placement.global_shape
-        )
-        if fits:
-            local = stand_in.to_local()
-            whole: Tensor = _GatherShard.apply(local, param, data, wire, settings)  # type: ignore[no-untyped-call]  # torch's own
-            return whole.to(param.compute_dtype)
-    elif tuple(stand_in.shape) == placement.global_shape and placement.tensor_parallel is None:
-        return stand_in.to(param.compute_dtype)
+        local = stand_in.to_local()
+        whole: Tensor = _GatherShard.apply(local, param, data, wire, settings)  # type: ignore[no-untyped-call]  # torch's own
+        return placement.wrap_unsharded(whole.to(param.compute_dtype))
+    if placement.is_unsharded(stand_in):
+        if _torch.is_under_transforms():
+            _check_transformed(stand_in, param)
+        dtype = param.compute_dtype
+        return stand_in if stand_in.dtype == dtype else stand_in.to(dtype)
     raise UnsupportedError(
         f"{param.fqn}: a {type(stand_in).__name__} of shape {tuple(stand_in.shape)} stands in for "
-        f"it. Pass a DTensor of shape {placement.global_shape} with placements "
-        f"{placement.placements}, or a plain tensor of the whole shape."
+        f"it. Pass a tensor {placement.describe()}."
     )
+
+
+def _check_transformed(stand_in: Tensor, param: FSDPParam) -> None:
+    """Raise UnsupportedError if a torch.func transform would lose track of a stand-in."""
+    if any(isinstance(layer, DTensor) for layer in _torch.layers_of(stand_in)):
+        raise UnsupportedError(
+            f"{param.fqn}: a DTensor stands in for it inside a torch.func transform, and DTensors "
+            "know nothing of transforms. Pass whole tensors (full_tensor()), or call backward()."
+        )
+    if stand_in.dtype != param.compute_dtype:
+        raise UnsupportedError(
+            f"{param.fqn}: a {stand_in.dtype} tensor stands in for it inside a torch.func "
+            f"transform, where none is cast. Pass it as {param.compute_dtype}."
+        )
 
 
 class _GatherShard(torch.autograd.Function):

@@ -47,6 +47,11 @@ def check_modules(module: object) -> list[nn.Module]:
                 f"fully_shard: was already applied to this {type(target).__name__}. Apply it "
                 "once to each module."
             )
+        if "replicate" in _torch.composable_names(target):
+            raise ConfigError(
+                f"fully_shard: replicate was already applied to this {type(target).__name__}, and "
+                "manages its parameters. Apply one of the two to a module."
+            )
     return modules
 
 

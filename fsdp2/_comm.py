@@ -1,9 +1,9 @@
 """The wire: allocation and the three collectives, as objects that can be swapped.
 
-Owns what is sent, not when. ``Comm``, ``AllGather`` and ``ReduceScatter`` are what users implement;
-``Wire`` is what a group calls: one of each, and the sum over replicas. A test swaps the ``Wire`` for
-one that joins several ranks in a process. Gradient scaling is a pure function here, because it
-depends on what the wire can carry.
+Owns what is sent, not when. ``Comm``, ``AllGather`` and ``ReduceScatter`` are what users
+implement; ``Wire`` is what a group calls: one of each, and the sum over replicas. A test swaps the
+``Wire`` for one that joins several ranks in a process. Gradient scaling is a pure function here,
+because it depends on what the wire can carry.
 """
 
 from __future__ import annotations
@@ -179,11 +179,6 @@ class Wire:
         self.scatter: ReduceScatter = DefaultReduceScatter()
         self.scatter_group: dist.ProcessGroup | None = None
 
-    @property
-    def gathers_in_place(self) -> bool:
-        """True if what is sent must lie in what is received: the rule for swapped all-gathers."""
-        return type(self.gather) is not DefaultAllGather
-
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
@@ -197,12 +192,15 @@ class Wire:
         return not (isinstance(self.gather, ours[0]) and isinstance(self.scatter, ours[1]))
 
     def stage(self, sent: torch.Tensor, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output ``[W * C]`` of an all-gather, and ``sent`` where it has to lie."""
-        numel = sent.numel()
-        output = self.gather.allocate((axis.size * numel,), dtype=sent.dtype, device=sent.device)
-        if self.gathers_in_place:
-            sent = output.narrow(0, axis.rank * numel, numel).copy_(sent)
-        return output, sent
+        """Return the output ``[W * C]`` of an all-gather, and ``sent`` where it has to lie.
+
+        For a swapped all-gather that is its slice of the output, as torch's interface has it.
+        """
+        numel, gather = sent.numel(), self.gather
+        if type(gather) is DefaultAllGather:
+            return torch.empty(axis.size * numel, dtype=sent.dtype, device=sent.device), sent
+        output = gather.allocate((axis.size * numel,), dtype=sent.dtype, device=sent.device)
+        return output, output.narrow(0, axis.rank * numel, numel).copy_(sent)
 
     def all_gather(
         self, output: torch.Tensor, sent: torch.Tensor, axis: MeshAxis, async_op: bool

@@ -350,11 +350,19 @@ class Extension:
             output.fill(gathered)
         method = _method(_torch.local_tensor(self.param.sharded), POST)
         outputs = tuple(output.tensor for output in self._outputs)
-        if self._versioned and self.param.unsharded is self._versioned[0]:
+        if self._is_intact:
             with _torch.preserved_versions(self._versioned):
                 method(outputs, self._metadata, self.param.compute_dtype, out=self.param.unsharded)
         else:
             self._adopt(method(outputs, self._metadata, self.param.compute_dtype))
+
+    @property
+    def _is_intact(self) -> bool:
+        """True if the unsharded parameter is the one made here, and the user did not cast it."""
+        unsharded = self.param.unsharded
+        if unsharded is None or not self._versioned or unsharded is not self._versioned[0]:
+            return False
+        return unsharded.dtype is self.param.unsharded_dtype
 
     def _adopt(self, result: Any) -> None:
         """Make the unsharded parameter of what the shard returned the first time."""

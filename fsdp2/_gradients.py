@@ -55,9 +55,11 @@ class GradientBuffer:
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._copies.append((local, view))
             self._grads.append(_torch.new_dtensor(local, param.spec, like=param.like))
+        only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
+        self._stamps = None if only is None else only[layout.stamp_start :]
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
-        local = view = None  # or they would count as holders
+        local = view = only = None  # or they would count as holders
         self._held = self._references()
 
     def _references(self) -> list[int]:
@@ -80,6 +82,12 @@ class GradientBuffer:
         if len(self._flats) != 1 or device != self._device:
             return None
         return self._flats.get(dtype)
+
+    def stamps(self, reduced: Tensor, start: int) -> Tensor:
+        """View the stamps behind reduced values ``[numel]``, which may lie in this buffer."""
+        if self._stamps is not None and self._flats.get(reduced.dtype) is reduced:
+            return self._stamps
+        return reduced[start:]
 
     def fill(self, reduced: Tensor) -> list[Tensor]:
         """Take over reduced values ``[numel]``; return the members' gradients."""

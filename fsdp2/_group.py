@@ -325,6 +325,9 @@ class ParamGroup:
         self._stand_ins = findings.stand_ins
         if findings.toggled:
             self._toggle(findings.toggled)
+        if findings.cast:  # by the model's own forward: what is unsharded lies elsewhere now
+            self.reshard()
+            self._full = None
         if findings.replaced:
             self._adopt(findings.replaced)
 

@@ -33,10 +33,18 @@ post-backward or the end of the next backward; the unit reduces when no call is 
 end of backward in any case. So its parameters get one gradient a backward, as plain ones do.
 Calls are counted, not followed by their lifetime: garbage is collected at other times on other
 ranks, and the order of collectives may depend only on what all ranks share.
+
+[Note: compiled modules]
+Nothing here is ever compiled: collectives, streams and freed storages have no place in a graph.
+A compiler that meets a unit inside what it traces breaks its graph there and compiles the unit's
+forward on its own. ``module.compile()`` compiles what runs the module's hooks; so a unit runs ours
+around that, and the registered ones, which the compiler traces, return at once. A module of the
+same unit inside the compiled one needs no hooks: its parameters came with the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,6 +60,7 @@ from fsdp2._unit import Unit
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 
 
+@_torch.always_eager
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit that ``fully_shard`` made of a module."""
     return module.__dict__.get(UNIT_ATTRIBUTE)
@@ -60,15 +69,17 @@ def unit_of(module: nn.Module) -> Unit | None:
 class Call:
     """One recorded forward of a unit, from its marks to its backward. Autograd's graph owns it."""
 
-    __slots__ = ("__weakref__", "_active", "_done_in", "previous", "runtime", "unit")
+    __slots__ = ("__weakref__", "_active", "_done_in", "marked", "previous", "runtime", "unit")
 
     def __init__(self, unit: Unit, runtime: Runtime) -> None:
         self.unit = unit
         self.runtime = runtime
         self.previous: Unit | None = None
+        self.marked = False
         self._active = False
         self._done_in = 0
 
+    @_torch.always_eager
     def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
         """A gradient reached an output."""
         unit, runtime = self.unit, self.runtime
@@ -78,26 +89,38 @@ class Call:
         self._active = True
         unit.active_calls += 1
         runtime.calls.append(self)
-        unit.unshard_for_backward()
-        unit.wait_for_backward()
-        runtime.prefetch_backward(unit, self.previous)
+        if _torch.is_under_modes():
+            _torch.run_aside(self._gather)
+        else:
+            self._gather()
 
+    def _gather(self) -> None:
+        self.unit.unshard_for_backward()
+        self.unit.wait_for_backward()
+        self.runtime.prefetch_backward(self.unit, self.previous)
+
+    @_torch.always_eager
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> None:
         """Every gradient inside the unit has been computed; this one leaves it."""
         if not self._active:
             return
         self.close()
-        unit, runtime = self.unit, self.runtime
         if torch.is_grad_enabled():  # create_graph: a backward may come through these gradients
-            for grad in grads:
-                if grad is not None and grad.grad_fn is not None:
-                    grad.grad_fn.register_prehook(self.pre_backward)
-        if unit.in_backward:
+            mark = self._mark_layers if _torch.is_under_transforms() else self._mark
+            visit_tensors(mark, grads)
+        if self.unit.in_backward:
             return
+        if _torch.is_under_modes():
+            _torch.run_aside(self._give_back)
+        else:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        unit = self.unit
         if unit.settings.reshard_after_backward:
             unit.reshard()
         if not unit.open_calls:
-            runtime.reduce(unit)
+            self.runtime.reduce(unit)
 
     def close(self) -> None:
         """This call needs its unit no longer in the running backward."""
@@ -110,53 +133,63 @@ class Call:
     def mark_input(self, tensor: Tensor, cast: Tensor) -> Tensor:
         """Put a node between the caller's tensor and the module, with post-backward on it."""
         if cast is tensor:
-            cast = tensor.view_as(tensor)
+            cast = _torch.unseen_view(tensor)
         if cast.grad_fn is not None:
             cast.grad_fn.register_prehook(self.post_backward)
         return cast
 
     def mark_outputs(self, output: Any) -> bool:
         """Put pre-backward on what made the outputs; return True if any has a gradient."""
-        marked = False
-
-        def mark(tensor: Tensor) -> None:
-            nonlocal marked
-            if tensor.requires_grad:
-                marked = True
-                base = _torch.base_of(tensor)
-                for made in (tensor,) if base is None else (tensor, base):
-                    if made.grad_fn is not None:
-                        made.grad_fn.register_prehook(self.pre_backward)
-
+        mark = self._mark_layers if _torch.is_under_transforms() else self._mark
         visit_tensors(mark, output)
-        return marked
+        return self.marked
+
+    def _mark(self, tensor: Tensor) -> None:
+        """Put pre-backward on what made a tensor."""
+        if tensor.requires_grad:
+            self.marked = True
+            base = _torch.base_of(tensor)
+            for made in (tensor,) if base is None else (tensor, base):
+                if made.grad_fn is not None:
+                    made.grad_fn.register_prehook(self.pre_backward)
+
+    def _mark_layers(self, tensor: Tensor) -> None:
+        for layer in _torch.layers_of(tensor):
+            self._mark(layer)
 
 
+def _enter(unit: Unit) -> None:
+    """Make parameters whole."""
+    runtime = unit.runtime
+    if runtime is None:
+        runtime = attach(unit, unit_of)
+    if unit.governor is not None and not unit.is_governed_now:
+        raise StateError(
+            f"{unit.fqn}: is conditional, and was called outside of the module above it, "
+            "which gathers its parameters. Call it from that module's forward, or apply "
+            "fully_shard to it without conditional."
+        )
+    recomputing = runtime.is_recomputing
+    if not recomputing and runtime.forward_root is None:
+        runtime.begin_forward(unit)
+    unit.inspect()
+    unit.unshard()
+    unit.wait_for_unshard()
+    if not recomputing and unit.governor is None:
+        runtime.prefetch_forward(unit)
+
+
+@_torch.always_eager
 def pre_forward(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make parameters whole and prepare the inputs."""
-    runtime = unit.runtime
-    if runtime is None:
-        runtime = attach(unit, unit_of)
-    if not unit.is_governed_now:
-        raise StateError(
-            f"{unit.fqn}: is conditional, and was called outside of {unit.governor.fqn or '<root>'}, "  # type: ignore[union-attr]  # it has one
-            "which gathers its parameters. Call it from that module's forward, or apply "
-            "fully_shard to it without conditional."
-        )
-    if runtime.is_recomputing:
-        unit.inspect()
-        unit.unshard()
-        unit.wait_for_unshard()
+    if _torch.is_under_modes():
+        _torch.run_aside(_enter, unit)
     else:
-        if runtime.forward_root is None:
-            runtime.begin_forward(unit)
-        unit.inspect()
-        unit.unshard()
-        unit.wait_for_unshard()
-        if unit.governor is None:
-            runtime.prefetch_forward(unit)
+        _enter(unit)
+    runtime = unit.runtime
+    assert runtime is not None
     call = Call(unit, runtime) if torch.is_grad_enabled() and unit.groups else None
     unit.calls.append(call)
     policy = unit.policy
@@ -178,6 +211,7 @@ def pre_forward(
     return args, kwargs
 
 
+@_torch.always_eager
 def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Prepare the outputs and give parameters back."""
     call = unit.calls.pop() if unit.calls else None
@@ -193,15 +227,23 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         if not recomputing:
             call.previous, runtime.last_unit = runtime.last_unit, unit
     if not unit.calls:
-        with_grad = torch.is_grad_enabled()
-        if not (unit.in_backward or (recomputing and with_grad)):
-            _reshard_after(unit, module, with_grad)
-        for group in unit.groups:
-            if group.has_stand_ins:
-                group.return_stand_ins()
-        if runtime.forward_root is unit:
-            runtime.end_forward()
+        if _torch.is_under_modes():
+            _torch.run_aside(_leave, unit, runtime, module, recomputing)
+        else:
+            _leave(unit, runtime, module, recomputing)
     return output
+
+
+def _leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -> None:
+    """Give parameters back, as the unit's settings say."""
+    with_grad = torch.is_grad_enabled()
+    if not (unit.in_backward or (recomputing and with_grad)):
+        _reshard_after(unit, module, with_grad)
+    for group in unit.groups:
+        if group.has_stand_ins:
+            group.return_stand_ins()
+    if runtime.forward_root is unit:
+        runtime.end_forward()
 
 
 def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
@@ -218,6 +260,7 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
         unit.reshard()
 
 
+@_torch.always_eager
 def forward_raised(unit: Unit, depth: int) -> None:
     """An exception left a forward of a unit that had ``depth`` calls running before it.
 
@@ -235,18 +278,42 @@ def forward_raised(unit: Unit, depth: int) -> None:
         unit.reshard_unless_gathering()
 
 
+@_torch.never_traced
+def call_compiled(
+    unit: Unit,
+    module: nn.Module,
+    compiled: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a module on which ``compile()`` was called. See [Note: compiled modules]."""
+    args, kwargs = pre_forward(unit, args, kwargs)
+    unit.is_called_outside = True
+    try:
+        output = compiled(*args, **kwargs)
+    finally:
+        unit.is_called_outside = False
+    return post_forward(unit, module, output)
+
+
 class ForwardHooks:
-    """The hooks of one module of a unit: an object, so that copies of the module copy them."""
+    """The hooks of a unit's modules: an object, so that copies of the module copy them."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
+    @_torch.eager_unless_inlined
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.unit.is_called_outside:
+            return None
         return pre_forward(self.unit, args, kwargs)
 
+    @_torch.eager_unless_inlined
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.unit.is_called_outside:
+            return None
         return post_forward(self.unit, module, output)
 
 
@@ -258,6 +325,7 @@ class ForwardMethod:
         self.name = name
         self.replaced = module.__dict__.get(name)
 
+    @_torch.never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, unit = self.module, unit_of(self.module)
         assert unit is not None

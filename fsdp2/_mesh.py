@@ -98,7 +98,15 @@ class DataMesh:
         kept: dict[int, DataMesh] = self.mesh.__dict__.setdefault("_fsdp2_split", {})
         if size not in kept:
             ranks = self.mesh.mesh.view(-1, size)
-            smaller = DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=("outer", "inner"))
+            ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
+            # By their members alone: to other slices of the user's mesh they are other groups.
+            pgs = [
+                dist.new_group(line.tolist(), use_local_synchronization=True)
+                for line in (ranks[:, column], ranks[row])
+            ]
+            smaller = DeviceMesh.from_group(
+                pgs, self.mesh.device_type, mesh=ranks, mesh_dim_names=("outer", "inner")
+            )
             kept[size] = DataMesh(smaller, _axis(smaller, 1), _axis(smaller, 0))
         return kept[size]
 

@@ -15,7 +15,7 @@ from fsdp2 import _torch
 from fsdp2._control import ControlSurface
 from fsdp2._errors import ConfigError
 from fsdp2._group import ParamGroup
-from fsdp2._hooks import forward_raised, unit_of
+from fsdp2._hooks import call_compiled, forward_raised, unit_of
 
 COMPOSABLE_NAME = "fully_shard"
 
@@ -56,12 +56,16 @@ class FSDPModule(ControlSurface, nn.Module):
             return object.__new__(cls)
         return cls.__bases__[1](*args, **kwargs)
 
+    @_torch.never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = unit_of(self)
         if unit is None:  # an empty instance, see __new__
             return super().__call__(*args, **kwargs)
         depth = len(unit.calls)
         try:
+            compiled = _torch.compiled_call(self)
+            if compiled is not None:
+                return call_compiled(unit, self, compiled, args, kwargs)
             return super().__call__(*args, **kwargs)
         except BaseException:
             forward_raised(unit, depth)

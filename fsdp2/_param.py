@@ -135,6 +135,7 @@ class FSDPParam:
         self.local: torch.Tensor | None = None
         self.spec = placement.sharded_spec(self.storage_dtype)
         self.unsharded: nn.Parameter | None = None
+        self.unsharded_dtype = original.dtype
         self.post_forward: nn.Parameter | None = None
 
     @property
@@ -163,7 +164,7 @@ class FSDPParam:
     def grad_dtype(self) -> torch.dtype:
         """Dtype of the unsharded gradient. An all-gather extension chooses it."""
         if self.is_extended and self.unsharded is not None:
-            return self.unsharded.dtype
+            return self.unsharded_dtype
         return self.compute_dtype
 
     @property
@@ -197,6 +198,7 @@ class FSDPParam:
         whole = tensor if spec is None else _torch.new_dtensor(tensor, spec)
         pending = None if self.unsharded is None else self.unsharded.grad
         self.unsharded = self._parameter(whole, None)
+        self.unsharded_dtype = tensor.dtype
         if pending is not None:  # accumulated without sync before the plan changed
             self.unsharded.grad = pending.to(dtype=tensor.dtype, device=tensor.device)
 

@@ -7,6 +7,7 @@ know groups, states or collectives.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,12 +49,54 @@ class ParamPlacement:
             spec.mesh, spec.placements, self.global_shape, self.global_stride, dtype
         )
 
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies as the sharded parameter does."""
+        return self._lies(tensor, self.mesh, self.placements)
+
+    def is_unsharded(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies as the unsharded parameter does: whole over the data axes."""
+        spec = self.tensor_parallel
+        if spec is None:
+            return not isinstance(tensor, DTensor) and tuple(tensor.shape) == self.global_shape
+        return self._lies(tensor, spec.mesh, spec.placements)
+
+    def _lies(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> bool:
+        return (
+            isinstance(tensor, DTensor)
+            and tensor.device_mesh == mesh
+            and tuple(tensor.placements) == tuple(placements)
+            and tuple(tensor.shape) == self.global_shape
+        )
+
+    def wrap_unsharded(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the unsharded tensor around its local part, differentiably."""
+        spec = self.tensor_parallel
+        if spec is None:
+            return local
+        shape, stride = torch.Size(self.global_shape), self.global_stride
+        return DTensor.from_local(
+            local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def describe(self) -> str:
+        """Say, for a message, which tensors can take the parameter's place."""
+        spec = self.tensor_parallel
+        whole = "a plain one with the whole tensor"
+        if spec is not None:
+            whole = f"a DTensor with placements {spec.placements} on {spec.mesh}"
+        return (
+            f"of shape {self.global_shape}: {whole}, or a DTensor with placements "
+            f"{self.placements} on {self.mesh}"
+        )
+
 
 def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> ParamPlacement:
     """Place a parameter over the shard axis of ``data`` along ``dim`` (None replicates it).
 
     Raises:
-        ConfigError: a tensor-parallel mesh that does not share a root with the data mesh.
+        ConfigError: a tensor-parallel mesh whose axes cannot stand beside those of the data mesh.
     """
     split: Placement = Replicate() if dim is None else Shard(dim)
     replicated: tuple[Placement, ...] = (Replicate(),) * (data.mesh.ndim - 1)
@@ -117,21 +160,20 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
 
 def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the data axes followed by the tensor-parallel axes."""
-    root = _torch.root_mesh(tensor_parallel)
-    if root != _torch.root_mesh(data) or root == tensor_parallel:
-        raise ConfigError(
-            f"{fqn}: expected a DTensor on a mesh whose root also holds the data-parallel axes, "
-            f"found the mesh {tensor_parallel} and the data mesh {data}. Slice both from one "
-            "init_device_mesh(...) call."
-        )
     names, own = data.mesh_dim_names, tensor_parallel.mesh_dim_names
     if names is None or own is None:
         raise ConfigError(
             f"{fqn}: expected names on the data-parallel and the tensor-parallel mesh, found "
             f"{names} and {own}. Pass mesh_dim_names to init_device_mesh."
         )
-    joined: DeviceMesh = root[tuple(names) + tuple(own)]
-    return joined
+    try:
+        return _torch.join_meshes(data, tensor_parallel)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{fqn}: expected a DTensor on a mesh beside the data-parallel axes, found the mesh "
+            f"{tensor_parallel} and the data mesh {data}, which cannot be joined ({error}). Slice "
+            "both from one init_device_mesh(...) call."
+        ) from error
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing
@@ -48,7 +49,6 @@ class Plan:
     dtypes: frozenset[torch.dtype]
     codes: list[float]
     complete: Tensor
-    foreign: Tensor
 
     @property
     def dtypes_differ(self) -> bool:
@@ -85,6 +85,7 @@ class Reducer:
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
         self.scale = GradientScale(1.0, 1.0)
+        self.joined_codes = torch.empty(0)
         self.accumulated: Tensor | None = None
         self.partial: Tensor | None = None
         self.is_waiting = False
@@ -149,14 +150,13 @@ class Reducer:
         layout = ReduceLayout.plan(indices, shards, size, dtype, len(self.stamps))
         codes = [value for stamp in self.stamps for value in stamp.code]
         complete = _packing.tail([True] * len(indices), codes, layout, grad_dtype, self._device)
-        foreign = torch.tensor([1.0 - code for code in codes], dtype=dtype, device=self._device)
         self._buffer = None
         if self.accumulated is not None:
             self.accumulated = self.accumulated.to(dtype)
         if self.partial is not None:
             self.partial = self.partial.to(dtype)
         found = frozenset(dtypes)
-        return Plan(layout, members, grad_dtype, found, codes, complete, foreign)
+        return Plan(layout, members, grad_dtype, found, codes, complete)
 
     def _prepare(self, settings: Settings) -> Plan:
         """Return the plan, with the scale that the settings ask for."""
@@ -167,6 +167,10 @@ class Reducer:
             layout, data = plan.layout, self._data
             self.scale = GradientScale.choose(
                 data.size, layout.dtype, settings.divide_by, settings.only_sums
+            )
+            joined = 1.0 if self.scale.op == ReduceOp.AVG else data.size * self.scale.before
+            self.joined_codes = torch.tensor(
+                [code * joined for code in plan.codes], dtype=layout.dtype, device=self._device
             )
             for position, stamp in enumerate(self.stamps):
                 start = layout.stamp_start + position * STAMP_NUMEL
@@ -179,10 +183,8 @@ class Reducer:
         return self.partial is not None
 
     @property
-    def has_gradients(self) -> bool:
-        """True if there is something to reduce that a backward left."""
-        if self.accumulated is not None:
-            return True
+    def has_local_gradients(self) -> bool:
+        """True if a backward left gradients on the unsharded parameters."""
         members = self.plan().members
         return any(p.unsharded is not None and p.unsharded.grad is not None for p in members)
 
@@ -235,7 +237,7 @@ class Reducer:
                     grad = local_gradient(grad, param) if isinstance(grad, DTensor) else grad
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
-                if plan.dtypes_differ:
+                if grad.dtype is not plan.grad_dtype:
                     grad = grad.to(plan.grad_dtype)
             grads.append(grad)
         for param in plan.members:
@@ -366,10 +368,11 @@ class Reduction:
         stamps = self._owner.stamps
         if not stamps or not stamps[0].is_checked:
             return
-        seen = reduced[self._plan.layout.stamp_start :]
-        if torch.dot(seen, self._plan.foreign):
-            for position, stamp in enumerate(stamps):
-                stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
+        seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
+        if torch.equal(seen, self._owner.joined_codes):  # sums over several backwards are not
+            return
+        for position, stamp in enumerate(stamps):
+            stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
 
     def _deliver(self) -> None:
         """Set or add the gradients; where nobody had one, leave what is there."""

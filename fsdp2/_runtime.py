@@ -51,8 +51,12 @@ class _EndOfBackward:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
+    @_torch.always_eager
     def __call__(self) -> None:
-        self._runtime.end_backward()
+        if _torch.is_under_modes():
+            _torch.run_aside(self._runtime.end_backward)
+        else:
+            self._runtime.end_backward()
 
 
 class Runtime:
@@ -214,7 +218,11 @@ class Runtime:
         A rank on which none of its parameters was used reduces zeros: others may have gradients.
         """
         return any(
-            (unit.open_calls > 0 and group.settings.reduce_grads) or group.reducer.has_gradients
+            group.reducer.has_local_gradients
+            or (
+                group.settings.reduce_grads
+                and (unit.open_calls > 0 or group.reducer.accumulated is not None)
+            )
             for group in unit.groups
         )
 

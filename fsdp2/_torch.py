@@ -5,14 +5,15 @@ Tried on torch 2.11.0 and 2.13.0. Nothing here knows what a unit or a group is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter  # for preserved_versions
 from torch.distributed._composable.contract import (  # what `replicate` and the like read
     REGISTRY_KEY,
@@ -28,6 +29,12 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     is_traceable_wrapper_subclass,  # the test torch itself uses
 )
+from torch.utils.checkpoint import (  # what selective checkpointing sees operations with
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # DTensor: a step builds a gradient DTensor for each parameter. The public ``DTensor.from_local``
 # costs eight times as much as the constructor, because it builds the spec each time.
@@ -85,9 +92,17 @@ def shards_dim(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that ``mesh`` was sliced from (itself if it was not)."""
-    return mesh._get_root_mesh()
+def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the axes of ``outer``, then those of ``inner``, with their groups.
+
+    Public slicing of the root keeps the root's order of axes, knows no unflattened axes, and
+    needs the root: DTensor's caches hand out an *equal* mesh, which may
+    be a slice of another root.
+
+    Raises:
+        RuntimeError: the meshes share an axis, or are not over the same ranks.
+    """
+    return DeviceMesh._concatenate([outer, inner])
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
@@ -219,6 +234,131 @@ def preserved_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextMana
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and objects share a storage."""
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+# Modes and transforms that a forward may run under. No public way to step out of them exists.
+
+_count_modes = torch._C._len_torch_dispatch_stack
+_transforms_are_active = torch._C._are_functorch_transforms_active
+_CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
+def is_under_modes() -> bool:
+    """Return True if a dispatch mode or a functorch transform is active. Costs two C calls."""
+    return _count_modes() > 0 or _transforms_are_active()
+
+
+def is_under_transforms() -> bool:
+    """Return True if tensors may consist of several: functorch's wrappers, dual numbers."""
+    return _transforms_are_active() or forward_ad._current_level >= 0
+
+
+def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return every tensor that a value consists of and that may have a history of its own.
+
+    Under ``jvp`` that is a wrapper, its tangent, and what both of them wrap.
+    """
+    functorch = torch._C._functorch
+    active = functorch.get_interpreter_stack() or ()
+    dual = {i.level() for i in active if i.key() == functorch.TransformType.Jvp} or {-1}
+    found = [tensor]
+    for layer in found:
+        if forward_ad._current_level >= 0 and functorch.maybe_get_level(layer) in dual:
+            tangent = forward_ad.unpack_dual(layer).tangent
+            if tangent is not None:
+                found.append(tangent)
+        if functorch.is_functorch_wrapped_tensor(layer):
+            found.append(functorch.get_unwrapped(layer))
+    return found
+
+
+def run_aside(function: Callable[..., None], *args: Any) -> None:
+    """Call ``function`` where selective checkpointing and functorch transforms do not reach it.
+
+    What the engine does is no part of the user's function: a recomputation may find the parameters
+    gathered, and its policy must count the same operations as in forward. Other dispatch modes
+    (``CommDebugMode``) go on seeing everything.
+    """
+    with _unseen():
+        if _transforms_are_active():
+            with torch._C._DisableFuncTorch():
+                function(*args)
+        else:
+            function(*args)
+
+
+def unseen_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the whole tensor that selective checkpointing does not count."""
+    if _count_modes() == 0:
+        return tensor.view_as(tensor)
+    with _unseen():
+        return tensor.view_as(tensor)
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """Take the modes of selective checkpointing off the stack of dispatch modes for a while."""
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(_count_modes())]
+    others = [mode for mode in modes if not isinstance(mode, _CHECKPOINT_MODES)]
+    if len(others) == len(modes):
+        yield
+        return
+    _exchange_modes(modes, others)
+    try:
+        yield
+    finally:
+        _exchange_modes(others, modes)
+
+
+def _exchange_modes(old: Sequence[Any], new: Sequence[Any]) -> None:
+    for _ in old:
+        torch._C._pop_torch_dispatch_stack(None)
+    for mode in new:
+        torch._C._push_on_torch_dispatch_stack(mode)
+
+
+# Compilation. The public ``torch.compiler.disable`` imports the compiler, which takes seconds, and
+# puts a wrapper around every call. These two set what it sets, and cost a call nothing.
+
+
+def never_traced(function: Function) -> Function:
+    """Let the compiler break its graph at a call of ``function``, and not compile it (decorator).
+
+    What ``function`` calls is compiled, if the compiler is running.
+    """
+    _skip_frames(function, with_callees=False)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # on a function
+    return function
+
+
+def always_eager(function: Function) -> Function:
+    """As ``never_traced``, and what ``function`` calls is not compiled either (decorator)."""
+    _skip_frames(function, with_callees=True)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # on a function
+    return function
+
+
+def eager_unless_inlined(function: Function) -> Function:
+    """Let the compiler trace ``function`` as a part of a graph only (decorator).
+
+    Called on its own while the compiler is running, it is not compiled, nor is what it calls.
+    """
+    _skip_frames(function, with_callees=True)
+    return function
+
+
+def _skip_frames(function: Callable[..., Any], with_callees: bool) -> None:
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    callees = skip if with_callees else frames._FrameAction.DEFAULT
+    code = function.__code__
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, callees))
+
+
+@never_traced
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what ``module.compile()`` made, which runs the module's hooks and forward."""
+    return module._compiled_call_impl
 
 
 # Observation and composition.

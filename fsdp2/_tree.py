@@ -59,11 +59,17 @@ def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
         return {**mapping, **changed}
     kept = {key: mapping[key] for key in changed}
     replaced = copy.copy(mapping)
-    replaced.update(changed)
+    _set_items(replaced, changed)
     if any(mapping[key] is not kept[key] for key in kept):  # a copy that shares its items
-        mapping.update(kept)
+        _set_items(mapping, kept)
         return {**mapping, **changed}
     return replaced
+
+
+def _set_items(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> None:
+    """Set items one by one: some mappings refuse ``update``, such as outputs of transformers."""
+    for key, item in items.items():
+        mapping[key] = item
 
 
 def visit_tensors(function: Callable[[torch.Tensor], None], value: Any) -> None:

@@ -55,6 +55,7 @@ class Unit:
         self.calls: list[Call | None] = []
         self.active_calls = 0
         self.open_calls = 0
+        self.is_called_outside = False  # around the compiled call, see _hooks
 
     @property
     def device(self) -> torch.device:
@@ -153,10 +154,15 @@ class Unit:
                 group.reshard()
 
     def adopt_if_idle(self, *_: Any, **__: Any) -> None:
-        """Take over what ``load_state_dict(assign=True)`` registered (a hook)."""
-        if self.runtime is not None and self.runtime.clock.phase is IDLE:
+        """Take over what ``load_state_dict(assign=True)`` registered (a hook).
+
+        At once, so that an optimizer made next holds shards, before the first forward too. A model
+        that leaves the meta device in several loads waits for the last of them.
+        """
+        if self.runtime is None or self.runtime.clock.phase is IDLE:
             for group in self.own_groups:
-                group.inspect()
+                if not any(param.is_on_meta for param in group.params):
+                    group.inspect()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""

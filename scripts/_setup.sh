@@ -1,6 +1,7 @@
 # Sourced by the other scripts: goes to the repository root and finds or makes an environment.
 #
 #   . scripts/_setup.sh; use_environment test|dev      sets $python
+#   add_ecosystem                                      adds transformers and peft to it, or fails
 #
 # The environment is .venv in the root. Set FSDP2_PYTHON to use an interpreter of your own as it is.
 
@@ -75,4 +76,32 @@ pip_install() {
         say "this script again with FSDP2_PYTHON=$system to use that one as it is."
     fi
     exit 1
+}
+
+# Other libraries may be out of reach where torch is not: this says why and returns, it does not end the script.
+# Whatever they ask for, the torch that is tested stays.
+add_ecosystem() {
+    local torch
+    if [ -n "${FSDP2_PYTHON:-}" ]; then
+        "$python" -c 'import transformers, peft' && return
+        say "FSDP2_PYTHON is $python, which is used as it is, and it cannot import transformers and peft"
+        return 1
+    fi
+    if command -v flock >/dev/null; then
+        exec 9>.venv/.lock
+        flock 9
+    fi
+    if [ "$(cat .venv/.set-up-ecosystem 2>/dev/null)" != "$(fingerprint)" ]; then
+        say "adding transformers and peft to .venv"
+        torch="$("$python" -c 'from importlib.metadata import version; print(version("torch"))')"
+        printf 'torch==%s\n' "$torch" >.venv/constraints.txt
+        if ! "$python" -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt \
+            -e ".[ecosystem]"; then
+            exec 9>&-
+            say "pip could not install them beside torch $torch; its messages are above"
+            return 1
+        fi
+        fingerprint >.venv/.set-up-ecosystem
+    fi
+    exec 9>&-
 }

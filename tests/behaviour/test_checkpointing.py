@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,22 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
+    apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+import fsdp2
 from tests._models import WIDTH, Block, Case, Inner, PartlyFrozen, Stack, each_block, floats
-from tests._parity import Pair, assert_same_gradients, make_mesh
+from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh
 from tests._pool import ranks
 
 KINDS = {"reentrant": True, "non_reentrant": False}
@@ -197,3 +206,159 @@ def test_recomputed_dropout_is_the_same() -> None:
         torch.manual_seed(5)
         model(x).square().mean().backward()
     assert_same_gradients(pair.model, pair.reference)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("impl", CheckpointImpl)
+@ranks(2)
+def test_checkpointing_applied_to_a_class(impl: CheckpointImpl, order: str) -> None:
+    """`apply_activation_checkpointing` wraps units, or modules that become parts of units."""
+
+    def apply(model: nn.Module) -> None:
+        apply_activation_checkpointing(
+            model,
+            checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
+            check_fn=lambda module: isinstance(module, Block),
+        )
+
+    if order == "before":
+        Pair("stack", prepare=apply).train(steps=2)
+        return
+    pair = Pair("stack")
+    apply(pair.model)
+    apply(pair.reference)
+    assert isinstance(pair.model.blocks[0]._checkpoint_wrapped_module, fsdp2.FSDPModule)
+    pair.train(steps=2)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@ranks(2)
+def test_composable_checkpointing(order: str, reshard_after_forward: bool) -> None:
+    """Torch's composable `checkpoint` and ours go on the same module, in either order."""
+
+    def apply(model: nn.Module) -> None:
+        for block in model.blocks:
+            composable_checkpoint(block)
+
+    prepare = apply if order == "before" else None
+    pair = Pair("stack", prepare=prepare, reshard_after_forward=reshard_after_forward)
+    if order == "after":
+        apply(pair.model)
+    pair.train(steps=2)
+
+
+class Policy:
+    """A policy of selective checkpointing that notes what it sees."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seen: list[str] = []
+
+    def one_region(self) -> Callable[..., CheckpointPolicy]:
+        """Return a policy that counts from 0, in forward and (torch 2.11) in recomputation."""
+        return functools.partial(self.decide, {False: 0, True: 0})
+
+    def decide(
+        self, counts: dict[bool, int], context: Any, op: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        counts[context.is_recompute] += 1
+        if not context.is_recompute:
+            self.seen.append(str(op))
+        saves = {
+            "all": True,
+            "none": False,
+            "every_second": counts[context.is_recompute] % 2 == 0,
+            "matmuls": op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default),
+        }
+        return CheckpointPolicy.MUST_SAVE if saves[self.name] else CheckpointPolicy.MUST_RECOMPUTE
+
+
+class Selective(Stack):
+    """A stack that recomputes units (or parts of them) by a policy."""
+
+    def __init__(self, where: str, policy: str) -> None:
+        super().__init__(SelectiveBlock if where == "inside" else Block)
+        self.where = where
+        self.policy = Policy(policy)
+        for block in self.blocks:
+            block.policy = self.policy
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        if self.where == "spanning":
+            return self.out(selectively(self.policy, nn.Sequential.forward, self.blocks, x))
+        for block in self.blocks:
+            x = selectively(self.policy, block, x) if self.where == "outside" else block(x)
+        return self.out(x)
+
+
+class SelectiveBlock(Block):
+    policy: Policy
+
+    def forward(self, x: Tensor) -> Tensor:
+        return selectively(self.policy, super().forward, x)
+
+
+def selectively(policy: Policy, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy.one_region())
+    return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("policy", ["all", "none", "every_second", "matmuls"])
+@pytest.mark.parametrize("where", ["inside", "outside", "spanning"])
+@ranks(2)
+def test_selective_checkpointing(where: str, policy: str, reshard_after_forward: bool) -> None:
+    """A policy counts the operations of the plain model, whatever the engine does meanwhile."""
+    case = Case(lambda: Selective(where, policy), each_block, floats)
+    pair = Pair(case, reshard_after_forward=reshard_after_forward)
+    for _ in range(3):
+        pair.model.policy.seen.clear()
+        pair.reference.policy.seen.clear()
+        pair.backward()
+        pair.step()
+        seen, expected = pair.model.policy.seen, pair.reference.policy.seen
+        assert seen * 2 == expected  # the reference runs the parts of two ranks
+    pair.check()
+
+
+@ranks(4)
+def test_selective_checkpointing_over_a_smaller_mesh() -> None:
+    """Shards over fewer ranks, made after the forward, stay out of a policy's sight too."""
+    case = Case(lambda: Selective("outside", "all"), each_block, floats)
+    Pair(case, reshard_after_forward=2).train(steps=2)
+
+
+@ranks(2)
+def test_selective_checkpointing_in_mixed_precision() -> None:
+    """Inputs are cast alike in forward and recomputation."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    plain = Pair("stack", mp_policy=policy)
+    for name in ("all", "every_second"):
+        case = Case(lambda name=name: Selective("outside", name), each_block, floats)
+        pair = Pair(case, mp_policy=policy)
+        batch = pair.local(pair.batch())
+        losses = [p.run(p.model, batch) for p in (pair, plain)]
+        for loss in losses:
+            loss.backward()
+        assert_same(losses[0], losses[1], "loss")
+        assert_same_gradients(pair.model, plain.model)
+        plain.optimizer.zero_grad()
+
+
+@ranks(2)
+def test_collectives_stay_visible_under_selective_checkpointing() -> None:
+    """`CommDebugMode` sees the engine's collectives also while a policy does not."""
+    counts = []
+    for where in ("plain", "outside", "inside", "spanning"):
+        case = Case(lambda where=where: Selective(where, "all"), each_block, floats)
+        pair = Pair(case)
+        for _ in range(2):
+            with CommDebugMode() as mode:
+                batch = pair.local(pair.batch())
+                pair.run(pair.model, batch).backward()
+        counts.append({str(op): n for op, n in mode.get_comm_counts().items()})
+        assert not any("c10d" in op for op in pair.model.policy.seen)
+    assert counts[0]
+    assert all(count == counts[0] for count in counts), counts

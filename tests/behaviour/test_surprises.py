@@ -349,3 +349,41 @@ def test_a_class_that_cannot_have_a_subclass_is_refused_first() -> None:
     assert not isinstance(model.weight, DTensor)
     with pytest.raises(fsdp2.ConfigError, match="shard_placement_fn"):
         fsdp2.fully_shard(nn.Linear(2, 2), mesh=make_mesh(), shard_placement_fn=3)  # type: ignore[arg-type]
+
+
+class CastsItsRouter(nn.Module):
+    """A mixture of experts' habit: the router computes in fp32, whatever the policy says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inp(x)
+        self.router.to(torch.float32)
+        return self.router(hidden.float())
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, True])
+@ranks(2)
+def test_a_forward_that_casts_its_own_parameters(reshard_after_forward: bool | None) -> None:
+    """It computes with what it cast, gets gradients, and sees new values in the next step."""
+    torch.manual_seed(0)
+    reference = CastsItsRouter()
+    model = copy.deepcopy(reference)
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp2.fully_shard(model, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+    losses = []
+    for step in range(4):
+        x = batch(step)
+        pair = [m(x).square().mean() for m in (model, reference)]
+        for loss in pair:
+            loss.backward()
+        torch.testing.assert_close(pair[0].detach(), pair[1].detach(), rtol=1e-2, atol=1e-3)
+        losses.append(pair[1].item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[-1] < losses[0] / 2, "the steps must show in what the router computes"

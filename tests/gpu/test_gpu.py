@@ -188,6 +188,61 @@ def test_a_steady_step_never_waits_for_the_device(
         torch.ones(1, device=here()).item()  # the check itself works
 
 
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["fp32", "bf16"])
+def test_offloaded_training_equals_that_on_the_device(
+    mesh: DeviceMesh, policy: MixedPrecisionPolicy, pin_memory: bool
+) -> None:
+    """Shards, gradients and optimizer state are on the CPU; the numbers are the same."""
+    case = CASES["stack"]
+    offload = fsdp2.CPUOffloadPolicy(pin_memory=pin_memory)
+    model = shard(seeded(case.build), case, mesh, mp_policy=policy, offload_policy=offload)
+    reference = shard(seeded(case.build), case, mesh, mp_policy=policy)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+    for step in range(4):
+        args, kwargs = batch_of(case)
+        for part in range(2):  # accumulate over two backwards, on shards or unsharded
+            for m in (model, reference):
+                m.set_requires_gradient_sync(step % 2 == 0 or part == 1)  # type: ignore[operator]
+                keep_compute_busy()
+                loss_of(m(*args, **kwargs)).backward()
+        whole = dict(reference.named_parameters())
+        for key, parameter in model.named_parameters():
+            assert parameter.device.type == "cpu"
+            assert parameter.grad is not None
+            assert local_of(parameter).is_pinned() == pin_memory
+            assert_same(local_of(parameter.grad).cuda(), local_of(whole[key].grad), key, 1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = model.state_dict()
+    for key, expected in reference.state_dict().items():
+        assert state[key].device.type == "cpu"
+        assert_same(local_of(state[key]).cuda(), local_of(expected), key, 1e-4)
+    model.load_state_dict(state)
+    args, kwargs = batch_of(case)
+    assert_same(loss_of(model(*args, **kwargs)), loss_of(reference(*args, **kwargs)), "loss", 1e-4)
+
+
+def test_an_offloaded_optimizer_in_backward_sees_finished_gradients(mesh: DeviceMesh) -> None:
+    """A hook that runs when a gradient has arrived reads it on the host: the copy is over."""
+    case = CASES["stack"]
+    offload = fsdp2.CPUOffloadPolicy()
+    model = shard(seeded(case.build), case, mesh, offload_policy=offload)
+    reference = shard(seeded(case.build), case, mesh)
+    seen: dict[str, Tensor] = {}
+    for key, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, key=key: seen.__setitem__(key, local_of(p.grad).clone())
+        )
+    args, kwargs = batch_of(case)
+    for m in (model, reference):
+        keep_compute_busy()
+        loss_of(m(*args, **kwargs)).backward()
+    for key, parameter in reference.named_parameters():
+        assert_same(seen[key].cuda(), local_of(parameter.grad), key, 1e-5)
+
+
 def test_an_exception_in_backward_and_training_on(mesh: DeviceMesh) -> None:
     case = CASES["stack"]
     reference = seeded(case.build).to(here())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -179,19 +180,61 @@ def test_two_tensor_parallel_axes_on_the_dim_multiply(root: DeviceMesh) -> None:
     assert placement.layout.shape == (4, 2)
 
 
-def test_meshes_of_two_roots_are_refused_and_named(root: DeviceMesh) -> None:
+@pytest.mark.parametrize("names", [("dp", "x"), ("x", "dp")])
+def test_meshes_that_overlap_are_refused_and_named(
+    root: DeviceMesh, names: tuple[str, str]
+) -> None:
+    """Axes that share ranks with the parameter's own, whatever their names."""
     param = tensor_parallel(root, (6, 4), Shard(0))
-    stranger = DataMesh.of(init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "x"))["dp"])
-    with pytest.raises(
-        ConfigError, match=r"block\.weight: expected a DTensor on a mesh whose root"
-    ):
+    shape = (1, WORLD) if names[1] == "dp" else (WORLD, 1)
+    stranger = DataMesh.of(init_device_mesh("cpu", shape, mesh_dim_names=names)["dp"])
+    with pytest.raises(ConfigError, match=r"block\.weight: .*beside.*Slice both from one"):
         place(param, "block.weight", stranger, 0)
 
 
-def test_a_tensor_parallel_mesh_that_is_a_root_itself_is_refused(line: DataMesh) -> None:
-    param = distribute_tensor(torch.zeros(8, 2), line.mesh, [Shard(0)])
+def test_a_tensor_parallel_mesh_of_all_ranks_is_refused(root: DeviceMesh) -> None:
+    everyone = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    param = distribute_tensor(torch.zeros(8, 2), everyone, [Shard(0)])
     with pytest.raises(ConfigError, match="Slice both from one init_device_mesh"):
+        place(param, "weight", DataMesh.of(root["shard"]), 0)
+
+
+def test_a_mesh_without_names_is_refused(line: DataMesh) -> None:
+    param = distribute_tensor(torch.zeros(8, 2), line.mesh, [Shard(0)])
+    with pytest.raises(ConfigError, match=r"weight: .*Pass mesh_dim_names"):
         place(param, "weight", line, 0)
+
+
+def test_an_equal_mesh_of_another_root_is_as_good(root: DeviceMesh) -> None:
+    """DTensor's caches return equal meshes of earlier roots; the axes are what counts."""
+    other = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    param = tensor_parallel(other, (6, 4), Shard(0))
+    placement = place(param, "weight", DataMesh.of(root["shard"]), 0)
+    assert placement.mesh == root["shard", "tp"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("data", "expert", "tensor"))))
+def test_data_axes_come_first_wherever_they_lie(root: DeviceMesh, order: tuple[str, ...]) -> None:
+    """The order of axes in the mesh that the user made does not matter, nor which are inside."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=order)
+    inner = tuple(name for name in order if name != "data")
+    param = distribute_tensor(torch.zeros(16, 2), mesh[inner], [Shard(0), Shard(1)])
+    placement = place(param, "weight", DataMesh.of(mesh["data"]), 0)
+    assert placement.mesh.mesh_dim_names == ("data", *inner)
+    assert placement.placements[1:] == (Shard(0), Shard(1))
+    for name in order:
+        assert placement.mesh[name] == mesh[name]
+
+
+def test_flattened_axes_are_axes(root: DeviceMesh) -> None:
+    """Data and context parallel ranks that share parameters are one axis to shard over."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    flat = mesh["dp", "cp"]._flatten("dp_cp")
+    param = distribute_tensor(torch.zeros(16, 2), mesh["tp"], [Shard(0)])
+    placement = place(param, "weight", DataMesh.of(flat), 0)
+    assert placement.mesh.mesh_dim_names == ("dp_cp", "tp")
+    assert tuple(placement.mesh.mesh.shape) == (4, 2)
+    assert placement.layout.size == 4
 
 
 # --- the smaller mesh -----------------------------------------------------------------------------

@@ -49,11 +49,14 @@ class ListOfSomething(list[Any]):
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """Like those of a well-known library: a dict whose items are attributes too."""
+    """Like those of a well-known library: a dict whose items are attributes too; no updates."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         super().__setattr__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("set items one by one")
 
 
 def ordered(x: Any) -> ModelOutput:

@@ -1,0 +1,641 @@
+"""Promise: what else programs put on a model composes with ours, before and after `fully_shard`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.utils as nn_utils
+from torch import Tensor
+from torch.distributed._composable import replicate
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize
+
+import fsdp2
+from fsdp2 import _events
+from tests._models import (
+    Batch,
+    Block,
+    Case,
+    Inner,
+    Stack,
+    each_block,
+    floats,
+    loss_of,
+    seeded,
+    stack,
+)
+from tests._parity import (
+    Pair,
+    assert_same,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    global_mean,
+    make_mesh,
+    names_of,
+    shard,
+    whole,
+)
+from tests._pool import ranks
+
+# --- torch.func and forward-mode differentiation --------------------------------------------------
+
+
+def reshard_all(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, fsdp2.FSDPModule):
+            module.reshard()
+
+
+def rows_of_this_rank(pair: Pair) -> Tensor:
+    return pair.local(pair.batch()).args[0]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@ranks(2)
+def test_jvp_without_gradients(reshard_after_forward: bool) -> None:
+    """Forward-mode derivatives along an input direction are those of the plain model."""
+    pair = Pair("stack", reshard_after_forward=reshard_after_forward)
+    for _ in range(2):
+        x = rows_of_this_rank(pair)
+        direction = torch.randn_like(x)
+        with torch.no_grad():
+            actual = torch.func.jvp(pair.model, (x,), (direction,))
+            expected = torch.func.jvp(pair.reference, (x,), (direction,))
+        for index, what in enumerate(("output", "tangent")):
+            assert_same(actual[index], expected[index], what)
+    reshard_all(pair.model)
+    assert_sharded(pair.model)
+    pair.train(steps=2)
+
+
+@pytest.mark.parametrize("what", [0, 1, None])
+@pytest.mark.parametrize("way", ["jvp", "dual"])
+@ranks(2)
+def test_reverse_through_jvp(way: str, what: int | None) -> None:
+    """A loss on a derivative, on an output or on both trains the parameters of both."""
+
+    def run(model: nn.Module, x: Tensor, direction: Tensor) -> Any:
+        if way == "jvp":
+            results = torch.func.jvp(model, (x,), (direction,))
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(x, direction)
+                results = tuple(torch.autograd.forward_ad.unpack_dual(model(dual)))
+                return loss_of(results if what is None else results[what])
+        return loss_of(results if what is None else results[what])
+
+    pair = Pair("stack")
+    for _ in range(3):
+        batch = pair.batch()
+        direction = torch.randn_like(batch.args[0])
+        x, along = Batch((batch.args[0], direction), {}).chunk(torch.distributed.get_rank(), 2).args
+        run(pair.model, x, along).backward()
+        parts = [Batch((batch.args[0], direction), {}).chunk(i, 2).args for i in range(2)]
+        (sum(run(pair.reference, *part) for part in parts) / 2).backward()
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev", "jacfwd", "hessian"])
+@ranks(2)
+def test_function_transforms_over_inputs(transform: str) -> None:
+    """Transforms of a function of the input give what they give for the plain model."""
+    pair = Pair("stack")
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        if transform == "grad":
+            return torch.func.grad(lambda y: model(y).square().sum())(x)
+        if transform == "vjp":
+            output, pull = torch.func.vjp(model, x)
+            return pull(torch.ones_like(output))[0]
+        if transform == "vmap":
+            return torch.func.vmap(model)(x.unflatten(0, (2, 3)))
+        if transform == "hessian":
+            return torch.func.hessian(lambda y: model(y).square().sum())(x[:1])
+        return getattr(torch.func, transform)(model)(x[:2])
+
+    for _ in range(2):
+        x = rows_of_this_rank(pair)
+        assert_same(run(pair.model, x), run(pair.reference, x), transform, 5e-6)
+        reshard_all(pair.model)
+        assert_sharded(pair.model)
+    pair.train(steps=2)
+
+
+@ranks(2)
+def test_vmap_with_gradients() -> None:
+    """A loss of a batched forward trains the parameters."""
+    pair = Pair("stack")
+    for _ in range(2):
+        batch = pair.batch()
+        x = pair.local(batch).args[0]
+        loss_of(torch.func.vmap(pair.model)(x.unflatten(0, (2, 3)))).backward()
+        pair.run_reference(batch).backward()
+        pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_functional_grad_of_whole_parameters() -> None:
+    """`torch.func.grad` over whole tensors in the parameters' places gives local gradients."""
+    pair = Pair("stack")
+    x = rows_of_this_rank(pair)
+
+    def loss(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
+        return lambda values: loss_of(torch.func.functional_call(model, values, (x,)))
+
+    values = {name: whole(p) * 0.5 for name, p in pair.model.named_parameters()}
+    actual = torch.func.grad(loss(pair.model))(values)
+    expected = torch.func.grad(loss(pair.reference))(values)
+    for name, gradient in expected.items():
+        assert_same(actual[name], gradient, name, 2e-6)
+    reshard_all(pair.model)
+    assert_sharded(pair.model)
+    pair.train(steps=1)
+
+
+@ranks(2)
+def test_functional_grad_of_shards() -> None:
+    """`torch.func.grad` over sharded parameters is right, or refused with the parameter's name."""
+    pair = Pair("stack")
+    x = rows_of_this_rank(pair)
+
+    def loss(values: dict[str, Tensor]) -> Tensor:
+        return loss_of(torch.func.functional_call(pair.model, values, (x,)))
+
+    values = {name: p.detach() for name, p in pair.model.named_parameters()}
+    with pytest.raises(fsdp2.UnsupportedError, match=r"inp\.weight: a DTensor stands in"):
+        torch.func.grad(loss)(values)
+    pair.train(steps=2)
+
+
+@ranks(2)
+def test_functional_grad_of_another_dtype() -> None:
+    """A stand-in that a transform could not follow through a cast is refused by name."""
+    pair = Pair("stack", mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    x = rows_of_this_rank(pair)
+    values = {name: whole(p) for name, p in pair.model.named_parameters()}
+    with pytest.raises(fsdp2.UnsupportedError, match=r"inp\.weight.*bfloat16"):
+        torch.func.grad(lambda v: loss_of(torch.func.functional_call(pair.model, v, (x,))))(values)
+    pair.run(pair.model, Batch((x,), {})).backward()
+    assert_sharded(pair.model)
+
+
+# --- loss scaling, clipping, optimizers -----------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw_fused": lambda p, lr: torch.optim.AdamW(p, lr=lr / 10, fused=True),
+    "adamw_foreach": lambda p, lr: torch.optim.AdamW(p, lr=lr / 10, foreach=True),
+    "adamw_plain": lambda p, lr: torch.optim.AdamW(p, lr=lr / 10, foreach=False),
+    "sgd_momentum": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@ranks(2)
+def test_optimizers(name: str) -> None:
+    """Every implementation of an optimizer steps on shards as on whole parameters."""
+    pair = Pair("stack", optimizer=OPTIMIZERS[name])
+    pair.later_rtol = 2e-5  # fused and plain kernels round differently, and Adam divides
+    pair.train(steps=3)
+
+
+@ranks(2)
+def test_learning_rate_schedulers() -> None:
+    """A scheduler drives the optimizer of a sharded model as that of a plain one."""
+    pair = Pair("stack", optimizer=OPTIMIZERS["sgd_momentum"])
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=6)
+        for o in (pair.optimizer, pair.reference_optimizer)
+    ]
+    rates = []
+    for _ in range(5):
+        pair.backward()
+        pair.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        rates.append([s.get_last_lr()[0] for s in schedulers])
+    assert all(ours == theirs for ours, theirs in rates)
+    assert len({ours for ours, _ in rates}) == 5
+    pair.check()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@ranks(2)
+def test_clipping_by_norm(norm_type: float) -> None:
+    """Torch's `clip_grad_norm_` finds the norm over all ranks and scales every shard by it."""
+    pair = Pair("stack")
+    for _ in range(2):
+        pair.backward()
+        norms = [
+            nn_utils.clip_grad_norm_(m.parameters(), 0.05, norm_type=norm_type)
+            for m in (pair.model, pair.reference)
+        ]
+        assert_same(norms[0], norms[1], "norm", 2e-6)
+        assert norms[1] > 0.05
+        pair.steps += 1  # a norm is a sum in another order: exact no longer
+        pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_the_scaler_skips_a_step_on_every_rank(rank: int) -> None:
+    """An overflow in one rank's rows makes every rank skip the step and halve the scale."""
+    pair = Pair("stack")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in range(2)]
+    scales = []
+    for step in range(5):
+        batch = pair.batch()
+        if step == 2:
+            batch.args[0][0] = float("inf")  # the first row is rank 0's
+        before = {name: whole(p).clone() for name, p in names_of(pair.model).items()}
+        loss = pair.run(pair.model, pair.local(batch))
+        expected = pair.run_reference(batch)
+        scalers[0].scale(loss).backward()
+        scalers[1].scale(expected).backward()
+        scalers[0].unscale_(pair.optimizer)
+        scalers[1].unscale_(pair.reference_optimizer)
+        if step != 2:
+            assert_same_gradients(pair.model, pair.reference, 2e-6)
+        scalers[0].step(pair.optimizer)
+        scalers[1].step(pair.reference_optimizer)
+        for scaler in scalers:
+            scaler.update()
+        for optimizer in (pair.optimizer, pair.reference_optimizer):
+            optimizer.zero_grad()
+        moved = [n for n, p in names_of(pair.model).items() if not torch.equal(whole(p), before[n])]
+        assert bool(moved) is (step != 2)
+        scales.append((scalers[0].get_scale(), scalers[1].get_scale()))
+    assert scales == [(s, s) for s in (256.0, 512.0, 256.0, 256.0, 512.0)]
+    pair.steps = 1
+    pair.check()
+
+
+@pytest.mark.parametrize("kind", ["adamw_plain", "sgd_momentum", "adamw_foreach"])
+@ranks(2)
+def test_optimizers_that_step_in_backward(kind: str) -> None:
+    """An optimizer for each parameter, stepped when its gradient arrives, equals one for all."""
+    pair = Pair("stack", optimizer=OPTIMIZERS[kind])
+    for parameter in pair.model.parameters():
+        optimizer = OPTIMIZERS[kind]([parameter], 0.1)
+
+        def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            assert isinstance(parameter.grad, DTensor)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        pair.backward()
+        assert all(p.grad is None for p in pair.model.parameters())
+        pair.steps += 1
+        pair.reference_optimizer.step()
+        pair.reference_optimizer.zero_grad()
+    pair.later_rtol = 2e-5
+    pair.check()
+
+
+# --- compilation ----------------------------------------------------------------------------------
+
+
+class Graphs:
+    """A backend that counts its graphs and compiles each with another one."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.count = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        self.count += 1
+        return lookup_backend(self.backend)(graph, inputs)
+
+
+def compile_block(model: Any, index: int, how: str, **kwargs: Any) -> None:
+    """Compile one block in the way named."""
+    block = model.blocks[index]
+    if how == "method":
+        block.compile(**kwargs)
+    elif how == "forward":
+        block.forward = torch.compile(block.forward, **kwargs)
+    else:
+        model.blocks[index] = torch.compile(block, **kwargs)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["method", "wrapper", "forward"])
+@ranks(2)
+def test_compiled_blocks(how: str, backend: str, when: str) -> None:
+    """A compiled block is one graph without a break, which all steps and equal blocks share."""
+    check_compiled_blocks(how, backend, when)
+
+
+@pytest.mark.slow
+@ranks(2, limit_s=400)
+def test_compiled_blocks_with_inductor() -> None:
+    """The default compiler's blocks train as plain ones, and gather ahead as eager ones do."""
+    check_compiled_blocks("method", "inductor", "after")
+
+
+def check_compiled_blocks(how: str, backend: str, when: str) -> None:
+    graphs = Graphs(backend)
+
+    def compile_all(model: Any) -> None:
+        for index in range(len(model.blocks)):
+            compile_block(model, index, how, backend=graphs, fullgraph=True)
+
+    pair = Pair("stack")
+    if when == "after":
+        compile_all(pair.model)
+    else:
+        pair.model = seeded(pair.case.build)
+        compile_all(pair.model)
+        shard(pair.model, pair.case)
+        pair.optimizer = pair._optimizers()[0]
+    pair.steps, pair.later_rtol = 1, 2e-6
+    names = [name.replace("_orig_mod.", "") for name in names_of(pair.model)]
+    assert names == list(names_of(pair.reference))
+    for _ in range(3):
+        events: list[str] = []
+        with _events.listen(lambda event, events=events: events.append(str(event))):
+            batch = pair.batch()
+            loss, expected = pair.losses(batch)
+            loss.backward()
+            expected.backward()
+        for (name, ours), theirs in zip(
+            names_of(pair.model).items(), pair.reference.parameters(), strict=True
+        ):
+            assert_same(ours.grad, theirs.grad, name, 1e-5)  # type: ignore[arg-type]  # not None
+        for optimizer in (pair.optimizer, pair.reference_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert graphs.count == 1
+    assert sum("forward: prefetch" in event for event in events) == 3
+    assert sum("backward: prefetch" in event for event in events) == 3
+
+
+@pytest.mark.parametrize("how", ["method", "wrapper"])
+@ranks(2)
+def test_compiled_models(how: str) -> None:
+    """A compiled root gives right numbers; its graph breaks at units, which are compiled too."""
+    pair = Pair("stack")
+    graphs = Graphs("aot_eager")
+    call = pair.model
+    if how == "method":
+        pair.model.compile(backend=graphs)
+    else:
+        call = torch.compile(pair.model, backend=graphs)
+    counts = []
+    for _ in range(3):
+        batch = pair.batch()
+        loss, expected = pair.run(call, pair.local(batch)), pair.run_reference(batch)
+        assert_same(global_mean(loss), expected, "loss", 2e-6)
+        loss.backward()
+        expected.backward()
+        pair.steps += 1
+        pair.step()
+        counts.append(graphs.count)
+    assert counts[0] == counts[2] > 0
+    with torch.no_grad():
+        x = pair.local(batch).args[0]
+        assert_same(call(x), pair.reference(x), "output", 2e-6)
+    pair.check()
+
+
+@ranks(2)
+def test_a_compiled_step() -> None:
+    """A function that runs forward and backward may be compiled; our hooks stay eager."""
+    pair = Pair("stack")
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    compiled = torch.compile(step, backend="aot_eager")
+    for _ in range(3):
+        batch = pair.batch()
+        loss = compiled(pair.model, *pair.local(batch).args)
+        parts = [step(pair.reference, batch.chunk(i, 2).args[0] / 1) for i in range(2)]
+        assert_same(global_mean(loss), sum(parts) / 2, "loss", 2e-6)
+        for parameter in pair.reference.parameters():
+            parameter.grad /= 2
+        pair.steps += 1
+        pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_compiled_units_with_units_inside() -> None:
+    """A compiled unit breaks its graph at the units inside it, which gather for themselves."""
+
+    def units(model: nn.Module) -> list[nn.Module]:
+        return [m for block in model.blocks for m in (block.first, block)]
+
+    pair = Pair(Case(stack(Inner, 2), units, floats))
+    for block in pair.model.blocks:
+        block.compile(backend="aot_eager")
+    pair.steps, pair.later_rtol = 1, 2e-6
+    pair.train(steps=3)
+
+
+@ranks(2)
+def test_a_compiled_block_that_raises() -> None:
+    """After an exception inside a compiled block the next step is right."""
+
+    class Picky(Block):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.fails:
+                raise ValueError("as asked")
+            return super().forward(x)
+
+    pair = Pair(Case(stack(Picky), each_block, floats))
+    for block in pair.model.blocks:
+        block.compile(backend="eager")
+    pair.train(steps=1)
+    pair.model.blocks[1].fails = True
+    with pytest.raises(ValueError, match="as asked"):
+        pair.run(pair.model, pair.local(pair.batch()))
+    pair.model.blocks[1].fails = False
+    pair.train(steps=1)
+
+
+@ranks(2)
+def test_hooks_of_users_on_compiled_units() -> None:
+    """Hooks on a compiled unit see whole parameters and run once a forward."""
+    pair = Pair("stack")
+    seen: list[str] = []
+    block = pair.model.blocks[0]
+    block.register_forward_pre_hook(
+        lambda module, args: seen.append(f"before {type(module.up.weight).__name__}")
+    )
+    block.register_forward_hook(lambda module, args, output: seen.append("after"))
+    block.compile(backend="aot_eager")
+    for _ in range(2):
+        pair.backward()
+        pair.step()
+    assert seen == ["before Parameter", "after"] * 2
+
+
+def test_the_compiler_is_not_loaded() -> None:
+    """Importing the package leaves torch's compiler, which takes seconds to load, unloaded."""
+    script = "import sys, fsdp2; print('torch._dynamo' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.strip() == "False"
+
+
+# --- parametrizations -----------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    """A parametrization with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.scale
+
+
+PARAMETRIZE: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "spectral_norm": parametrizations.spectral_norm,
+    "old_weight_norm": nn_utils.weight_norm,
+    "own": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+}
+
+
+class Parametrized(Stack):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        for block in self.blocks:
+            PARAMETRIZE[kind](block.mid)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("kind", PARAMETRIZE)
+@ranks(2)
+def test_parametrized_before_sharding(kind: str, cached: bool) -> None:
+    """Computed weights follow the unsharded originals, whose shards get the gradients."""
+    pair = Pair(Case(lambda: Parametrized(kind), each_block, floats))
+    pair.later_rtol = 5e-6
+    for _ in range(3):
+        batch = pair.batch()
+        # One forward of the reference a step: a spectral norm iterates in every one of them.
+        with parametrize.cached() if cached else torch.enable_grad():
+            loss = pair.run(pair.model, pair.local(batch))
+            expected = pair.run(pair.reference, batch)
+        loss.backward()
+        expected.backward()
+        assert_same(global_mean(loss), expected, "loss", 5e-6)
+        pair.steps += 1
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("kind", ["own", "weight_norm", "old_weight_norm"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@ranks(2)
+def test_parametrized_after_sharding(kind: str) -> None:
+    """The next forward says which parameter is gone from its place."""
+    pair = Pair("stack")
+    pair.train(steps=1)
+    PARAMETRIZE[kind](pair.model.blocks[1].mid)
+    with pytest.raises(fsdp2.StateError, match=r"mid\.weight"):
+        pair.run(pair.model, pair.local(pair.batch()))
+
+
+# --- DistributedDataParallel and replicate --------------------------------------------------------
+
+
+def ignored_names(model: nn.Module, wanted: Callable[[str], bool]) -> list[str]:
+    return [name for name, _ in model.named_parameters() if wanted(name)]
+
+
+@ranks(2)
+def test_ddp_around_sharded_units() -> None:
+    """DDP reduces the root's plain parameters and leaves alone the units that it is told to."""
+    case = Case(stack(), each_block, floats)
+    model, reference = seeded(case.build), seeded(case.build)
+    for block in model.blocks:
+        fsdp2.fully_shard(block, mesh=make_mesh())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, ignored_names(model, lambda name: name.startswith("blocks."))
+    )
+    train_replicated(DistributedDataParallel(model), model, reference)
+
+
+@ranks(2)
+def test_ddp_for_ignored_parameters() -> None:
+    """Parameters left out of `fully_shard` may be reduced by DDP around the whole model."""
+    case = Case(stack(), each_block, floats)
+    model, reference = seeded(case.build), seeded(case.build)
+    plain = {*model.inp.parameters(), model.blocks[1].up.weight}
+    for module in (*model.blocks, model):
+        fsdp2.fully_shard(module, mesh=make_mesh(), ignored_params=plain)
+    names = ignored_names(model, lambda name: isinstance(model.get_parameter(name), DTensor))
+    assert len(names) == 3 * 8 + 4 - 3
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    train_replicated(DistributedDataParallel(model), model, reference)
+
+
+@ranks(2)
+def test_composable_replicate_around_sharded_units() -> None:
+    """`replicate` on the root reduces what is plain and skips our units."""
+    case = Case(stack(), each_block, floats)
+    model, reference = seeded(case.build), seeded(case.build)
+    for block in model.blocks:
+        fsdp2.fully_shard(block, mesh=make_mesh())
+    replicate(model)
+    train_replicated(model, model, reference)
+
+
+def train_replicated(call: nn.Module, model: nn.Module, reference: nn.Module) -> None:
+    """Train three steps through `call`, which wraps `model`, beside `reference`."""
+    rank, count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for _ in range(3):
+        batch = floats(12)
+        loss_of(call(*batch.chunk(rank, count).args)).backward()
+        loss_of(reference(*batch.args)).backward()
+        assert_same_gradients(model, reference, 2e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference, 2e-6)
+    assert any(isinstance(p, DTensor) for p in model.parameters())
+
+
+@ranks(2)
+def test_a_module_has_one_composable_api() -> None:
+    """`fully_shard` twice, or beside `replicate`, on one module is refused and changes nothing."""
+    model = seeded(stack())
+    fsdp2.fully_shard(model.blocks[0], mesh=make_mesh())
+    before = type(model.blocks[0])
+    with pytest.raises(fsdp2.ConfigError, match="fully_shard"):
+        fsdp2.fully_shard(model.blocks[0], mesh=make_mesh())
+    assert type(model.blocks[0]) is before
+    replicate(model.blocks[1])
+    replicated = type(model.blocks[1])
+    with pytest.raises(fsdp2.ConfigError, match="replicate"):
+        fsdp2.fully_shard(model.blocks[1], mesh=make_mesh())
+    assert type(model.blocks[1]) is replicated
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+        replicate(model.blocks[0])

@@ -1,0 +1,23 @@
+"""Rank processes import the libraries once, before they are forked, if any test here will run."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests import _pool
+
+LIBRARIES = [
+    "transformers.generation.utils",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.switch_transformers.modeling_switch_transformers",
+    "peft",
+]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(item.get_closest_marker("ecosystem") for item in session.items):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # every model here is built from a config or a folder
+        _pool.PRELOADED += LIBRARIES
