@@ -23,7 +23,7 @@ from fsdp2._checks import (
     check_policies,
     check_reshard,
 )
-from fsdp2._collect import Collected, collect, take_ties
+from fsdp2._collect import Collected, collect, refuse_extensions, take_ties
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import UNIT_ATTRIBUTE, ForwardMethod, register_hooks, unit_of
 from fsdp2._mesh import DataMesh, check_mesh, default_mesh
@@ -87,6 +87,8 @@ def fully_shard(
     classes = {target: sharded_class(type(target)) for target in modules}
     collected = collect(modules, data, shard_placement_fn, check_ignored(ignored_params))
 
+    if smaller is not None:
+        refuse_extensions(collected)
     if smaller is None and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)

@@ -36,6 +36,11 @@ def whole_tensor(
     """
     placement = param.placement
     if isinstance(stand_in, DTensor) and placement.is_sharded(stand_in):
+        if param.is_extended:
+            raise UnsupportedError(
+                f"{param.fqn}: a shard stands in for a parameter with an all-gather extension. "
+                "Pass a tensor of the whole shape, or change the parameter itself."
+            )
         local = stand_in.to_local()
         whole: Tensor = _GatherShard.apply(local, param, data, wire, settings)  # type: ignore[no-untyped-call]  # torch's own
         return placement.wrap_unsharded(whole.to(param.compute_dtype))

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
 from fsdp2._errors import ConfigError
+from fsdp2._extension import brings_extension, check_extension, smaller_mesh_refused
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._mesh import DataMesh
@@ -92,6 +93,7 @@ def collect(
         _check_param(param, fqn, data)
         choice = None if placement_fn is None else placement_fn(param)
         dim = shard_dim(choice, param, fqn)
+        check_extension(param, fqn, dim)
         collected.own[param] = (fqn, sites, place(param, fqn, data, dim))
     devices = {param.device.type == "meta" for param in found}
     if len(devices) > 1:
@@ -102,6 +104,15 @@ def collect(
         )
     _find_escaped(collected, modules)
     return collected
+
+
+def refuse_extensions(collected: Collected) -> None:
+    """Raise ConfigError if a parameter cannot be sharded over a smaller mesh after forward."""
+    taken = [param for params in collected.escaped.values() for param in params]
+    names = [param.fqn for param in taken if param.is_extended]
+    names += [fqn for original, (fqn, _, _) in collected.own.items() if brings_extension(original)]
+    if names:
+        raise ConfigError(smaller_mesh_refused(names[0]))
 
 
 def take_ties(collected: Collected) -> list[FSDPParam]:
@@ -180,10 +191,11 @@ def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
                 f"{fqn}: is already sharded on {data.mesh}. Apply fully_shard bottom up: to "
                 "submodules before the modules that contain them."
             )
-    elif _torch.is_wrapper_subclass(param):
+    elif _torch.is_wrapper_subclass(param) and not brings_extension(param):
         raise ConfigError(
             f"{fqn}: found a tensor subclass, {type(param).__name__}, that wraps other tensors. "
-            "Put it into ignored_params, or shard plain parameters."
+            "Put it into ignored_params, give it an all-gather extension (fsdp_pre_all_gather and "
+            "fsdp_post_all_gather), or shard plain parameters."
         )
     if param.layout is not torch.strided:
         raise ConfigError(

@@ -54,7 +54,7 @@ class GradientBuffer:
             if not view.is_contiguous():
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._copies.append((local, view))
-            self._grads.append(_torch.new_dtensor(local, param.spec, like=param.local))
+            self._grads.append(_torch.new_dtensor(local, param.spec, like=param.like))
         only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
         self._stamps = None if only is None else only[layout.stamp_start :]
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]

@@ -27,16 +27,17 @@ from fsdp2._adoption import Source, StandIn, look, own_rows, own_sources, source
 from fsdp2._agreement import Stamp
 from fsdp2._borrowed import whole_tensor
 from fsdp2._comm import Wire
-from fsdp2._errors import StateError
+from fsdp2._errors import ConfigError, StateError
 from fsdp2._events import Clock
-from fsdp2._layout import GatherItem, GatherLayout
+from fsdp2._extension import ExtensionTail, has_extension, is_extended, smaller_mesh_refused
+from fsdp2._layout import STAMP_NUMEL, GatherItem, GatherLayout, ShardLayout
 from fsdp2._mesh import DataMesh
 from fsdp2._param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED, FSDPParam, StateMachine
 from fsdp2._placement import shrink
 from fsdp2._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
 from fsdp2._reduction import Reducer, Reduction
 from fsdp2._shards import ShardBuffer
-from fsdp2._streams import InFlight, Streams
+from fsdp2._streams import InFlight, Launched, Streams
 
 
 class ParamGroup:
@@ -59,6 +60,8 @@ class ParamGroup:
         self.clock = Clock()
         self.fqn = ""
         self.params: list[FSDPParam] = []
+        self._flat_params: list[FSDPParam] = []
+        self._tail = ExtensionTail(data, policy, device)
         self._is_away = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
         home = torch.device("cpu") if self._is_away else device
         self.reducer = Reducer(self.params, data, device, home, policy.reduce_dtype)
@@ -160,6 +163,8 @@ class ParamGroup:
 
         Collective, if the smaller mesh does not exist yet.
         """
+        if size is not None:
+            self._refuse_smaller([param for param in self.params if param.is_extended])
         smaller = None if size is None else self.data.split(size)
         if smaller is not self._smaller:
             self.reshard()
@@ -180,11 +185,13 @@ class ParamGroup:
                 f"{self.fqn or '<root>'}: parameters of one group are on several devices: "
                 f"{listing}. Move the whole module to one device."
             )
+        self._split_params([source for source, _ in sources])
         for param, (source, _) in zip(self.params, sources, strict=True):
             param.storage_dtype = source.dtype
         self.reducer.invalidate()
         if not sources:
             self._home = self._full = self._waiting = None
+            self._tail.plan([])
             return
         layout = self._layout()
         if self._home is None or not layout.has_full_of(self._home.layout):
@@ -198,7 +205,7 @@ class ParamGroup:
             device,
             compute=self.device if self._is_away else None,
             pinned=self._is_pinned and device.type == "cpu",
-            stamp=self._stamp if len(layout.items) > len(self.params) else None,
+            stamp=self._stamp if len(layout.items) > len(self._flat_params) else None,
         )
         self._know(buffer)
         if self._full is not None:
@@ -206,18 +213,42 @@ class ParamGroup:
             storage.resize_(layout.full_nbytes)  # views cannot be made of a freed storage
             buffer.bind(self._full)
             storage.resize_(0)
-        for param, (source, registered), local in zip(
-            self.params, sources, buffer.shards, strict=False
-        ):
-            local.copy_(source.detach())
+        locals_ = iter(buffer.shards)
+        for param, (source, registered) in zip(self.params, sources, strict=True):
+            local = source
+            if not param.is_extended:
+                local = next(locals_)
+                local.copy_(source.detach())
             param.set_shard(local, registered)
+        self._tail.plan([param for param in self.params if param.is_extended])
         self._home = buffer
         self._register(SHARDED)
+
+    def _split_params(self, shards: Sequence[Tensor]) -> None:
+        """See which parameters are extended: these are not in the flat buffer.
+
+        Raises:
+            StateError: an extension is not complete, or cannot be used here; nothing was changed.
+        """
+        extended = [is_extended(p, s) for p, s in zip(self.params, shards, strict=True)]
+        if self._smaller is not None:
+            self._refuse_smaller(
+                [p for p, is_so in zip(self.params, extended, strict=True) if is_so]
+            )
+        for param, shard, is_so in zip(self.params, shards, extended, strict=True):
+            if is_so and not param.is_extended and shard is param.local:
+                shard.data = shard.clone()  # the same object, out of the flat buffer
+            param.is_extended = is_so
+        self._flat_params = [param for param in self.params if not param.is_extended]
+
+    def _refuse_smaller(self, extended: Sequence[FSDPParam]) -> None:
+        if extended:
+            raise ConfigError(smaller_mesh_refused(extended[0].fqn))
 
     def _layout(self) -> GatherLayout:
         items = [
             GatherItem(param.placement.layout, param.storage_dtype, param.compute_dtype)
-            for param in self.params
+            for param in self._flat_params
         ]
         sizes = () if self._smaller is None else (self._smaller.shard.size,)
         return self._stamped(items, self.data.shard.size, sizes, self._stamp)
@@ -228,17 +259,21 @@ class ParamGroup:
     ) -> GatherLayout:
         """Plan a layout with room for a stamp, if there is one, behind the parameters."""
         layout = GatherLayout.plan(items, size, others)
-        if stamp is not None and layout.stamp_item is not None:
-            layout = GatherLayout.plan([*items, layout.stamp_item], size, others)
+        stamp_item = layout.stamp_item
+        if stamp_item is None and not items:  # all parameters are extended
+            bytes_only = ShardLayout((size * STAMP_NUMEL,), (1,), 0, size)
+            stamp_item = GatherItem(bytes_only, torch.uint8, torch.uint8)
+        if stamp is not None and stamp_item is not None:
+            layout = GatherLayout.plan([*items, stamp_item], size, others)
         return layout
 
     def _know(self, buffer: ShardBuffer) -> None:
         """Tell the ranks' agreement how a buffer travels."""
         layout, stamp = buffer.layout, buffer.stamp
-        if stamp is not None:
+        if stamp is not None and (buffer.tail_nbytes or not self._tail.items):
             dtype = layout.items[-1].compute_dtype
             start = layout.send_offsets[-1] // dtype.itemsize
-            numel = layout.gather_nbytes // dtype.itemsize
+            numel = buffer.sent_nbytes // dtype.itemsize
             stamp.know(self.wire, numel, dtype, start)
 
     @torch.inference_mode(False)
@@ -246,6 +281,8 @@ class ParamGroup:
     def _build_full(self) -> None:
         """Make the unsharded parameters, and the smaller mesh's, on memory that is freed again."""
         assert self._home is not None
+        if any(map(has_extension, self._home.shards)):  # methods were set on a local tensor
+            self._plan(own_sources(self.params))
         if self._smaller is not None:
             self._build_waiting(self._smaller)
         layout = self._home.layout
@@ -254,7 +291,7 @@ class ParamGroup:
             if buffer is not None:
                 buffer.bind(self._full)
         tensors = _packing.full_tensors(self._full, layout)
-        for param, tensor in zip(self.params, tensors, strict=False):
+        for param, tensor in zip(self._flat_params, tensors, strict=False):
             param.set_unsharded(tensor)
         self._full.untyped_storage().resize_(0)
 
@@ -389,13 +426,24 @@ class ParamGroup:
         source = self._home if self.machine.state is SHARDED else self._waiting
         assert source is not None
         if _events.listeners:
-            nbytes = source.axis.size * source.layout.gather_nbytes
+            nbytes = source.axis.size * source.sent_nbytes
             _events.emit("unshard", self.fqn, self.clock.phase, nbytes)
         if source.stamp is not None:
             source.stamp.before()
+        gather = self._gather_extended if self._tail.items else source.gather
         self._gathering = self.streams.launch(
-            "gather", lambda: source.gather(self.wire, self.streams.async_op)
+            "gather", lambda: gather(self.wire, self.streams.async_op)
         )
+
+    def _gather_extended(self, wire: Wire, async_op: bool) -> Launched:
+        """Issue the all-gather with the tail of the extended parameters."""
+        buffer, tail = self._home, self._tail
+        assert buffer is not None
+        tail.prepare()
+        if buffer.tail_nbytes != tail.nbytes:
+            buffer.tail_nbytes = tail.nbytes
+            self._know(buffer)
+        return buffer.gather(wire, async_op, tail.pack)
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
@@ -411,6 +459,8 @@ class ParamGroup:
         buffers, self._gathering = self._gathering.buffers, None
         self._full.untyped_storage().resize_(source.layout.full_nbytes)
         source.unpack(*buffers)
+        if self._tail.items:
+            self._unpack_extended(buffers)
         self.streams.retire("gather", buffers)
         if source is self._waiting:
             source.flat.untyped_storage().resize_(0)
@@ -418,6 +468,16 @@ class ParamGroup:
         self._register(UNSHARDED)
         if _events.listeners:
             _events.emit("wait_for_unshard", self.fqn, self.clock.phase)
+
+    def _unpack_extended(self, buffers: tuple[Tensor, ...]) -> None:
+        assert self._full is not None
+        try:
+            self._tail.unpack(buffers[2])
+        except BaseException:
+            self.streams.retire("gather", buffers)
+            self._full.untyped_storage().resize_(0)
+            raise
+        self.reducer.see_dtypes()
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones."""
@@ -457,6 +517,8 @@ class ParamGroup:
     def _free_full(self) -> None:
         assert self._full is not None
         self._full.untyped_storage().resize_(0)
+        if self._tail.items:
+            self._tail.free()
         if _events.listeners:
             _events.emit("reshard", self.fqn, self.clock.phase, self._full.nbytes)
 

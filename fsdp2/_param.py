@@ -125,10 +125,11 @@ class FSDPParam:
         self.placement = placement
         self.storage_dtype = original.dtype
         self.trainable = original.requires_grad
+        self.is_extended = False
         self.param_dtype: torch.dtype | None = None
         self.machine = StateMachine()
         self.uses: list[nn.Module] = []
-        self.attributes = dict(vars(original))
+        self.attributes = _own_attributes(original)
         original.__dict__[_MARK] = OwnerMark(self)
         self.sharded: nn.Parameter = original
         self.local: torch.Tensor | None = None
@@ -158,6 +159,21 @@ class FSDPParam:
         if self.param_dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:
             return dtype
         return self.param_dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of the unsharded gradient. An all-gather extension chooses it."""
+        if self.is_extended and self.unsharded is not None:
+            return self.unsharded_dtype
+        return self.compute_dtype
+
+    @property
+    def like(self) -> torch.Tensor | None:
+        """A tensor of the shard's shape, dtype and device; a plain one if the shard is not."""
+        local = self.local
+        if local is not None and self.is_extended:
+            return torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        return local
 
     def set_shard(self, local: torch.Tensor, registered: nn.Parameter | None) -> None:
         """Take ``local`` (in the group's flat buffer) as the shard, and register it.
@@ -203,7 +219,7 @@ class FSDPParam:
         assert isinstance(new, nn.Parameter)
         self.sharded = new
         if not isinstance(new, DTensor):
-            self.attributes = dict(vars(new))
+            self.attributes = _own_attributes(new)
         if new.requires_grad is not self.trainable:
             self.toggle()
 
@@ -224,3 +240,9 @@ class FSDPParam:
         if hooks_of is not None:
             _torch.move_hooks(hooks_of, param)
         return param
+
+
+def _own_attributes(param: nn.Parameter) -> dict[str, Any]:
+    """Return what the user set on a parameter. A wrapper keeps its own parts in the same place."""
+    dispatches = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return {} if dispatches and not isinstance(param, DTensor) else dict(vars(param))

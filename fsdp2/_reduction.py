@@ -46,9 +46,13 @@ class Plan:
     layout: ReduceLayout
     members: list[FSDPParam]
     grad_dtype: torch.dtype
-    dtypes_differ: bool
+    dtypes: frozenset[torch.dtype]
     codes: list[float]
     complete: Tensor
+
+    @property
+    def dtypes_differ(self) -> bool:
+        return len(self.dtypes) > 1
 
     @property
     def accumulates_in_place(self) -> bool:
@@ -90,6 +94,13 @@ class Reducer:
         """Forget the plan: dtypes, or the set of trainable parameters, changed."""
         self._plan = None
 
+    def see_dtypes(self) -> None:
+        """Plan again if all-gather extensions made parameters of other dtypes than expected."""
+        plan = self._plan
+        members = [] if plan is None else plan.members
+        if plan is not None and members and plan.dtypes != {p.grad_dtype for p in members}:
+            self.invalidate()
+
     def forget(self, param: FSDPParam) -> None:
         """Drop the unreduced gradients of a parameter whose place another one takes."""
         if param.unsharded is not None:
@@ -129,7 +140,7 @@ class Reducer:
     def _make_plan(self) -> Plan:
         indices = [i for i, param in enumerate(self._params) if param.trainable]
         members = [self._params[i] for i in indices]
-        dtypes = {param.compute_dtype for param in members} or {torch.float32}
+        dtypes = {param.grad_dtype for param in members} or {torch.float32}
         grad_dtype = functools.reduce(torch.promote_types, dtypes)
         dtype = self._reduce_dtype or grad_dtype
         if grad_dtype.is_complex:
@@ -144,7 +155,8 @@ class Reducer:
             self.accumulated = self.accumulated.to(dtype)
         if self.partial is not None:
             self.partial = self.partial.to(dtype)
-        return Plan(layout, members, grad_dtype, len(dtypes) > 1, codes, complete)
+        found = frozenset(dtypes)
+        return Plan(layout, members, grad_dtype, found, codes, complete)
 
     def _prepare(self, settings: Settings) -> Plan:
         """Return the plan, with the scale that the settings ask for."""

@@ -6,13 +6,15 @@ so an all-gather needs no copy-in, and a cast is one kernel. It must not know st
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fsdp2 import _packing
 from fsdp2._agreement import Stamp
 from fsdp2._comm import Wire
-from fsdp2._layout import GatherLayout
+from fsdp2._layout import GatherLayout, align
 from fsdp2._mesh import MeshAxis
 from fsdp2._streams import Launched
 
@@ -53,6 +55,7 @@ class ShardBuffer:
         self.targets: list[Tensor] = []
         self._seen = self._expected = torch.empty(0)
         self.write_stamp()
+        self.tail_nbytes = 0
         self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
         self._is_one_cast = (
             layout.casts and len(layout.segments) == 1 and not layout.items[0].shard.is_replicated
@@ -76,13 +79,21 @@ class ShardBuffer:
             own = code.to(layout.items[-1].compute_dtype).view(torch.uint8)
             self._expected = own.repeat(self.axis.size)
 
-    def unpack(self, gathered: Tensor, sent: Tensor) -> None:
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that a rank sends; ``tail_nbytes`` of them are not planned here."""
+        if self.tail_nbytes == 0:
+            return self.layout.gather_nbytes
+        return align(self.layout.gather_nbytes) + self.tail_nbytes
+
+    def unpack(self, gathered: Tensor, sent: Tensor, _tail: Tensor | None = None) -> None:
         """Copy gathered pieces into the full buffer.
 
         Raises:
             StateError: another rank gathered something else. See [Note: agreement].
         """
-        _packing.unpack(gathered, sent, self.layout, self.targets)
+        if self.targets:
+            _packing.unpack(gathered, sent, self.layout, self.targets)
         stamp = self.stamp
         if stamp is not None and stamp.is_checked and not torch.equal(self._seen, self._expected):
             dtype = self.layout.items[-1].compute_dtype
@@ -103,10 +114,14 @@ class ShardBuffer:
     def _as_wire(self, buffer: Tensor) -> Tensor:
         return _packing.typed(buffer, 0, self._wire_numel, self.layout.wire_dtype)
 
-    def gather(self, wire: Wire, async_op: bool) -> Launched:
+    def gather(
+        self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
+    ) -> Launched:
         """Issue the all-gather of every sharded piece.
 
-        The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer.
+        The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer. With
+        ``write_tail``, which fills ``tail_nbytes`` more bytes to send, what was gathered of these
+        follows, ``[W, tail_nbytes]``.
         """
         layout, axis, flat = self.layout, self.axis, self.flat
         if self._views is None:
@@ -122,6 +137,8 @@ class ShardBuffer:
             kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
             _packing.cast_shards(flat, kept, layout)
             sent = self._as_wire(kept)
+        if write_tail is not None:
+            return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
         if axis.size == 1 or self._wire_numel == 0:
             rows = sent.view(1, self._wire_numel).expand(axis.size, -1)
             return Launched((rows, kept), None)
@@ -129,3 +146,26 @@ class ShardBuffer:
         work = wire.all_gather(gathered, sent, axis, async_op)
         lost = None if self.stamp is None else self.stamp.lost
         return Launched((gathered.view(axis.size, -1), kept), work, lost)
+
+    def _gather_with_tail(
+        self,
+        wire: Wire,
+        async_op: bool,
+        flat: Tensor,
+        kept: Tensor,
+        write_tail: Callable[[Tensor], None],
+    ) -> Launched:
+        """Send the flat part and a tail behind it, as bytes, in one all-gather."""
+        axis, nbytes = self.axis, self.layout.gather_nbytes
+        start = align(nbytes)
+        sent = torch.empty(start + self.tail_nbytes, dtype=torch.uint8, device=flat.device)
+        sent[:nbytes].copy_(flat.view(torch.uint8))
+        write_tail(sent[start:])
+        work, gathered = None, sent
+        if axis.size > 1:
+            gathered, sent = wire.stage(sent, axis)
+            work = wire.all_gather(gathered, sent, axis, async_op)
+        rows = gathered.view(axis.size, -1)
+        lost = None if self.stamp is None else self.stamp.lost
+        buffers = (rows[:, :nbytes].view(self.layout.wire_dtype), kept, rows[:, start:])
+        return Launched(buffers, work, lost)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd import Variable, forward_ad
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter  # for preserved_versions
 from torch.distributed._composable.contract import (  # what `replicate` and the like read
     REGISTRY_KEY,
     STATE_KEY,
@@ -222,6 +223,12 @@ def use_count(tensor: torch.Tensor) -> int:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written in place."""
     return tensor._version
+
+
+def preserved_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
+    """Hide in-place writes from autograd: what it saved is being filled again with its values."""
+    manager: AbstractContextManager[Any] = _unsafe_preserve_version_counter(tensors)
+    return manager
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
