@@ -3,14 +3,21 @@
 from fsdp2._api import fully_shard, register_fsdp_forward_method
 from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
 from fsdp2._module import FSDPModule, UnshardHandle
-from fsdp2._policy import MixedPrecisionPolicy, OffloadPolicy
+from fsdp2._policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
 
 __all__ = [
     "ConfigError",
+    "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardPlacementResult",
     "StateError",
     "UnshardHandle",
     "UnsupportedError",

@@ -89,6 +89,15 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()
 
 
+def flatten_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return several dims of a mesh as one dim, the first name slowest. No public way exists.
+
+    Torch keeps the result on the root mesh, under the joined names, so it is made once.
+    """
+    part = mesh if names == tuple(mesh.mesh_dim_names or ()) else mesh[names]
+    return part._flatten()
+
+
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
