@@ -97,9 +97,10 @@ class DataMesh:
         mesh, flat_shard = full, _joined_axis(full, shard)
         if len(shard) > 1:
             start = names.index(shard[0])
-            names = (*names[:start], flat_shard.name, *names[start + len(shard) :])
-            mesh = _torch.root_mesh(full)[names]
-            shard = (flat_shard.name,)
+            parts = [full[name] for name in names if name not in shard]
+            flat = _torch.flatten_dims(full, shard)
+            mesh = _torch.join_meshes([*parts[:start], flat, *parts[start:]]) if parts else flat
+            names, shard = tuple(mesh.mesh_dim_names or ()), (flat_shard.name,)
         roles = tuple(
             SHARD if name in shard else REPLICATE if name in replicate else OWN for name in names
         )

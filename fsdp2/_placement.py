@@ -195,8 +195,7 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
             f"{fqn}: expected names on the data-parallel and the tensor-parallel mesh, found "
             f"{names} and {own}. Pass mesh_dim_names to init_device_mesh."
         )
-    joined: DeviceMesh = root[tuple(names) + tuple(own)]
-    return joined
+    return _torch.join_meshes([data, tensor_parallel])
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

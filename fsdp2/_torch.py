@@ -98,6 +98,15 @@ def flatten_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return part._flatten()
 
 
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the dims of several slices of one mesh, in this order, as one mesh.
+
+    Indexing the root mesh by names is the public way, but not for flattened dims: torch warns that
+    it ends.
+    """
+    return DeviceMesh._concatenate([*meshes])
+
+
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 

@@ -15,7 +15,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
@@ -34,11 +41,24 @@ class Block(nn.Module):
         super().__init__()
         self.up = nn.Linear(13, 29)
         self.down = nn.Linear(29, 13, bias=False)
-        self.gate = nn.Linear(13, 1)
+        self.gate = nn.Linear(13, 1, bias=False)
         self.scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * torch.sigmoid(self.gate(x)) * self.down(F.relu(self.up(x)))
+        """Compute on DTensors if `x` is one; else with what this rank has of each parameter."""
+        up, bias, down, gate, scale = (
+            p if isinstance(x, DTensor) else mine(p)
+            for p in (self.up.weight, self.up.bias, self.down.weight, self.gate.weight, self.scale)
+        )
+        return x + scale * F.linear(x, gate) * F.linear(F.relu(F.linear(x, up, bias)), down)
+
+
+def mine(parameter: Tensor) -> Tensor:
+    """Return the local part; what arrives as its gradient is this rank's share of a sum."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    share = [Partial() if isinstance(p, Replicate) else p for p in parameter.placements]
+    return parameter.to_local(grad_placements=share)
 
 
 SPLIT = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
@@ -98,15 +118,21 @@ SETUPS = {
 
 
 class OnMesh(nn.Module):
-    """Takes this rank's rows, runs its body on DTensors of the full mesh, returns the rows."""
+    """Takes this rank's rows, runs its body on the full mesh, returns the rows."""
 
     def __init__(self, body: nn.Module, mesh: DeviceMesh, setup: Setup) -> None:
         super().__init__()
         self.body = body
         self.mesh = mesh
         self.placements = setup.batch_placements()
+        # torch plans each operation anew on each mesh, for seconds if it has more than two dims
+        self.is_local = mesh.ndim > 2 and all(
+            mesh.size(dim) == 1 for dim, name in enumerate(setup.names) if name == "tensor"
+        )
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_local:
+            return self.body(x)
         out = self.body(DTensor.from_local(x, self.mesh, self.placements))
         return out.redistribute(placements=self.placements).to_local()
 
@@ -317,7 +343,7 @@ def test_plain_parameters_are_taken_where_every_dim_is_data(rank: int, name: str
     assert kinds == {False}
 
 
-@pytest.mark.parametrize("name", ["shard", "two_shard", "replicate"])
+@pytest.mark.parametrize("name", ["shard", "replicate"])
 @ranks(4)
 def test_a_loss_over_the_data_dims_needs_no_mean(name: str) -> None:
     """A loss that is a DTensor over all ranks is whole already: sums of gradients are right."""
@@ -471,13 +497,13 @@ def test_what_cannot_be_is_said_at_once() -> None:
     refused("DataParallelMeshDims or None, found str", mesh=named, dp_mesh_dims="data")
     refused("expected mesh to be a DeviceMesh", mesh=None, dp_mesh_dims=data)
     refused("side by side", mesh=long, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
-    refused(r"0\.up\.weight: is a plain tensor.*distribute_module", mesh=named, dp_mesh_dims=data)
+    refused(r"0\.scale: is a plain tensor.*distribute_module", mesh=named, dp_mesh_dims=data)
     both = DataParallelMeshDims(shard="data", replicate="tensor")
     refused("reshard_after_forward=3", mesh=named, dp_mesh_dims=both, reshard_after_forward=3)
     model = build()
     distribute(model, named, Setup((2, 1), ("data", "tensor"), data))
     refused(
-        "0.up.weight: expected a DTensor on the mesh", mesh=long, model=model,
+        "0.scale: expected a DTensor on the mesh", mesh=long, model=model,
         dp_mesh_dims=DataParallelMeshDims(shard="a"),
     )  # fmt: skip
     refused(
