@@ -141,7 +141,9 @@ class DataMesh:
         place = self.mesh.get_coordinate()
         assert place is not None
         grid = self.mesh.mesh
-        order = sorted(range(grid.ndim), key=lambda dim: (OWN, REPLICATE, SHARD).index(self.roles[dim]))
+        order = sorted(
+            range(grid.ndim), key=lambda dim: (OWN, REPLICATE, SHARD).index(self.roles[dim])
+        )
         grid = grid.permute(order)
         for dim in order[: self.roles.count(OWN)]:
             grid = grid[place[dim]]

@@ -25,8 +25,8 @@ from fsdp2._mesh import OWN, SHARD, DataMesh, mesh_of
 class ParamPlacement:
     """How one parameter lies on a mesh. Specs differ by dtype only, so they are made for one.
 
-    ``tensor_parallel`` is the spec of the unsharded parameter (None: it is plain), and ``data_axes``
-    are the axes of its mesh over which gradients stay as they come, for the group to reduce.
+    ``tensor_parallel`` is the spec of the unsharded parameter (None: it is plain). ``data_axes`` are
+    the axes of its mesh over which gradients stay as they come, for the group to reduce.
     """
 
     layout: ShardLayout

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims
+from fsdp2._mesh import DataMesh
 from tests._parity import assert_same, names_of
 from tests._pool import ranks
 
@@ -234,19 +236,24 @@ def test_training_is_that_of_the_plain_model(name: str) -> None:
 @pytest.mark.parametrize("name", SETUPS)
 @ranks(4)
 def test_shards_lie_as_in_torch(name: str) -> None:
-    """Meshes, placements, shapes and local shards are those of torch's own `dp_mesh_dims`."""
+    """Meshes, placements and local shards are those of torch's own `dp_mesh_dims`.
+
+    `full_tensor()` of every sharded parameter is the original, for shapes that nothing divides.
+    """
     setup = SETUPS[name]
-    if not hasattr(torch_fsdp, "DataParallelMeshDims"):
-        pytest.skip("this torch has no dp_mesh_dims")
     if len(setup.dims.shard_names) > 1:  # torch takes them in the order of the mesh only
         shard = tuple(n for n in setup.names if n in setup.dims.shard_names)
         setup = Setup(setup.shape, setup.names, DataParallelMeshDims(shard, setup.dims.replicate))
     ours, mesh = make(setup)
-    original = build()
+    for fqn, original in names_of(build()).items():
+        param = names_of(ours)[fqn]
+        assert isinstance(param, DTensor)
+        assert torch.equal(param.full_tensor(), original), fqn
+    if not hasattr(torch_fsdp, "DataParallelMeshDims"):
+        return  # this torch has nothing to compare with
     theirs = build()
-    for model in (theirs, original):
-        for block in model:
-            del block.scale  # torch refuses scalars
+    for block in theirs:
+        del block.scale  # torch refuses scalars
     distribute(theirs, mesh, setup)
     dims = torch_fsdp.DataParallelMeshDims(setup.dims.shard, setup.dims.replicate)
     for module in (*theirs, theirs):
@@ -260,18 +267,6 @@ def test_shards_lie_as_in_torch(name: str) -> None:
         assert param.placements == expected.placements, fqn
         assert param.shape == expected.shape, fqn
         assert torch.equal(param.to_local(), expected.to_local()), fqn
-        assert torch.equal(param.full_tensor(), names_of(original)[fqn]), fqn
-
-
-@pytest.mark.parametrize("name", SETUPS)
-@ranks(4)
-def test_the_whole_tensor_comes_back(name: str) -> None:
-    """`full_tensor()` of every sharded parameter is the original, for shapes nothing divides."""
-    model, _ = make(SETUPS[name])
-    for fqn, expected in names_of(build()).items():
-        param = names_of(model)[fqn]
-        assert isinstance(param, DTensor)
-        assert torch.equal(param.full_tensor(), expected), fqn
 
 
 @ranks(4)
@@ -363,7 +358,7 @@ def test_a_loss_over_the_data_dims_needs_no_mean(name: str) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("choice", [True, False, 1, 2, 4])
+@pytest.mark.parametrize("choice", [True, False, 2])
 @ranks(4)
 def test_every_way_to_reshard(choice: bool | int) -> None:
     """`reshard_after_forward` takes an int with named dims too, and training stays the same."""
@@ -382,7 +377,7 @@ def test_an_int_leaves_larger_shards_after_forward() -> None:
     assert torch.equal(weight.to_local(), build()[0].up.weight.chunk(2)[inner])
 
 
-@pytest.mark.parametrize("name", ["shard", "replicate", "both"])
+@pytest.mark.parametrize("name", ["shard_all", "replicate"])
 @ranks(4)
 def test_mixed_precision(name: str) -> None:
     """Compute in float32 with float64 weights: gradients arrive in float64, right to 1e-5."""
@@ -402,8 +397,10 @@ def test_mixed_precision(name: str) -> None:
     assert_same_gradients(model, reference, 1e-5)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-@pytest.mark.parametrize("name", ["shard", "replicate", "both"])
+@pytest.mark.parametrize(
+    ("name", "reduce_dtype"),
+    [("shard", None), ("replicate", torch.float32), ("both", torch.float32)],
+)
 @ranks(4)
 def test_accumulation_without_sync(name: str, reduce_dtype: torch.dtype | None) -> None:
     """Three backwards, of which the last syncs, give the sum of three global gradients."""
@@ -443,10 +440,9 @@ def test_frozen_and_tied_parameters(name: str) -> None:
     assert model[0].down.weight.grad is None
 
 
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("name", ["shard", "shard_right", "replicate", "two_shard"])
+@pytest.mark.parametrize("name", ["shard", "replicate", "two_shard"])
 @ranks(4)
-def test_states_load_through_distribute_tensor(name: str, assign: bool) -> None:
+def test_states_load_through_distribute_tensor(name: str) -> None:
     """A whole state, distributed as each parameter is, loads; the next steps train on it."""
     setup = SETUPS[name]
     model, mesh = make(setup)
@@ -459,9 +455,10 @@ def test_states_load_through_distribute_tensor(name: str, assign: bool) -> None:
         fqn: distribute_tensor(whole[fqn], p.device_mesh, p.placements, src_data_rank=None)
         for fqn, p in model.state_dict().items()
     }
-    model.load_state_dict(state, assign=assign)
-    for fqn, param in names_of(model).items():
-        assert_same(param, whole[fqn], fqn, 0.0)
+    for assign in (False, True):
+        model.load_state_dict(state, assign=assign)
+        for fqn, param in names_of(model).items():
+            assert_same(param, whole[fqn], fqn, 0.0)
     train(model, reference, OnMesh(model, mesh, setup), lambda b: my_rows(b, mesh, setup))
 
 
@@ -475,7 +472,25 @@ def test_copies_train_alike() -> None:
         train(m, build(), OnMesh(m, mesh, setup), lambda b: my_rows(b, mesh, setup), steps=2)
 
 
-def refused(match: str, *, mesh: DeviceMesh | None, model: nn.Module | None = None, **kw: Any) -> None:
+@ranks(4)
+def test_smaller_meshes_of_different_slices_do_not_mix(rank: int) -> None:
+    """Ranks beside each other on a dim that is not data-parallel gather from their own slice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for data in (
+        DataMesh.of(mesh["data"]),
+        DataMesh.named(mesh, DataParallelMeshDims(shard="data")),
+    ):
+        smaller = data.split(2)
+        assert smaller.mesh.mesh.tolist() == [[rank % 2, rank % 2 + 2]]
+        seen = [torch.empty(1) for _ in range(2)]
+        dist.all_gather(seen, torch.tensor([float(rank)]), smaller.shard.pg)
+        assert torch.cat(seen).tolist() == [rank % 2, rank % 2 + 2]
+        assert smaller.shard.global_ranks == [rank % 2, rank % 2 + 2]
+
+
+def refused(
+    match: str, *, mesh: DeviceMesh | None, model: nn.Module | None = None, **kw: Any
+) -> None:
     model = model or build()
     before = names_of(model)
     with pytest.raises(fsdp2.ConfigError, match=match) as raised:

@@ -170,9 +170,7 @@ def make(how: str = "one_unit", **kwargs: Any) -> nn.Module:
             fsdp2.fully_shard(layer.experts, mesh=pairs, **kwargs)
             fsdp2.fully_shard(layer, mesh=data, **kwargs)
         else:
-            fsdp2.fully_shard(
-                layer, mesh=data, shard_placement_fn=choose(layer, pairs), **kwargs
-            )
+            fsdp2.fully_shard(layer, mesh=data, shard_placement_fn=choose(layer, pairs), **kwargs)
     return fsdp2.fully_shard(model, mesh=data, **kwargs)
 
 
@@ -393,7 +391,10 @@ def test_states_load_through_distribute_tensor() -> None:
 @ranks(4)
 def test_accumulation_without_sync(reduce_dtype: torch.dtype | None) -> None:
     """Three backwards, of which the last syncs, give the sum of three global gradients."""
-    model, reference = make(mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)), build()
+    model, reference = (
+        make(mp_policy=fsdp2.MixedPrecisionPolicy(reduce_dtype=reduce_dtype)),
+        build(),
+    )
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
         model(my_rows(batch_of(step))).square().mean().backward()
