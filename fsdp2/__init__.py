@@ -10,6 +10,7 @@ from fsdp2._policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacementResult,
 )
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",
+    "ShardPlacementResult",
     "StateError",
     "UnshardHandle",
     "UnsupportedError",

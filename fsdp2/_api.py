@@ -29,11 +29,17 @@ from fsdp2._hooks import UNIT_ATTRIBUTE, ForwardMethod, register_hooks, unit_of
 from fsdp2._mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._module import COMPOSABLE_NAME, FSDPModule, sharded_class
 from fsdp2._param import FSDPParam
-from fsdp2._policy import MixedPrecisionPolicy, OffloadPolicy, Settings
+from fsdp2._policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Settings,
+    ShardPlacementResult,
+)
 from fsdp2._unit import Unit
 
 M = TypeVar("M", nn.Module, list[nn.Module])
-ShardPlacementFn = Callable[[nn.Parameter], Placement | None]
+ShardPlacementFn = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]
 
 
 def fully_shard(
@@ -45,27 +51,35 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
 ) -> M:
     """Shard the parameters of a module, in place, over the data-parallel ranks.
 
-    Parameters of ``module`` that no earlier call took become one group: gathered in one collective
-    before forward (and again before backward), and their gradients reduced in one. Call it bottom
+    Parameters of ``module`` that no earlier call took become one group (one for each mesh that they
+    lie on): gathered in one collective before forward (and again before backward), and their
+    gradients reduced in one. Call it bottom
     up: on blocks first, on the root last. Afterwards ``parameters()`` yields DTensors under the
     same names, and the module's class is a subclass of ``FSDPModule`` and of its own class.
 
     Args:
         module: a module, or several that form one group.
-        mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``. ``None``: all ranks.
+        mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``. ``None``: all ranks. With
+            ``dp_mesh_dims``: the full mesh, of any number of named dims.
         reshard_after_forward: ``True`` frees the parameters between forward and backward;
             ``False`` keeps them; an int, a divisor of the shard size, keeps them sharded over that
             many neighbouring ranks (1 means False, the shard size means True); ``None`` is True
             below the root and False at the root.
         shard_placement_fn: returns ``Shard(dim)`` for any dim (negative too; dims that the ranks
-            do not divide too), ``Replicate()``, or ``None`` for ``Shard(0)``. Scalars replicate.
+            do not divide too), ``Replicate()``, or ``None`` for ``Shard(0)``. Scalars replicate. A
+            ``ShardPlacementResult`` names a mesh for the parameter besides.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: where shards are kept.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
+        dp_mesh_dims: which dims of ``mesh`` data parallelism uses. Parameters are DTensors on that
+            mesh, with ``Replicate()`` on these dims (plain ones too, if all dims are named). They
+            are DTensors on it during forward, and their gradients are averaged over these dims: the
+            loss is a mean over what each rank was given, as without the argument.
         conditional: some ranks may skip this module, or units below it, in a forward. The nearest
             unit above that is not conditional then gathers its parameters and reduces its gradients
             together with its own, on every rank.
@@ -79,29 +93,30 @@ def fully_shard(
     Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.13.
     """
     modules = check_modules(module)
-    device_mesh = check_mesh(mesh if mesh is not None else default_mesh())
-    data = DataMesh.of(device_mesh)
-    smaller = check_reshard(reshard_after_forward, data.shard.size)
+    data = _data_mesh(mesh, dp_mesh_dims)
+    check_reshard(reshard_after_forward, data)
     check_policies(mp_policy, offload_policy)
     check_placement_fn(shard_placement_fn)
     classes = {target: sharded_class(type(target)) for target in modules}
     collected = collect(modules, data, shard_placement_fn, check_ignored(ignored_params))
+    smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
 
-    if smaller is not None:
+    if any(smaller.values()):
         refuse_extensions(collected)
-    if smaller is None and reshard_after_forward is not None:
+    if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
     unit = Unit(tuple(modules), mp_policy, settings, check_flag("conditional", conditional))
     device = data.device
     params = _make_params(collected)
-    params += take_ties(collected)
-    if params:
-        group = ParamGroup(data, mp_policy, device, offload_policy)
+    for used, tied in take_ties(collected).items():
+        params.setdefault(used, []).extend(tied)
+    for used, members in params.items():
+        group = ParamGroup(used, mp_policy, device, offload_policy)
         group.settings = settings
-        group.shard(params)
-        if smaller is not None:
-            group.reshard_to(smaller)
+        group.shard(members)
+        if smaller[used] is not None:
+            group.reshard_to(smaller[used])
         unit.own_groups.append(group)
     for buffer_site in collected.buffers:
         buffer_site.move_to(device)
@@ -120,11 +135,17 @@ def _state(module: nn.Module) -> Unit | None:
 fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor
 
 
-def _make_params(collected: Collected) -> list[FSDPParam]:
-    params = []
-    for original, (fqn, sites, placement) in collected.own.items():
-        param = FSDPParam(fqn, sites, placement, original)
-        params.append(param)
+def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> DataMesh:
+    if dims is None:
+        return DataMesh.of(check_mesh(mesh if mesh is not None else default_mesh()))
+    return DataMesh.named(check_mesh(mesh, dims), dims)
+
+
+def _make_params(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
+    params: dict[DataMesh, list[FSDPParam]] = {}
+    for original, taken in collected.own.items():
+        param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
+        params.setdefault(taken.data, []).append(param)
     return params
 
 

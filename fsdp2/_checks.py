@@ -15,6 +15,7 @@ import torch.nn as nn
 from fsdp2 import _torch
 from fsdp2._errors import ConfigError
 from fsdp2._hooks import unit_of
+from fsdp2._mesh import DataMesh
 from fsdp2._policy import MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -66,8 +67,9 @@ def _outermost(modules: Sequence[Any]) -> list[nn.Module]:
     return [top for top in unique if top not in inner]
 
 
-def check_reshard(choice: object, size: int) -> int | None:
+def check_reshard(choice: object, data: DataMesh) -> int | None:
     """Return the number of ranks to reshard to, or None for a bool or ``None``."""
+    size = data.shard.size
     if choice is None or isinstance(choice, bool):
         return None
     if not isinstance(choice, int):
@@ -78,8 +80,8 @@ def check_reshard(choice: object, size: int) -> int | None:
     if choice < 1 or size % choice:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         raise ConfigError(
-            f"fully_shard: found reshard_after_forward={choice} for {size} shard ranks. Pass a "
-            f"divisor: one of {divisors}."
+            f"fully_shard: found reshard_after_forward={choice} for {size} shard ranks on "
+            f"{data.mesh}. Pass a divisor: one of {divisors}."
         )
     return None if choice in (1, size) else choice
 

@@ -28,7 +28,7 @@ from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._mesh import DataMesh
 from fsdp2._param import FSDPParam, OwnerMark, Site
-from fsdp2._placement import ParamPlacement, place, shard_dim
+from fsdp2._placement import ParamPlacement, place, shard_dim, shard_mesh
 from fsdp2._unit import Unit
 
 
@@ -48,12 +48,25 @@ class BufferSite:
             self.module._buffers[self.name] = buffer.to(device)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A parameter that a call takes: where it is registered, and where its shards will lie."""
+
+    fqn: str
+    sites: list[Site]
+    data: DataMesh
+    placement: ParamPlacement
+
+
 @dataclass
 class Collected:
-    """What a call takes: own parameters by original, sites and parameters of ties, buffers."""
+    """What a call takes: own parameters by original, sites and parameters of ties, buffers.
 
-    data: DataMesh
-    own: dict[nn.Parameter, tuple[str, list[Site], ParamPlacement]] = field(default_factory=dict)
+    ``meshes``: that of the call, and those that its parameters were given.
+    """
+
+    meshes: list[DataMesh]
+    own: dict[nn.Parameter, Taken] = field(default_factory=dict)
     tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
     shared: dict[FSDPParam, list[nn.Module]] = field(default_factory=dict)
     escaped: dict[ParamGroup, list[FSDPParam]] = field(default_factory=dict)
@@ -71,7 +84,7 @@ def collect(
     Raises:
         ConfigError: a parameter that cannot be sharded; the message names it.
     """
-    collected = Collected(data)
+    collected = Collected([data])
     found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
     for top, prefix, module in _managed(modules):
         for name, param in module._parameters.items():
@@ -92,9 +105,12 @@ def collect(
     for param, (fqn, sites) in found.items():
         _check_param(param, fqn, data)
         choice = None if placement_fn is None else placement_fn(param)
+        choice, chosen = shard_mesh(choice, fqn, data)
         dim = shard_dim(choice, param, fqn)
         check_extension(param, fqn, dim)
-        collected.own[param] = (fqn, sites, place(param, fqn, data, dim))
+        collected.own[param] = Taken(fqn, sites, chosen, place(param, fqn, chosen, dim))
+        if chosen not in collected.meshes:
+            collected.meshes.append(chosen)
     devices = {param.device.type == "meta" for param in found}
     if len(devices) > 1:
         on_meta = ", ".join(f for p, (f, _) in found.items() if p.device.type == "meta")
@@ -108,15 +124,19 @@ def collect(
 
 def refuse_extensions(collected: Collected) -> None:
     """Raise ConfigError if a parameter cannot be sharded over a smaller mesh after forward."""
-    taken = [param for params in collected.escaped.values() for param in params]
-    names = [param.fqn for param in taken if param.is_extended]
-    names += [fqn for original, (fqn, _, _) in collected.own.items() if brings_extension(original)]
+    escaped = [param for params in collected.escaped.values() for param in params]
+    names = [param.fqn for param in escaped if param.is_extended]
+    names += [own.fqn for original, own in collected.own.items() if brings_extension(original)]
     if names:
         raise ConfigError(smaller_mesh_refused(names[0]))
 
 
-def take_ties(collected: Collected) -> list[FSDPParam]:
-    """Add sites to tied parameters; return those that the new unit takes over. See [Note: ties]."""
+def take_ties(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
+    """Add sites to tied parameters; return those that the new unit takes over, by mesh.
+
+    See [Note: ties].
+    """
+    escaped: dict[DataMesh, list[FSDPParam]] = {}
     for param, sites in collected.tied.items():
         param.sites.extend(sites)
         for site in sites:
@@ -125,14 +145,15 @@ def take_ties(collected: Collected) -> list[FSDPParam]:
         param.uses.extend(users)
     for group, params in collected.escaped.items():
         group.release(params)
-    return [param for params in collected.escaped.values() for param in params]
+        escaped.setdefault(group.data, []).extend(params)
+    return escaped
 
 
 def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
     """Find the parameters of units below that have sites outside their unit but inside ours.
 
     Raises:
-        ConfigError: such a parameter lies on another mesh.
+        ConfigError: such a parameter lies on a mesh that this call does not use.
     """
     inside = {module for top in modules for module in top.modules()}
     for unit in _units_below(modules):
@@ -148,10 +169,11 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                     continue
                 if not all(place in inside for place in places):
                     continue
-                if group.data != collected.data:
+                if group.data not in collected.meshes:
+                    meshes = " and ".join(str(data.mesh) for data in collected.meshes)
                     raise ConfigError(
                         f"{param.fqn}: is tied across units on different meshes, "
-                        f"{group.data.mesh} and {collected.data.mesh}. Use one mesh for both."
+                        f"{group.data.mesh} and {meshes}. Use one mesh for both."
                     )
                 collected.escaped.setdefault(group, []).append(param)
 
@@ -186,7 +208,7 @@ def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
             "example input, then apply fully_shard."
         )
     if isinstance(param, DTensor):
-        if param.device_mesh == data.mesh:
+        if data.full is None and param.device_mesh == data.mesh:
             raise ConfigError(
                 f"{fqn}: is already sharded on {data.mesh}. Apply fully_shard bottom up: to "
                 "submodules before the modules that contain them."

@@ -117,9 +117,16 @@ def accumulate(param: torch.nn.Parameter, grad: Tensor) -> None:
 
 
 def local_gradient(grad: DTensor, param: FSDPParam) -> Tensor:
-    """Return the local part of a tensor-parallel gradient, placed as its parameter is."""
+    """Return the local part of a gradient that is placed as its parameter is on its own axes.
+
+    On data axes it stays what this rank has, summed over them or not: the group reduces it.
+    """
     spec = param.placement.tensor_parallel
     assert spec is not None
-    if tuple(grad.placements) != tuple(spec.placements):
-        grad = grad.redistribute(placements=spec.placements)
+    placements = list(spec.placements)
+    for axis in param.placement.data_axes:
+        if not grad.placements[axis].is_shard():
+            placements[axis] = grad.placements[axis]
+    if tuple(grad.placements) != tuple(placements):
+        grad = grad.redistribute(placements=placements)
     return grad.to_local()

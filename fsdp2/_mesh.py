@@ -2,6 +2,11 @@
 
 Owns ``MeshAxis`` and ``DataMesh``. An absent axis has size 1, so that no caller asks whether it
 exists. It must not know parameters.
+
+[Note: roles]
+Every dim of the mesh on which sharded parameters lie has a role: to shard over, to replicate over,
+or to be a parameter's own (tensor-parallel, expert-parallel), which data parallelism leaves alone.
+At most one dim has the role to shard; several that a user names become one first, flattened.
 """
 
 from __future__ import annotations
@@ -9,12 +14,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fsdp2 import _torch
 from fsdp2._errors import ConfigError
+from fsdp2._policy import DataParallelMeshDims
+
+SHARD = "shard"
+REPLICATE = "replicate"
+OWN = "own"
 
 
 @dataclass(frozen=True)
@@ -66,11 +78,19 @@ ABSENT_AXIS = MeshAxis("", 1, 0, None)
 
 @dataclass(frozen=True)
 class DataMesh:
-    """A device mesh with the axis to shard over and the axis to replicate over."""
+    """The mesh that sharded parameters lie on, with the axes to shard and to replicate over.
+
+    ``roles`` has one entry for each dim of ``mesh``; see [Note: roles]. ``full`` and ``dims`` are
+    what the user passed if dims were named (``dp_mesh_dims``): then parameters come as DTensors on
+    ``full``, which is ``mesh`` unless several dims are sharded over.
+    """
 
     mesh: DeviceMesh
     shard: MeshAxis
     replicate: MeshAxis
+    roles: tuple[str, ...]
+    full: DeviceMesh | None = None
+    dims: DataParallelMeshDims | None = None
 
     @property
     def size(self) -> int:
@@ -78,37 +98,79 @@ class DataMesh:
         return self.shard.size * self.replicate.size
 
     @staticmethod
-    def of(mesh: DeviceMesh) -> DataMesh:
-        """Read a 1-D mesh as (shard), a 2-D mesh as (replicate, shard)."""
-        if mesh.ndim == 1:
-            return DataMesh(mesh, _axis(mesh, 0), ABSENT_AXIS)
-        return DataMesh(mesh, _axis(mesh, 1), _axis(mesh, 0))
+    def of(mesh: DeviceMesh, roles: tuple[str, ...] | None = None) -> DataMesh:
+        """Read a 1-D mesh as (shard), a 2-D mesh as (replicate, shard), or as ``roles`` say."""
+        if roles is None:
+            roles = (SHARD,) if mesh.ndim == 1 else (REPLICATE, SHARD)
+        shard, replicate = (
+            _axis(mesh, roles.index(role)) if role in roles else ABSENT_AXIS
+            for role in (SHARD, REPLICATE)
+        )
+        return DataMesh(mesh, shard, replicate, roles)
+
+    @staticmethod
+    def named(full: DeviceMesh, dims: DataParallelMeshDims) -> DataMesh:
+        """Read a mesh of any number of dims by their names; ``check_mesh`` has seen both.
+
+        Collective the first time, if several dims have one role: they are flattened.
+        """
+        names = tuple(full.mesh_dim_names or ())
+        shard = tuple(name for name in names if name in dims.shard_names)
+        replicate = tuple(name for name in names if name in dims.replicate_names)
+        mesh, flat_shard = full, _joined_axis(full, shard)
+        if len(shard) > 1:
+            start = names.index(shard[0])
+            parts = [full[name] for name in names if name not in shard]
+            flat = _torch.flatten_dims(full, shard)
+            mesh = _torch.join_meshes([*parts[:start], flat, *parts[start:]]) if parts else flat
+            names, shard = tuple(mesh.mesh_dim_names or ()), (flat_shard.name,)
+        roles = tuple(
+            SHARD if name in shard else REPLICATE if name in replicate else OWN for name in names
+        )
+        return DataMesh(mesh, flat_shard, _joined_axis(full, replicate), roles, full, dims)
 
     def __deepcopy__(self, memo: dict[int, object]) -> DataMesh:
         return self  # process groups are shared by what communicates over them
 
-    def __reduce__(self) -> tuple[Callable[[DeviceMesh], DataMesh], tuple[DeviceMesh]]:
-        return DataMesh.of, (self.mesh,)
+    def __reduce__(self) -> tuple[Callable[..., DataMesh], tuple[Any, ...]]:
+        if self.full is not None:
+            return DataMesh.named, (self.full, self.dims)
+        return DataMesh.of, (self.mesh, self.roles)
 
     def split(self, size: int) -> DataMesh:
         """Return the mesh on which ``size`` neighbours of the shard axis hold a whole parameter.
 
         Collective: every rank of the mesh must call it (once; the result is kept on the mesh).
         """
-        kept: dict[int, DataMesh] = self.mesh.__dict__.setdefault("_fsdp2_split", {})
-        if size not in kept:
-            ranks = self.mesh.mesh.view(-1, size)
-            ((row, column),) = (ranks == dist.get_rank()).nonzero().tolist()
-            # By their members alone: to other slices of the user's mesh they are other groups.
-            pgs = [
-                dist.new_group(line.tolist(), use_local_synchronization=True)
-                for line in (ranks[:, column], ranks[row])
-            ]
-            smaller = DeviceMesh.from_group(
-                pgs, self.mesh.device_type, mesh=ranks, mesh_dim_names=("outer", "inner")
+        # only the ranks of this slice may be here, so only they make the groups
+        root = _torch.root_mesh(self.mesh)
+        kept: _Kept = root.__dict__.setdefault("_fsdp2_split", _Kept())
+        key = (self.mesh, self.roles, size)
+        if key not in kept:
+            ranks = self._ranks().view(-1, size)
+            groups = []
+            for lines in (ranks.t().tolist(), ranks.tolist()):
+                (line,) = (line for line in lines if dist.get_rank() in line)
+                groups.append(dist.new_group(line, use_local_synchronization=True))
+            kept[key] = DataMesh.of(
+                DeviceMesh.from_group(
+                    groups, self.mesh.device_type, ranks, mesh_dim_names=("outer", "inner")
+                )
             )
-            kept[size] = DataMesh(smaller, _axis(smaller, 1), _axis(smaller, 0))
-        return kept[size]
+        return kept[key]
+
+    def _ranks(self) -> torch.Tensor:
+        """Return the ranks that share this rank's place on every own axis, shard axis last."""
+        place = self.mesh.get_coordinate()
+        assert place is not None
+        grid = self.mesh.mesh
+        order = sorted(
+            range(grid.ndim), key=lambda dim: (OWN, REPLICATE, SHARD).index(self.roles[dim])
+        )
+        grid = grid.permute(order)
+        for dim in order[: self.roles.count(OWN)]:
+            grid = grid[place[dim]]
+        return grid.reshape(-1)
 
     @property
     def device(self) -> torch.device:
@@ -117,6 +179,25 @@ class DataMesh:
         if kind == "cpu":
             return torch.device("cpu")
         return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+class _Kept(dict[Any, DataMesh]):
+    """What is kept on a mesh; copies and pickles of the mesh have none."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
+    """Return several dims as one axis; none are an absent one."""
+    if not names:
+        return ABSENT_AXIS
+    if len(names) == 1:
+        return _axis(mesh, (mesh.mesh_dim_names or ()).index(names[0]))
+    return _axis(_torch.flatten_dims(mesh, names), 0)
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> MeshAxis:
@@ -150,21 +231,26 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(kind, mesh_shape=(dist.get_world_size(),))
 
 
-def check_mesh(mesh: object) -> DeviceMesh:
+def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
     """Return ``mesh`` if it is one that parameters can be sharded over.
 
     Raises:
-        ConfigError: not a ``DeviceMesh``; more than two dims; two dims without names.
+        ConfigError: not a ``DeviceMesh``; without ``dims``, more than two dims, or two without
+            names; with ``dims``, no names, or not those that ``dims`` has.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
             f"fully_shard: expected mesh to be a DeviceMesh or None, found {type(mesh).__name__}. "
             "Make one with torch.distributed.device_mesh.init_device_mesh."
         )
+    if dims is not None:
+        _check_dims(mesh, dims)
+        return mesh
     if mesh.ndim not in (1, 2):
         raise ConfigError(
             f"fully_shard: expected a 1-D mesh (shard) or a 2-D mesh (replicate, shard), found "
-            f"{mesh.ndim} dims. Slice the data-parallel dims: mesh['replicate', 'shard']."
+            f"{mesh.ndim} dims. Slice the data-parallel dims, mesh['replicate', 'shard'], or name "
+            "them with dp_mesh_dims."
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ConfigError(
@@ -172,3 +258,65 @@ def check_mesh(mesh: object) -> DeviceMesh:
             "('replicate', 'shard') to init_device_mesh."
         )
     return mesh
+
+
+def _check_dims(mesh: DeviceMesh, dims: object) -> None:
+    if not isinstance(dims, DataParallelMeshDims):
+        raise ConfigError(
+            "fully_shard: expected dp_mesh_dims to be a fsdp2.DataParallelMeshDims or None, found "
+            f"{type(dims).__name__}."
+        )
+    if mesh.mesh_dim_names is None:
+        raise ConfigError(
+            "fully_shard: dp_mesh_dims names dims of a mesh, and this one has no names. Pass "
+            "mesh_dim_names to init_device_mesh."
+        )
+    names = tuple(mesh.mesh_dim_names)
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in names:
+            raise ConfigError(
+                f"fully_shard: found {name!r} in dp_mesh_dims, which is no dim of the mesh. Name "
+                f"some of {names}."
+            )
+    places = sorted({names.index(name) for name in dims.shard_names})
+    if places and places[-1] - places[0] >= len(places):
+        raise ConfigError(
+            f"fully_shard: expected the dims to shard over to lie side by side, found "
+            f"{dims.shard_names} in a mesh of {names}. Order the dims so in init_device_mesh."
+        )
+
+
+def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
+    """Read the ``mesh_info`` that a parameter was given: None means the mesh of its unit.
+
+    Besides meshes it takes any object with a ``mesh``, and ``shard_mesh_dim`` and
+    ``replicate_mesh_dim`` if the dims are not in the usual order, as torch's own have.
+
+    Raises:
+        ConfigError: not a mesh; one that parameters cannot be sharded over; one of other devices.
+    """
+    if found is None:
+        return unit
+    mesh = found if isinstance(found, DeviceMesh) else getattr(found, "mesh", None)
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"{fqn}: shard_placement_fn returned mesh_info={found!r}. Return a 1-D mesh (shard), a "
+            "2-D mesh (replicate, shard), an object with one as its mesh, or None."
+        )
+    chosen = {
+        getattr(found, "replicate_mesh_dim", None): REPLICATE,
+        getattr(found, "shard_mesh_dim", None): SHARD,
+    }
+    chosen.pop(None, None)
+    roles = tuple(chosen.get(dim, OWN) for dim in range(mesh.ndim)) if chosen else None
+    if OWN in (roles or ()) or (roles is None and mesh.ndim not in (1, 2)):
+        raise ConfigError(
+            f"{fqn}: shard_placement_fn returned a mesh of {mesh.ndim} dims, {mesh}. Slice those "
+            "to replicate and to shard over from it."
+        )
+    if mesh.device_type != unit.mesh.device_type:
+        raise ConfigError(
+            f"{fqn}: shard_placement_fn returned a mesh of {mesh.device_type} devices, and "
+            f"fully_shard has one of {unit.mesh.device_type}. Use one kind in a call."
+        )
+    return DataMesh.of(mesh, roles)

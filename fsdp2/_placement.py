@@ -1,14 +1,16 @@
 """From a parameter, a mesh and a shard dim to DTensor specs, by one rule.
 
-Owns the choice of placements. A plain parameter is a DTensor over no axis; a tensor-parallel one
-already has axes of its own, which follow the data-parallel axes in the sharded spec. It must not
-know groups, states or collectives.
+Owns the choice of placements. A plain parameter is a DTensor over no axis of its own; another one
+has its own axes already. They follow the data-parallel axes in the sharded spec, or, if the
+data-parallel dims of a full mesh were named, keep their places. It must not know groups, states or
+collectives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,12 +19,16 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2 import _torch
 from fsdp2._errors import ConfigError
 from fsdp2._layout import ShardLayout, contiguous_stride
-from fsdp2._mesh import DataMesh
+from fsdp2._mesh import OWN, SHARD, DataMesh, mesh_of
 
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """How one parameter lies on a mesh. Specs differ by dtype only, so they are made for one."""
+    """How one parameter lies on a mesh. Specs differ by dtype only, so they are made for one.
+
+    ``tensor_parallel`` is the spec of the unsharded parameter (None: it is plain). ``data_axes``
+    are the axes of its mesh over which gradients stay as they come, for the group to reduce.
+    """
 
     layout: ShardLayout
     mesh: DeviceMesh
@@ -30,6 +36,7 @@ class ParamPlacement:
     global_shape: tuple[int, ...]
     global_stride: tuple[int, ...]
     tensor_parallel: _torch.DTensorSpec | None
+    data_axes: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParamPlacement:
         return self  # frozen, and its mesh is shared
@@ -41,7 +48,7 @@ class ParamPlacement:
         )
 
     def unsharded_spec(self, dtype: torch.dtype) -> _torch.DTensorSpec | None:
-        """Spec of the unsharded parameter over the tensor-parallel axes; None if it is plain."""
+        """Spec of the unsharded parameter over its own axes; None if it is plain."""
         spec = self.tensor_parallel
         if spec is None:
             return None
@@ -96,29 +103,74 @@ def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> Par
     """Place a parameter over the shard axis of ``data`` along ``dim`` (None replicates it).
 
     Raises:
-        ConfigError: a tensor-parallel mesh whose axes cannot stand beside those of the data mesh.
+        ConfigError: the parameter's own mesh or placements do not go with the data mesh.
     """
-    split: Placement = Replicate() if dim is None else Shard(dim)
-    replicated: tuple[Placement, ...] = (Replicate(),) * (data.mesh.ndim - 1)
-    local: torch.Tensor = param
-    mesh, tensor_parallel = data.mesh, None
-    own: tuple[Placement, ...] = ()
+    local, own = param, _own_axes(param, fqn, data)
+    spec = _torch.spec_of(param) if isinstance(param, DTensor) else None
     if isinstance(param, DTensor):
-        local, tensor_parallel = _torch.local_tensor(param), _torch.spec_of(param)
-        mesh = _join(fqn, data.mesh, param.device_mesh)
-        own = tuple(param.placements)
-        if dim is not None:
-            factor = 1
-            for axis, placement in enumerate(own):
-                if _torch.shards_dim(placement, dim):
-                    factor *= param.device_mesh.size(axis)
-            if factor > 1:
-                split = _torch.strided_shard(dim, factor)
+        local = _torch.local_tensor(param)
+    if SHARD not in own.roles:
+        dim = 0 if local.dim() else None  # all rows, in the layout that costs least
+    rest = iter(own.placements)
+    placements = [next(rest) if role == OWN else Replicate() for role in own.roles]
+    if SHARD in own.roles and dim is not None:
+        axis = own.roles.index(SHARD)
+        factor = 1  # axes to the right split the dim first
+        for right in range(axis + 1, len(placements)):
+            if _torch.shards_dim(placements[right], dim):
+                factor *= own.mesh.size(right)
+        placements[axis] = Shard(dim) if factor == 1 else _torch.strided_shard(dim, factor)
     layout = ShardLayout(tuple(local.shape), _dense_stride(local), dim, data.shard.size)
-    stride = tuple(param.stride()) if own else layout.stride
+    stride = layout.stride if spec is None else tuple(param.stride())
     return ParamPlacement(
-        layout, mesh, (*replicated, split, *own), tuple(param.shape), stride, tensor_parallel
+        layout, own.mesh, tuple(placements), tuple(param.shape), stride, spec, own.data_axes
     )
+
+
+@dataclass(frozen=True)
+class _OwnAxes:
+    """The sharded parameter's mesh and roles, and what is placed on its own axes in turn."""
+
+    mesh: DeviceMesh
+    roles: tuple[str, ...]
+    placements: tuple[Placement, ...] = ()
+    data_axes: tuple[int, ...] = ()
+
+
+def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
+    if not isinstance(param, DTensor):
+        if OWN in data.roles:
+            raise ConfigError(
+                f"{fqn}: is a plain tensor, and {data.mesh} has dims that are not data-parallel, "
+                "so how it lies on them is not known. Make it a DTensor first, with "
+                "torch.distributed.tensor.distribute_module or parallelize_module."
+            )
+        return _OwnAxes(data.mesh, data.roles)
+    if data.full is None or data.dims is None:
+        roles = (*data.roles, *(OWN,) * param.device_mesh.ndim)
+        return _OwnAxes(_join(fqn, data.mesh, param.device_mesh), roles, tuple(param.placements))
+    if param.device_mesh != data.full:
+        raise ConfigError(
+            f"{fqn}: expected a DTensor on the mesh that dp_mesh_dims names dims of, {data.full}, "
+            f"found one on {param.device_mesh}. Distribute the parameter over the full mesh, with "
+            "Replicate() on the data-parallel dims."
+        )
+    own: list[Placement] = []
+    data_axes = []
+    named = (*data.dims.shard_names, *data.dims.replicate_names)
+    for axis, (name, placement) in enumerate(
+        zip(data.full.mesh_dim_names or (), param.placements, strict=True)
+    ):
+        if name not in named:
+            own.append(placement)
+            continue
+        data_axes.append(axis)
+        if not isinstance(placement, Replicate):
+            raise ConfigError(
+                f"{fqn}: expected Replicate() on the data-parallel dim {name!r}, found "
+                f"{placement}. Distribute it over the other dims only; fully_shard does the rest."
+            )
+    return _OwnAxes(data.mesh, data.roles, tuple(own), tuple(data_axes))
 
 
 def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
@@ -158,8 +210,21 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
     return choice.dim % param.dim()
 
 
+def shard_mesh(choice: Any, fqn: str, data: DataMesh) -> tuple[object, DataMesh]:
+    """Split what ``shard_placement_fn`` returned into a placement and a mesh.
+
+    Raises:
+        ConfigError: a mesh that parameters cannot be sharded over.
+    """
+    if not hasattr(choice, "mesh_info"):
+        return choice, data
+    return choice.placement, mesh_of(choice.mesh_info, fqn, data)
+
+
 def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the data axes followed by the tensor-parallel axes."""
+    if data == tensor_parallel:
+        raise ConfigError(f"{fqn}: is already sharded on {data}. Leave it to the call that did so.")
     names, own = data.mesh_dim_names, tensor_parallel.mesh_dim_names
     if names is None or own is None:
         raise ConfigError(
@@ -167,7 +232,7 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
             f"{names} and {own}. Pass mesh_dim_names to init_device_mesh."
         )
     try:
-        return _torch.join_meshes(data, tensor_parallel)
+        return _torch.join_meshes([data, tensor_parallel])
     except RuntimeError as error:
         raise ConfigError(
             f"{fqn}: expected a DTensor on a mesh beside the data-parallel axes, found the mesh "

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed.tensor import Placement
 
 from fsdp2._errors import ConfigError
 
@@ -92,6 +94,26 @@ class DataParallelMeshDims:
     @property
     def replicate_names(self) -> tuple[str, ...]:
         return _names(self.replicate)
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """Say where one parameter goes: what ``shard_placement_fn`` may return.
+
+    Parameters of one call that lie on different meshes are gathered and reduced apart: each over
+    the ranks of its own mesh, and its gradient is the mean over these.
+
+    Args:
+        placement: ``Shard(dim)``, ``Replicate()``, or ``None`` for ``Shard(0)``.
+        mesh_info: a 1-D mesh (shard), a 2-D mesh (replicate, shard), or an object whose ``mesh`` is
+            one and whose ``shard_mesh_dim`` and ``replicate_mesh_dim`` say which dim is which.
+            ``None``: the mesh of the call.
+
+    Source: the meaning of the class of this name inside torch's ``fully_shard``.
+    """
+
+    placement: Placement | None
+    mesh_info: Any = None
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -92,17 +92,31 @@ def shards_dim(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
-def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Return the mesh of the axes of ``outer``, then those of ``inner``, with their groups.
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that ``mesh`` was sliced from (itself if it was not)."""
+    return mesh._get_root_mesh()
 
-    Public slicing of the root keeps the root's order of axes, knows no unflattened axes, and
-    needs the root: DTensor's caches hand out an *equal* mesh, which may
-    be a slice of another root.
+
+def flatten_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return several dims of a mesh as one dim, the first name slowest. No public way exists.
+
+    Torch keeps the result on the root mesh, under the joined names, so it is made once.
+    """
+    part = mesh if names == tuple(mesh.mesh_dim_names or ()) else mesh[names]
+    return part._flatten()
+
+
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the axes of several meshes, in this order and with their groups, as one mesh.
+
+    Public slicing of the root keeps the root's order of axes, knows no flattened or unflattened
+    axes, and needs the root: DTensor's caches hand out an *equal* mesh, which may be a slice of
+    another root.
 
     Raises:
         RuntimeError: the meshes share an axis, or are not over the same ranks.
     """
-    return DeviceMesh._concatenate([outer, inner])
+    return DeviceMesh._concatenate([*meshes])
 
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:

@@ -43,10 +43,12 @@ def test_all() -> None:
         "\n".join(fsdp2.__all__),
         """\
 ConfigError
+DataParallelMeshDims
 FSDPError
 FSDPModule
 MixedPrecisionPolicy
 OffloadPolicy
+ShardPlacementResult
 StateError
 UnshardHandle
 UnsupportedError
@@ -75,6 +77,8 @@ def test_signatures_of_the_functions_and_classes() -> None:
         fsdp2.register_fsdp_forward_method,
         fsdp2.MixedPrecisionPolicy,
         fsdp2.OffloadPolicy,
+        fsdp2.DataParallelMeshDims,
+        fsdp2.ShardPlacementResult,
         fsdp2.UnshardHandle.wait,
     ]
     assert_expected_inline(
@@ -90,13 +94,16 @@ fully_shard(module,
     output_dtype=None,
     cast_forward_inputs=True),
     offload_policy=OffloadPolicy(),
-    ignored_params=None)
+    ignored_params=None,
+    dp_mesh_dims=None)
 register_fsdp_forward_method(module, method_name)
 MixedPrecisionPolicy(param_dtype=None,
     reduce_dtype=None,
     output_dtype=None,
     cast_forward_inputs=True)
 OffloadPolicy()
+DataParallelMeshDims(shard=None, replicate=None)
+ShardPlacementResult(placement, mesh_info=None)
 UnshardHandle.wait(self)""",
     )
 

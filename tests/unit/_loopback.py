@@ -165,6 +165,7 @@ def _split(mesh: DeviceMesh, count: int, size: int) -> list[DataMesh]:
             smaller,
             _axis("inner", rank % size, inner[rank // size]),
             _axis("outer", rank // size, outer[rank % size]),
+            ("replicate", "shard"),
         )
         for rank in range(count)
     ]
@@ -189,8 +190,9 @@ def data_meshes(shard: int, replicate: int = 1, device: str = "cpu") -> list[Loo
             mesh,
             _axis("shard", j, shard_wires[i]),
             ABSENT_AXIS if replicate == 1 else _axis("replicate", i, replicate_wires[j]),
-            smaller,
-            device,
+            names[-mesh.ndim :],
+            smaller=smaller,
+            on=device,
         )
         for i in range(replicate)
         for j in range(shard)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._errors import ConfigError
 from fsdp2._mesh import ABSENT_AXIS, DataMesh, check_mesh, default_mesh
+from fsdp2._policy import DataParallelMeshDims
 from tests.unit._loopback import fake_process_group
 
 WORLD, RANK = 6, 4
@@ -61,6 +62,46 @@ def test_split_joins_neighbours_and_is_made_once() -> None:
 def test_split_of_two_dims_stays_within_a_replica() -> None:
     data = DataMesh.of(init_device_mesh("cpu", (1, 6), mesh_dim_names=("r", "s")))
     assert data.split(3).mesh.mesh.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_split_stays_within_this_ranks_slice() -> None:
+    root = init_device_mesh("cpu", (3, 2), mesh_dim_names=("data", "tensor"))
+    for data in (
+        DataMesh.of(root["data"]),
+        DataMesh.named(root, DataParallelMeshDims(shard="data")),
+    ):
+        assert data.split(3).mesh.mesh.tolist() == [[0, 2, 4]]
+
+
+@pytest.mark.parametrize(
+    ("dims", "names", "roles", "sizes"),
+    [
+        (DataParallelMeshDims("b"), "abc", ("own", "shard", "own"), (3, 1)),
+        (DataParallelMeshDims("c", "a"), "abc", ("replicate", "own", "shard"), (1, 2)),
+        (DataParallelMeshDims(None, "b"), "abc", ("own", "replicate", "own"), (1, 3)),
+        (DataParallelMeshDims(("b", "a"), "c"), ("a_b", "c"), ("shard", "replicate"), (6, 1)),
+        (DataParallelMeshDims(("b", "c")), ("a", "b_c"), ("own", "shard"), (3, 1)),
+        (
+            DataParallelMeshDims("b", ("a", "c")),
+            "abc",
+            ("replicate", "shard", "replicate"),
+            (3, 2),
+        ),
+        (DataParallelMeshDims(("a", "b", "c")), ("a_b_c",), ("shard",), (6, 1)),
+    ],
+)
+def test_named_dims_have_roles(
+    dims: DataParallelMeshDims, names: Any, roles: tuple[str, ...], sizes: tuple[int, int]
+) -> None:
+    full = init_device_mesh("cpu", (2, 3, 1), mesh_dim_names=("a", "b", "c"))
+    data = DataMesh.named(full, dims)
+    assert data.mesh.mesh_dim_names == tuple(names)
+    assert data.roles == roles
+    assert (data.shard.size, data.replicate.size) == sizes
+    assert data.size == sizes[0] * sizes[1]
+    assert data == DataMesh.named(full, dims), "units of one mesh must compare equal"
+    assert copy.deepcopy(data) is data
+    assert pickle.loads(pickle.dumps(data)).roles == roles
 
 
 def test_copies_share_the_mesh_and_pickles_find_it_again() -> None:

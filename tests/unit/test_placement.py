@@ -103,7 +103,7 @@ def test_any_permuted_tensor_keeps_a_stride_of_the_same_memory(
     tensor = torch.empty(shape).permute(dims)
     axis = MeshAxis("shard", 2, 0, None)
     mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("a", "b"))["a"]
-    data = DataMesh(mesh, axis, ABSENT_AXIS)
+    data = DataMesh(mesh, axis, ABSENT_AXIS, ("shard",))
     layout = place(tensor, "weight", data, 0 if shape else None).layout
     assert layout.shape == tuple(tensor.shape)
     if tensor.numel():
