@@ -101,6 +101,11 @@ class Agreement:
         """Learn how an operation travels; again if its group's plan changed."""
         self._operations[operation.number] = operation
 
+    def retire(self, number: int) -> None:
+        """Never expect an operation again: its group sends over another process group now."""
+        self._operations.pop(number, None)
+        self._predicted = {key: n for key, n in self._predicted.items() if n != number}
+
     def forget_recent(self) -> None:
         """Start anew after a failure: ranks may have failed at different places."""
         self._recent = (UNCERTAIN,) * CONTEXT
@@ -143,12 +148,16 @@ class Agreement:
     def _stand_in(self, expected: Operation, number: int, axis: MeshAxis) -> None:
         """Issue what the others may be issuing, with a stamp that says what this rank wants."""
         code = code_of(number)
-        rows = axis.size if expected.kind == "reduce" else 1
-        sent = torch.zeros((rows, expected.numel), dtype=expected.dtype)
+        wire = expected.wire() or Wire()
+        if expected.kind == "reduce":
+            sent = wire.allocate((axis.size, expected.numel), expected.dtype, torch.device("cpu"))
+            sent.zero_()
+        else:
+            sent = torch.zeros((1, expected.numel), dtype=expected.dtype)
         sent[:, expected.stamp : expected.stamp + len(code)] = torch.tensor(code).to(expected.dtype)
         try:
             with _torch.hidden_from_modes():
-                output = self._issue(expected, sent.view(-1), axis)
+                output = self._issue(expected, wire, sent.view(-1), axis)
         except RuntimeError as error:
             raise StateError(self._lost(number, error)) from error
         stamps = output.view(-1, expected.numel)[:, expected.stamp : expected.stamp + len(code)]
@@ -158,13 +167,13 @@ class Agreement:
             self.compare_sum(number, stamps[0].tolist(), axis)
 
     @staticmethod
-    def _issue(expected: Operation, sent: Tensor, axis: MeshAxis) -> Tensor:
-        wire, output = expected.wire() or Wire(), sent
+    def _issue(expected: Operation, wire: Wire, sent: Tensor, axis: MeshAxis) -> Tensor:
+        output = sent
         if expected.kind == "gather":
             output, sent = wire.stage(sent, axis)
             work = wire.all_gather(output, sent, axis, True)
         elif expected.kind == "reduce":
-            output = torch.empty(expected.numel, dtype=expected.dtype)
+            output = wire.allocate((expected.numel,), expected.dtype, sent.device)
             work = wire.reduce_scatter(output, sent, expected.reduction, axis, True)
         else:
             work = wire.all_reduce(output, expected.reduction, axis, True)
@@ -246,6 +255,10 @@ class Stamp:
     def before(self) -> None:
         """Make sure that every rank is about to issue this operation. See [Note: agreement]."""
         self._agreement.before(self.number, self.axis)
+
+    def retire(self) -> None:
+        """No rank issues this operation again."""
+        self._agreement.retire(self.number)
 
     @property
     def is_checked(self) -> bool:

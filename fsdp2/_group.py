@@ -100,6 +100,8 @@ class ParamGroup:
 
     def restamp_reductions(self, data: DataMesh) -> None:
         """Number the group's reductions over the axes of ``data``."""
+        for stamp in self.reducer.stamps:
+            stamp.retire()
         stamps = []
         if self.device.type == "cpu":
             for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
