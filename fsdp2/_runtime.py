@@ -172,7 +172,7 @@ class Runtime:
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""
         for group in unit.groups:
-            while len(self._reductions) >= group.settings.input_buffers:
+            while self._is_full_for(group):
                 self._complete(self._reductions.popleft())
             reduction = group.reduce(self._with_graph)
             if reduction is None:
@@ -182,6 +182,13 @@ class Runtime:
                 reduction.advance()
                 reduction.finish()
             self._reductions.append(reduction)
+
+    def _is_full_for(self, group: ParamGroup) -> bool:
+        """True if the oldest reduction must end first: a group has one at a time, and all few."""
+        running = self._reductions
+        if len(running) >= group.settings.input_buffers:
+            return True
+        return any(reduction.is_of(group.reducer) for reduction in running)
 
     def _complete(self, reduction: Reduction) -> None:
         if self.streams.async_op:

@@ -15,7 +15,7 @@ from torch import Tensor
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, _torch
 from tests._models import Case, each_block, floats, loss_of, stack
-from tests._parity import Pair, make_mesh
+from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh
 from tests._pool import ranks
 
 LIBRARIES = {"ours": fsdp2, "torch's": torch_fsdp_api}
@@ -50,6 +50,7 @@ class Recorder:
         self.persistent, self.blocking = persistent, blocking
         self.groups: list[Any] = []
         self.ops: list[Any] = []
+        self.asynchronous: list[bool] = []
         self.allocated: list[Tensor] = []
         self.in_flight = self.most_in_flight = 0
         self._kept: dict[Any, Tensor] = {}
@@ -57,7 +58,8 @@ class Recorder:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (tuple(size), dtype, device)
         if not self.persistent or key not in self._kept:
-            self._kept[key] = torch.full(size, float("nan"), dtype=dtype, device=device)
+            self._kept[key] = torch.empty(size, dtype=dtype, device=device)
+        self._kept[key].view(torch.uint8).fill_(0xA5)  # nobody may rely on what was there
         self.allocated.append(self._kept[key])
         return self._kept[key]
 
@@ -68,8 +70,8 @@ class Recorder:
 
     def finish(self, work: Any, group: Any, async_op: bool) -> Any:
         self.groups.append(group)
-        assert async_op is True, "on a CPU the asynchrony is the collective's own"
-        if self.blocking:
+        self.asynchronous.append(async_op)
+        if self.blocking or not async_op:
             work.wait()
             return None
         self.in_flight += 1
@@ -144,7 +146,7 @@ def test_custom_collectives(library: str, blocking: bool, world_size: int) -> No
     group = group_of(pair.model)
     assert comms[0].groups == [group] * 2 * 3  # forward and backward
     assert comms[1].groups == [group] * 3
-    assert all(comm.in_flight == 0 for comm in comms)
+    assert all(comm.in_flight == 0 and all(comm.asynchronous) for comm in comms)
 
 
 @pytest.mark.parametrize("name", ["few_rows", "mixed_dtypes", "non_contiguous", "tied_lm"])
@@ -156,6 +158,53 @@ def test_custom_collectives_that_keep_one_buffer_each(name: str) -> None:
         unit.set_custom_all_gather(gather(persistent=True))
         unit.set_custom_reduce_scatter(scatter(persistent=True))
     pair.train(steps=3)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@ranks(2, 4)
+def test_gradients_that_wait_lie_in_memory_of_their_own(
+    reduce_dtype: torch.dtype | None, world_size: int
+) -> None:
+    """Collectives with one buffer each, and gradients that accumulate between reductions."""
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    pair = Pair("stack", mesh=mesh_of(world_size), mp_policy=policy)
+    for unit in units_of(pair.model):
+        unit.set_custom_all_gather(gather(persistent=True))
+        unit.set_custom_reduce_scatter(scatter(persistent=True))
+    for method in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"):
+        for is_last in (False, False, True):
+            getattr(pair.model, method)(is_last)
+            pair.backward()
+        assert_same_gradients(pair.model, pair.reference, 4e-6)
+        pair.step()
+
+
+@ranks(2)
+def test_a_lone_unit_has_one_reduction_at_a_time() -> None:
+    """Several backwards before the last one: each reduction has the buffers for itself."""
+    pair = Pair("root_only")
+    comm = scatter(persistent=True)
+    pair.model.set_custom_reduce_scatter(comm)
+    for is_last in (False, False, True):
+        pair.model.set_is_last_backward(is_last)
+        pair.backward()
+    assert comm.most_in_flight == 1
+    pair.step()
+
+
+@ranks(2)
+def test_stand_ins_and_one_buffer() -> None:
+    """Gradients of tensors that stand in for parameters are no views of the wire's memory."""
+    pair = Pair("root_only")
+    pair.model.set_custom_all_gather(gather(persistent=True))
+    pair.model.set_custom_reduce_scatter(scatter(persistent=True))
+    batch = pair.batch()
+    given = {n: p.detach().clone().requires_grad_() for n, p in pair.model.named_parameters()}
+    output = torch.func.functional_call(pair.model, given, pair.local(batch).args)
+    loss_of(output).backward()
+    pair.run_reference(batch).backward()
+    for name, parameter in pair.reference.named_parameters():
+        assert_same(given[name].grad, parameter.grad, name, 4e-6, 0.1)
 
 
 @ranks(2)
