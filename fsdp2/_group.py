@@ -96,7 +96,10 @@ class ParamGroup:
         axis = data.shard
         if self.device.type != "cpu" or axis.size == 1 or not axis.is_real:
             return None
-        return Stamp(axis, kind, self.fqn)
+        return Stamp(axis, kind, self.fqn, self._beside)
+
+    def _beside(self) -> list[Stamp]:
+        return self.stamps
 
     def restamp_reductions(self, data: DataMesh) -> None:
         """Number the group's reductions over the axes of ``data``."""
@@ -106,7 +109,7 @@ class ParamGroup:
         if self.device.type == "cpu":
             for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
                 if axis.size > 1 and axis.is_real:
-                    stamps.append(Stamp(axis, kind, self.fqn))
+                    stamps.append(Stamp(axis, kind, self.fqn, self._beside))
         self.reducer.stamps = tuple(stamps)
         self.reducer.invalidate()
 

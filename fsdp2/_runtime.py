@@ -273,10 +273,15 @@ class Runtime:
         """Return to a clean state. See [Note: a step is a transaction]."""
         if _events.listeners:
             _events.emit("recover", self.root.fqn, self.clock.phase)
-        stamps = [s for unit in self.units for group in unit.groups for s in group.stamps]
+        groups = [group for unit in self.units for group in unit.own_groups]
+        stamps = [stamp for group in groups for stamp in group.stamps]
+        broken = next((s.broken for s in stamps if s.broken is not None), None)
+        if broken is not None:  # what is in flight may never end
+            self.fail()
+            for group in groups:
+                group.reducer.discard()
+            raise StateError(broken)
         for stamp in stamps:
-            if stamp.broken is not None:  # what is in flight may never end
-                raise StateError(stamp.broken)
             stamp.forget_recent()
         for reduction in self._reductions:
             reduction.wait()
