@@ -48,6 +48,8 @@ CONTEXT = 4
 MAX_PREDICTIONS = 100_000
 UNCERTAIN = -1
 GAVE_UP = 0
+LAST_WORDS = 4
+"""How many operations a rank that gives up goes on with; more than others leave unchecked."""
 
 NAMES = {"gather": "all-gather", "reduce": "reduce-scatter", "all_reduce": "all-reduce"}
 
@@ -107,7 +109,7 @@ class Agreement:
         self.is_silent = False
         self.broken: str | None = None
         self.stamps: weakref.WeakSet[Stamp] = weakref.WeakSet()
-        self._last_word: Sent | None = None
+        self._last_words: list[Sent] = []
 
     def number(self, name: str) -> int:
         """Return the number of a new operation. Ranks must ask in the same order."""
@@ -143,14 +145,16 @@ class Agreement:
             raise StateError(self.broken)
         if self.is_silent:
             return
-        predicted = self._predicted.get(self._recent)
+        recent = self._recent
+        predicted = self._predicted.get(recent)
         if predicted is None or predicted == UNCERTAIN or predicted not in self._operations:
             self.compare(number, self._exchange(number, axis), axis)
         else:
+            self._recent = (*recent[1:], predicted)  # that is what was issued, if this raises
             self._stand_in(self._operations[predicted], number, axis)
         if len(self._predicted) >= MAX_PREDICTIONS:
             self._predicted.clear()
-        self._predicted[self._recent] = number if predicted is None else UNCERTAIN
+        self._predicted[recent] = number if predicted is None else UNCERTAIN
 
     def _exchange(self, number: int, axis: MeshAxis) -> list[int | None]:
         numbers = self._waited_for(number, self._send_number(number, axis))
@@ -171,7 +175,7 @@ class Agreement:
             if sent.work is not None:
                 sent.work.wait()
         except RuntimeError as error:
-            raise self.lose(number, error) from error
+            raise self.lose(number, error, axis) from error
         return sent.output
 
     @staticmethod
@@ -241,39 +245,44 @@ class Agreement:
             f"{self.describe(number)}: ranks issued different collectives ({did}). Every rank must "
             "run the same units in the same order. Pass conditional=True to fully_shard for a unit "
             "that some ranks skip. Nothing was mixed, but the ranks are out of step for good: end "
-            "this run, or make a new process group."
+            "this run, or make a new process group.",
+            axis,
         )
 
-    def lose(self, number: int, error: Exception) -> StateError:
+    def lose(self, number: int, error: Exception, axis: MeshAxis) -> StateError:
         """Return the error for a collective that failed, the last one of this process group."""
         return self._give_up_everywhere(
             f"{self.describe(number)}: waited for ranks that issued something else, or nothing "
             f"({error}). Every rank must run the same units in the same order. Pass "
-            "conditional=True to fully_shard for a unit that some ranks skip."
+            "conditional=True to fully_shard for a unit that some ranks skip.",
+            axis,
         )
 
-    def _give_up_everywhere(self, why: str) -> StateError:
-        """Send nothing any more, and let ranks that wait for this one elsewhere know."""
-        self.broken = why
+    def _give_up_everywhere(self, why: str, axis: MeshAxis) -> StateError:
+        """Send nothing any more, and let ranks that wait for this one, here or elsewhere, know."""
+        self.give_up(why, axis)
         for stamp in [other for own in self.stamps for other in own.beside()]:
             stamp.give_up(why)
         return StateError(why)
 
     def give_up(self, why: str, axis: MeshAxis) -> None:
-        """Say that this rank does not go on, where the others expect its next operation.
+        """Say that this rank does not go on, where the others expect its next operations.
 
-        Nobody waits here: those others may have failed too. They see a stamp with a number that is
-        no operation's, and give up in turn.
+        They may have issued several before they look at one. Nobody waits here: those others may
+        have failed too. They see the number of no operation, and give up in turn.
         """
         if self.broken is not None or self.is_silent:
             return
-        self.broken = why
-        expected = self._operations.get(self._predicted.get(self._recent, UNCERTAIN))
+        self.broken, recent = why, self._recent
         with contextlib.suppress(Exception):  # the error that is being raised says more
-            if expected is None:
-                self._last_word = self._send_number(GAVE_UP, axis)
-            else:
-                self._last_word = self._send_stamp(expected, GAVE_UP, axis)
+            for _ in range(LAST_WORDS):
+                predicted = self._predicted.get(recent, UNCERTAIN)
+                expected = self._operations.get(predicted)
+                if expected is None:
+                    self._last_words.append(self._send_number(GAVE_UP, axis))
+                    break
+                self._last_words.append(self._send_stamp(expected, GAVE_UP, axis))
+                recent = (*recent[1:], predicted)
 
 
 class Stamp:
@@ -339,7 +348,7 @@ class Stamp:
 
     def lost(self, error: Exception) -> StateError:
         """Return the error for a collective that failed."""
-        return self._agreement.lose(self.number, error)
+        return self._agreement.lose(self.number, error, self.axis)
 
     def give_up(self, why: str) -> None:
         """Let ranks that wait for this one know that it does not go on."""
