@@ -157,12 +157,12 @@ class Agreement:
         self._predicted[recent] = number if predicted is None else UNCERTAIN
 
     def _exchange(self, number: int, axis: MeshAxis) -> list[int | None]:
-        numbers = self._waited_for(number, self._send_number(number, axis))
+        numbers = self._wait(number, self._send_number(number, axis), axis)
         return [*numbers.tolist()]
 
     def _stand_in(self, expected: Operation, number: int, axis: MeshAxis) -> None:
         """Issue what the others may be issuing, with a stamp that says what this rank wants."""
-        output = self._waited_for(number, self._send_stamp(expected, number, axis))
+        output = self._wait(number, self._send_stamp(expected, number, axis), axis)
         end = expected.stamp + 2 * STAMP_BITS
         stamps = output.view(-1, expected.numel)[:, expected.stamp : end].tolist()
         if expected.kind == "gather":
@@ -170,7 +170,7 @@ class Agreement:
         else:
             self.compare_sum(number, stamps[0], axis)
 
-    def _waited_for(self, number: int, sent: Sent) -> Tensor:
+    def _wait(self, number: int, sent: Sent, axis: MeshAxis) -> Tensor:
         try:
             if sent.work is not None:
                 sent.work.wait()

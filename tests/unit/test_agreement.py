@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2._agreement import CONTEXT, GAVE_UP, Agreement, Operation, code_of, number_of
+from fsdp2._agreement import CONTEXT, GAVE_UP, Agreement, Operation, Sent, code_of, number_of
 from fsdp2._errors import StateError
 from fsdp2._layout import STAMP_BITS, STAMP_NUMEL
 from fsdp2._mesh import MeshAxis
@@ -119,10 +119,10 @@ def test_another_number_breaks_the_agreement_for_good() -> None:
     """The error names every rank and unit, and comes again without any exchange."""
     agreement = Recorded(others={1: 2})
     knowing(agreement)
-    with pytest.raises(StateError, match="rank 0: unit 0 .*; rank 1: unit 1 .*conditional=True"):
+    with pytest.raises(StateError, match=r"rank 0: unit 0 .*; rank 1: unit 1 .*conditional=True"):
         agreement.before(1, axis_of(2))
     assert agreement.exchanges == 1
-    with pytest.raises(StateError, match="rank 1: unit 1"):
+    with pytest.raises(StateError, match=r"rank 1: unit 1"):
         agreement.before(2, axis_of(2))
     assert agreement.exchanges == 1
 
@@ -134,7 +134,7 @@ def test_another_number_in_place_of_what_was_predicted() -> None:
     for number in (first, second) * (CONTEXT + 2):
         agreement.before(number, axis_of(2))
     agreement.others = {1: first}
-    with pytest.raises(StateError, match="rank 0: unit 2 .*; rank 1: unit 0 "):
+    with pytest.raises(StateError, match=r"rank 0: unit 2 .*; rank 1: unit 0 "):
         agreement.before(third, axis_of(2))
     assert agreement.stood_in_for == [first]
     assert agreement._recent[-1] == first, "what was issued, not what was wanted"
@@ -200,7 +200,7 @@ def test_of_two_ranks_a_sum_tells_what_the_other_did(rank: int, divide_by: int) 
     agreement = Recorded()
     knowing(agreement)
     numbers = [1, 3]
-    with pytest.raises(StateError, match="rank 0: unit 0 .*; rank 1: unit 2 "):
+    with pytest.raises(StateError, match=r"rank 0: unit 0 .*; rank 1: unit 2 "):
         agreement.compare_sum(numbers[rank], total_of(numbers, divide_by), axis_of(2, rank))
 
 
@@ -209,8 +209,28 @@ def test_of_three_ranks_a_sum_tells_that_one_differs() -> None:
     agreement = Recorded()
     knowing(agreement)
     agreement.compare_sum(2, total_of([2, 2, 2]), axis_of(3))
-    with pytest.raises(StateError, match="rank 0: unit 1 .*; rank 1: something else"):
+    with pytest.raises(StateError, match=r"rank 0: unit 1 .*; rank 1: something else"):
         agreement.compare_sum(2, total_of([2, 3, 2]), axis_of(3))
+
+
+def test_a_collective_that_fails_is_the_last_one() -> None:
+    """A rank that died, or a timeout: the error names the unit, and comes again at once."""
+
+    class Lost:
+        def wait(self) -> None:
+            raise RuntimeError("Connection closed by peer")
+
+    class Losing(Recorded):
+        def _exchange(self, number: int, axis: MeshAxis) -> list[int | None]:
+            self.exchanges += 1
+            return [*self._wait(number, Sent(torch.empty(0), torch.empty(0), Lost()), axis)]
+
+    agreement = Losing()
+    knowing(agreement)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"unit 1 .*waited for ranks .*Connection closed"):
+            agreement.before(2, axis_of(2))
+    assert agreement.exchanges == 1
 
 
 def test_a_rank_that_gave_up_is_named() -> None:
