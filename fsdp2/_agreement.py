@@ -17,6 +17,9 @@ compares what it is about to do with the prediction for the last few operations:
   in it but a stamp that says what it wants. If all ranks came here for the same reason, they agree,
   mark the place as uncertain, and go on; if not, everybody sees the stamps and raises.
 
+A rank that raises also says so on the other process groups of its units: the replicas of its shards
+agree among themselves and would wait for it.
+
 A program that repeats its steps exchanges nothing beside its own collectives after the first ones.
 A wire that carries nothing (a benchmark that replaces collectives by no-ops) is recognised by the
 missing stamp of the rank itself, and is not checked.
@@ -24,7 +27,9 @@ missing stamp of the rank itself, and is not checked.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +47,9 @@ CONTEXT = 4
 
 MAX_PREDICTIONS = 100_000
 UNCERTAIN = -1
+GAVE_UP = 0
+LAST_WORDS = 4
+"""How many operations a rank that gives up goes on with; more than others leave unchecked."""
 
 NAMES = {"gather": "all-gather", "reduce": "reduce-scatter", "all_reduce": "all-reduce"}
 
@@ -81,6 +89,15 @@ class Operation:
     reduction: Any = None
 
 
+@dataclass(frozen=True)
+class Sent:
+    """An issued collective, and the memory that it works on."""
+
+    output: Tensor
+    sent: Tensor
+    work: Any
+
+
 class Agreement:
     """What the ranks of one process group did, and what they expect of each other."""
 
@@ -91,6 +108,8 @@ class Agreement:
         self.recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
         self.is_silent = False
         self.broken: str | None = None
+        self.stamps: weakref.WeakSet[Stamp] = weakref.WeakSet()
+        self._last_words: list[Sent] = []
 
     def number(self, name: str) -> int:
         """Return the number of a new operation. Ranks must ask in the same order."""
@@ -101,71 +120,92 @@ class Agreement:
         """Learn how an operation travels; again if its group's plan changed."""
         self._operations[operation.number] = operation
 
+    def retire(self, number: int) -> None:
+        """Never expect an operation again: its group sends over another process group now."""
+        self._operations.pop(number, None)
+        self.predicted = {key: n for key, n in self.predicted.items() if n != number}
+
     def forget_recent(self) -> None:
         """Start anew after a failure: ranks may have failed at different places."""
         self.recent = (UNCERTAIN,) * CONTEXT
 
-    def settle(self, number: int, axis: MeshAxis) -> None:
-        """Find out if every rank of the axis is about to issue this operation.
+    def before(self, number: int, axis: MeshAxis) -> None:
+        """Make sure that every rank of the axis is about to issue this operation.
 
         Raises:
             StateError: one is not; or one was not, earlier.
         """
+        recent = self.recent
+        if self.predicted.get(recent) != number:
+            self._settle(number, axis)
+        self.recent = (*recent[1:], number)
+
+    def _settle(self, number: int, axis: MeshAxis) -> None:
         if self.broken is not None:
             raise StateError(self.broken)
-        predicted = self.predicted.get(self.recent)
+        recent = self.recent
+        predicted = self.predicted.get(recent)
         if self.is_silent:
             pass
         elif predicted is None or predicted == UNCERTAIN or predicted not in self._operations:
             self.compare(number, self._exchange(number, axis), axis)
         else:
+            self.recent = (*recent[1:], predicted)  # that is what was issued, if this raises
             self._stand_in(self._operations[predicted], number, axis)
         if len(self.predicted) >= MAX_PREDICTIONS:
             self.predicted.clear()
         certain = predicted is None or self.is_silent
-        self.predicted[self.recent] = number if certain else UNCERTAIN
+        self.predicted[recent] = number if certain else UNCERTAIN
 
     def _exchange(self, number: int, axis: MeshAxis) -> list[int | None]:
-        sent = torch.tensor([number], dtype=torch.int64)
-        received = torch.full((axis.size,), -1, dtype=torch.int64)
-        try:
-            with _torch.hidden_from_modes():
-                _torch.all_gather_single(received, sent, axis.pg, False)
-        except RuntimeError as error:
-            raise StateError(self._lost(number, error)) from error
-        return [*received.tolist()]
+        numbers = self._wait(number, self._send_number(number, axis), axis)
+        return [*numbers.tolist()]
 
     def _stand_in(self, expected: Operation, number: int, axis: MeshAxis) -> None:
         """Issue what the others may be issuing, with a stamp that says what this rank wants."""
-        code = code_of(number)
-        rows = axis.size if expected.kind == "reduce" else 1
-        sent = torch.zeros((rows, expected.numel), dtype=expected.dtype)
-        sent[:, expected.stamp : expected.stamp + len(code)] = torch.tensor(code).to(expected.dtype)
-        try:
-            with _torch.hidden_from_modes():
-                output = self._issue(expected, sent.view(-1), axis)
-        except RuntimeError as error:
-            raise StateError(self._lost(number, error)) from error
-        stamps = output.view(-1, expected.numel)[:, expected.stamp : expected.stamp + len(code)]
+        output = self._wait(number, self._send_stamp(expected, number, axis), axis)
+        end = expected.stamp + 2 * STAMP_BITS
+        stamps = output.view(-1, expected.numel)[:, expected.stamp : end].tolist()
         if expected.kind == "gather":
-            self.compare(number, [number_of(row) for row in stamps.tolist()], axis)
+            self.compare(number, [number_of(row) for row in stamps], axis)
         else:
-            self.compare_sum(number, stamps[0].tolist(), axis)
+            self.compare_sum(number, stamps[0], axis)
+
+    def _wait(self, number: int, sent: Sent, axis: MeshAxis) -> Tensor:
+        try:
+            if sent.work is not None:
+                sent.work.wait()
+        except RuntimeError as error:
+            raise self.lose(number, error, axis) from error
+        return sent.output
 
     @staticmethod
-    def _issue(expected: Operation, sent: Tensor, axis: MeshAxis) -> Tensor:
-        wire, output = expected.wire() or Wire(), sent
-        if expected.kind == "gather":
-            output, sent = wire.stage(sent, axis)
-            work = wire.all_gather(output, sent, axis, True)
-        elif expected.kind == "reduce":
-            output = torch.empty(expected.numel, dtype=expected.dtype)
-            work = wire.reduce_scatter(output, sent, expected.reduction, axis, True)
+    def _send_number(number: int, axis: MeshAxis) -> Sent:
+        own = torch.tensor([number], dtype=torch.int64)
+        received = torch.full((axis.size,), -1, dtype=torch.int64)
+        with _torch.hidden_from_modes():
+            return Sent(received, own, _torch.all_gather_single(received, own, axis.pg, True))
+
+    @staticmethod
+    def _send_stamp(expected: Operation, number: int, axis: MeshAxis) -> Sent:
+        wire, code = expected.wire() or Wire(), code_of(number)
+        if expected.kind == "reduce":
+            sent = wire.allocate((axis.size, expected.numel), expected.dtype, torch.device("cpu"))
+            sent.zero_()
         else:
-            work = wire.all_reduce(output, expected.reduction, axis, True)
-        if work is not None:
-            work.wait()
-        return output
+            sent = torch.zeros((1, expected.numel), dtype=expected.dtype)
+        sent[:, expected.stamp : expected.stamp + len(code)] = torch.tensor(code).to(expected.dtype)
+        output = sent = sent.view(-1)
+        with _torch.hidden_from_modes():
+            if expected.kind == "gather":
+                output, sent = wire.stage(sent, axis)
+                work = wire.all_gather(output, sent, axis, True)
+            elif expected.kind == "reduce":
+                output = wire.allocate((expected.numel,), expected.dtype, sent.device)
+                work = wire.reduce_scatter(output, sent, expected.reduction, axis, True)
+            else:
+                work = wire.all_reduce(output, expected.reduction, axis, True)
+        return Sent(output, sent, work)
 
     def compare(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
         """Raise StateError unless every rank of the axis wants the same."""
@@ -193,6 +233,8 @@ class Agreement:
     def describe(self, number: int | None) -> str:
         if number is None:
             return "something else"
+        if number == GAVE_UP:
+            return "nothing, after an error"
         return self.names[number - 1] if 0 < number <= len(self.names) else f"operation {number}"
 
     def _break(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
@@ -200,33 +242,78 @@ class Agreement:
         did = "; ".join(
             f"rank {r}: {self.describe(n)}" for r, n in zip(ranks, numbers, strict=True)
         )
-        self.broken = (
+        raise self._give_up_everywhere(
             f"{self.describe(number)}: ranks issued different collectives ({did}). Every rank must "
             "run the same units in the same order. Pass conditional=True to fully_shard for a unit "
             "that some ranks skip. Nothing was mixed, but the ranks are out of step for good: end "
-            "this run, or make a new process group."
+            "this run, or make a new process group.",
+            axis,
         )
-        self.predicted.clear()
-        raise StateError(self.broken)
 
-    def _lost(self, number: int, error: Exception) -> str:
-        return (
+    def lose(self, number: int, error: Exception, axis: MeshAxis) -> StateError:
+        """Return the error for a collective that failed, the last one of this process group."""
+        return self._give_up_everywhere(
             f"{self.describe(number)}: waited for ranks that issued something else, or nothing "
             f"({error}). Every rank must run the same units in the same order. Pass "
-            "conditional=True to fully_shard for a unit that some ranks skip."
+            "conditional=True to fully_shard for a unit that some ranks skip.",
+            axis,
         )
+
+    def _give_up_everywhere(self, why: str, axis: MeshAxis) -> StateError:
+        """Send nothing any more, and let ranks that wait for this one, here or elsewhere, know."""
+        self.give_up(why, axis)
+        for stamp in [other for own in self.stamps for other in own.beside()]:
+            stamp.give_up(why)
+        return StateError(why)
+
+    def give_up(self, why: str, axis: MeshAxis) -> None:
+        """Say that this rank does not go on, where the others expect its next operations.
+
+        They may have issued several before they look at one. Nobody waits here: those others may
+        have failed too. They see the number of no operation, and give up in turn.
+        """
+        if self.broken is not None or self.is_silent:
+            return
+        self.broken, recent = why, self.recent
+        with contextlib.suppress(Exception):  # the error that is being raised says more
+            for _ in range(LAST_WORDS):
+                predicted = self.predicted.get(recent, UNCERTAIN)
+                expected = self._operations.get(predicted)
+                if expected is None:
+                    self._last_words.append(self._send_number(GAVE_UP, axis))
+                    break
+                self._last_words.append(self._send_stamp(expected, GAVE_UP, axis))
+                recent = (*recent[1:], predicted)
+        self.predicted = {}  # whatever comes next is looked at, and refused
 
 
 class Stamp:
-    """The number of one operation of one group, and the check of those that came back."""
+    """The number of one operation of one group, and the check of those that came back.
 
-    def __init__(self, axis: MeshAxis, kind: str, fqn: str) -> None:
+    ``group`` refers weakly to a function that returns all stamps of the group: who gives up on one
+    gives up on all.
+    """
+
+    def __init__(
+        self,
+        axis: MeshAxis,
+        kind: str,
+        fqn: str,
+        group: weakref.ref[Callable[[], Iterable[Stamp]]] | None = None,
+    ) -> None:
         self.axis = axis
         self.kind = kind
         self._agreement = agreement_of(axis)
         self.number = self._agreement.number("")
         self.code = code_of(self.number)
+        self._group = group
+        self._agreement.stamps.add(self)
         self.rename(fqn)
+
+    def beside(self) -> Iterable[Stamp]:
+        """Return all stamps of the group, as long as it lives."""
+        stamps = None if self._group is None else self._group()
+        return () if stamps is None else stamps()
 
     def rename(self, fqn: str) -> None:
         """Let errors say the name that the unit has in its tree."""
@@ -241,11 +328,11 @@ class Stamp:
 
     def before(self) -> None:
         """Make sure that every rank is about to issue this operation. See [Note: agreement]."""
-        agreement = self._agreement
-        recent = agreement.recent
-        if agreement.predicted.get(recent) != self.number:
-            agreement.settle(self.number, self.axis)
-        agreement.recent = (*recent[1:], self.number)
+        self._agreement.before(self.number, self.axis)
+
+    def retire(self) -> None:
+        """No rank issues this operation again."""
+        self._agreement.retire(self.number)
 
     @property
     def is_checked(self) -> bool:
@@ -269,7 +356,11 @@ class Stamp:
 
     def lost(self, error: Exception) -> StateError:
         """Return the error for a collective that failed."""
-        return StateError(self._agreement._lost(self.number, error))
+        return self._agreement.lose(self.number, error, self.axis)
+
+    def give_up(self, why: str) -> None:
+        """Let ranks that wait for this one know that it does not go on."""
+        self._agreement.give_up(why, self.axis)
 
 
 _agreements: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()

@@ -109,4 +109,5 @@ class _GatherShard(torch.autograd.Function):
             wire.all_reduce(reduced, scale.op, data.replicate, async_op=False)
         reduced.mul_(scale.after)
         local = _packing.gradient_view(reduced, layout, 0, data.shard.rank)
-        return local.contiguous(), None, None, None, None
+        local = local.clone(memory_format=torch.contiguous_format)  # not in the wire's memory
+        return local, None, None, None, None

@@ -144,7 +144,7 @@ class ControlSurface:
         known: dict[object, float | None] = {"mean": None, "sum": 1.0}
         divide_by = (
             known[reduction]
-            if reduction in known
+            if isinstance(reduction, str) and reduction in known
             else _factor("set_gradient_reduction: 'mean', 'sum' or a divisor,", reduction)
         )
         self._configure(recurse, divide_by=divide_by)
@@ -183,6 +183,10 @@ class ControlSurface:
         """
         if not callable(hook):
             raise ConfigError(f"set_all_reduce_hook: expected a function, found {hook!r}.")
+        if stream is not None and not isinstance(stream, torch.Stream):
+            raise ConfigError(
+                f"set_all_reduce_hook: expected stream to be a torch.Stream, found {stream!r}."
+            )
         groups = self._groups()
         if stream is not None and any(group.data.replicate.size > 1 for group in groups):
             raise ConfigError(
@@ -274,8 +278,14 @@ class ControlSurface:
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's all-gathers wait for ``event`` only, not for all that compute
-        was given before it. Record it after the optimizer step, each time anew.
+        was given before it. Record it after the optimizer step, each time anew. On a CPU the host
+        waits: anything with a method ``synchronize`` will do.
+
+        Raises:
+            ConfigError: ``event`` has no such method.
         """
+        if not callable(getattr(event, "synchronize", None)):
+            raise ConfigError(f"set_post_optim_event: expected a torch.Event, found {event!r}.")
         unit = self._unit()
         root = unit if unit.runtime is None else unit.runtime.root
         root.post_optim_event = event

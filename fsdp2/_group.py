@@ -15,6 +15,7 @@ and the unsharded parameters stay if dtypes allow, because a recorded graph may 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,15 +100,20 @@ class ParamGroup:
         axis = data.shard
         if self.device.type != "cpu" or axis.size == 1 or not axis.is_real:
             return None
-        return Stamp(axis, kind, self.fqn)
+        return Stamp(axis, kind, self.fqn, weakref.WeakMethod(self._beside))
+
+    def _beside(self) -> list[Stamp]:
+        return self.stamps
 
     def restamp_reductions(self, data: DataMesh) -> None:
         """Number the group's reductions over the axes of ``data``."""
+        for stamp in self.reducer.stamps:
+            stamp.retire()
         stamps = []
         if self.device.type == "cpu":
             for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
                 if axis.size > 1 and axis.is_real:
-                    stamps.append(Stamp(axis, kind, self.fqn))
+                    stamps.append(Stamp(axis, kind, self.fqn, weakref.WeakMethod(self._beside)))
         self.reducer.stamps = tuple(stamps)
         self.reducer.invalidate()
 

@@ -223,14 +223,14 @@ def shard_mesh(choice: Any, fqn: str, data: DataMesh) -> tuple[object, DataMesh]
 
 def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
     """Return the mesh of the data axes followed by the tensor-parallel axes."""
-    if data == tensor_parallel:
-        raise ConfigError(f"{fqn}: is already sharded on {data}. Leave it to the call that did so.")
     names, own = data.mesh_dim_names, tensor_parallel.mesh_dim_names
     if names is None or own is None:
         raise ConfigError(
             f"{fqn}: expected names on the data-parallel and the tensor-parallel mesh, found "
             f"{names} and {own}. Pass mesh_dim_names to init_device_mesh."
         )
+    if data == tensor_parallel:
+        raise ConfigError(f"{fqn}: is already sharded on {data}. Leave it to the call that did so.")
     try:
         return _torch.join_meshes([data, tensor_parallel])
     except RuntimeError as error:

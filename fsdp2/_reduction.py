@@ -118,7 +118,7 @@ class Reducer:
             raise StateError(_toggled_while_accumulating(param.fqn))
 
     def keep_partial(self, reduced: Tensor) -> None:
-        """Keep what was reduced over the shard axis only; its buffer is not reused."""
+        """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
         self.is_waiting = True
         self.partial, self._buffer = reduced, None
 
@@ -210,10 +210,14 @@ class Reducer:
             present = [grad is not None for grad in grads]
             behind = _packing.tail(present, plan.codes, layout, plan.grad_dtype, self._device)
         shape = (layout.size, layout.numel)
-        packed = self.wire.allocate(shape, layout.dtype, self._device)
+        if settings.reduce_grads:
+            packed = self.wire.allocate(shape, layout.dtype, self._device)
+        else:  # what the wire allocates must not outlive a reduction
+            packed = torch.empty(shape, dtype=layout.dtype, device=self._device)
         _packing.pack_gradients(grads, layout, behind, packed)
         if self.accumulated is not None:
-            packed, self.accumulated = self.accumulated.add_(packed), None
+            packed.add_(self.accumulated)
+            self.accumulated = None
         if not settings.reduce_grads:
             self.accumulated = packed
             return None
@@ -285,11 +289,16 @@ class Reduction:
         self._packed: Tensor | None = packed
         self._buffer = owner.acquire()
         self._reduced: Tensor | None = self._buffer.flat(plan.layout.dtype, packed.device)
+        self._is_borrowed = self._reduced is None  # then it lies in the wire's memory
         self._flight: InFlight | None = None
         self._counts: list[float] | None = None
         self._grads: list[Tensor] | None = None
         self._waits_for_copy = owner._home != packed.device
         self.nbytes = plan.layout.nbytes
+
+    def is_of(self, owner: Reducer) -> bool:
+        """True if these are the gradients of ``owner``'s group."""
+        return self._owner is owner
 
     def start(self) -> None:
         """Issue the reduce-scatter."""
@@ -305,7 +314,7 @@ class Reduction:
         assert self._packed is not None
         owner, packed, layout, axis = self._owner, self._packed, self._plan.layout, self._data.shard
         if axis.size == 1:
-            self._reduced = packed.view(-1)
+            self._reduced, self._is_borrowed = packed.view(-1), True
             return Launched((packed,), None)
         if self._reduced is None:
             self._reduced = owner.wire.allocate((layout.numel,), layout.dtype, packed.device)
@@ -327,10 +336,11 @@ class Reduction:
         assert self._reduced is not None
         owner = self._owner
         if owner.partial is not None:
-            self._reduced, owner.partial = owner.partial.add_(self._reduced), None
+            self._reduced.add_(owner.partial)
+            owner.partial = None
         reduced = self._reduced
         if not self._all_reduce:
-            owner.keep_partial(reduced)
+            owner.keep_partial(reduced.clone() if self._is_borrowed else reduced)
             self._reduced = None
             return Launched((reduced,), None)
         work = owner.wire.all_reduce(

@@ -176,7 +176,7 @@ class Runtime:
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""
         for group in unit.groups:
-            while len(self._reductions) >= group.settings.input_buffers:
+            while self._is_full_for(group):
                 self._complete(self._reductions.popleft())
             reduction = group.reduce(self._with_graph)
             if reduction is None:
@@ -186,6 +186,13 @@ class Runtime:
                 reduction.advance()
                 reduction.finish()
             self._reductions.append(reduction)
+
+    def _is_full_for(self, group: ParamGroup) -> bool:
+        """True if the oldest reduction must end first: a group has one at a time, and all few."""
+        running = self._reductions
+        if len(running) >= group.settings.input_buffers:
+            return True
+        return any(reduction.is_of(group.reducer) for reduction in running)
 
     def _complete(self, reduction: Reduction) -> None:
         if self.streams.async_op:
@@ -274,10 +281,15 @@ class Runtime:
         """Return to a clean state. See [Note: a step is a transaction]."""
         if _events.listeners:
             _events.emit("recover", self.root.fqn, self.clock.phase)
-        stamps = [s for unit in self.units for group in unit.groups for s in group.stamps]
+        groups = [group for unit in self.units for group in unit.own_groups]
+        stamps = [stamp for group in groups for stamp in group.stamps]
+        broken = next((s.broken for s in stamps if s.broken is not None), None)
+        if broken is not None:  # what is in flight may never end
+            self.fail()
+            for group in groups:
+                group.reducer.discard()
+            raise StateError(broken)
         for stamp in stamps:
-            if stamp.broken is not None:  # what is in flight may never end
-                raise StateError(stamp.broken)
             stamp.forget_recent()
         for reduction in self._reductions:
             reduction.wait()

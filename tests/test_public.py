@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
+import torch.distributed.fsdp._fully_shard as torch_fsdp2
+import torch.distributed.fsdp._fully_shard._fsdp_api as torch_fsdp_api
 from expecttest import assert_expected_inline
 
 import fsdp2
-
-SHARED_METHODS = sorted(
-    name
-    for name, value in vars(fsdp2.FSDPModule).items()
-    if callable(value) and not name.startswith("_") and hasattr(torch_fsdp.FSDPModule, name)
-)
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -34,26 +30,36 @@ def text_of(function: Callable[..., Any]) -> str:
     return text if len(text) < 90 else re.sub(r", (?=[\w*]+[=,)])", ",\n    ", text)
 
 
-def public_methods(cls: type) -> list[str]:
-    return [n for n, value in vars(cls).items() if callable(value) and not n.startswith("_")]
+def public_methods(*classes: type) -> list[str]:
+    return [
+        name
+        for cls in classes
+        for name, value in vars(cls).items()
+        if callable(value) and not name.startswith("_")
+    ]
 
 
 def test_all() -> None:
     assert_expected_inline(
         "\n".join(fsdp2.__all__),
         """\
+AllGather
+CPUOffloadPolicy
+Comm
 ConfigError
 DataParallelMeshDims
 FSDPError
 FSDPModule
 MixedPrecisionPolicy
 OffloadPolicy
+ReduceScatter
 ShardPlacementResult
 StateError
 UnshardHandle
 UnsupportedError
 fully_shard
-register_fsdp_forward_method""",
+register_fsdp_forward_method
+share_comm_ctx""",
     )
 
 
@@ -75,8 +81,10 @@ def test_signatures_of_the_functions_and_classes() -> None:
     functions = [
         fsdp2.fully_shard,
         fsdp2.register_fsdp_forward_method,
+        fsdp2.share_comm_ctx,
         fsdp2.MixedPrecisionPolicy,
         fsdp2.OffloadPolicy,
+        fsdp2.CPUOffloadPolicy,
         fsdp2.DataParallelMeshDims,
         fsdp2.ShardPlacementResult,
         fsdp2.UnshardHandle.wait,
@@ -95,13 +103,16 @@ fully_shard(module,
     cast_forward_inputs=True),
     offload_policy=OffloadPolicy(),
     ignored_params=None,
-    dp_mesh_dims=None)
+    dp_mesh_dims=None,
+    conditional=False)
 register_fsdp_forward_method(module, method_name)
+share_comm_ctx(modules)
 MixedPrecisionPolicy(param_dtype=None,
     reduce_dtype=None,
     output_dtype=None,
     cast_forward_inputs=True)
 OffloadPolicy()
+CPUOffloadPolicy(pin_memory=True)
 DataParallelMeshDims(shard=None, replicate=None)
 ShardPlacementResult(placement, mesh_info=None)
 UnshardHandle.wait(self)""",
@@ -109,7 +120,9 @@ UnshardHandle.wait(self)""",
 
 
 def test_signatures_of_the_modules_methods() -> None:
-    methods = [getattr(fsdp2.FSDPModule, name) for name in public_methods(fsdp2.FSDPModule)]
+    """Every method that a sharded module gains; those that torch lacks are ours."""
+    names = public_methods(*fsdp2.FSDPModule.__mro__[:2])
+    methods = [getattr(fsdp2.FSDPModule, name) for name in names]
     assert_expected_inline(
         "\n".join(text_of(method) for method in methods),
         """\
@@ -117,49 +130,116 @@ FSDPModule.zero_grad(self, set_to_none=True)
 FSDPModule.unshard(self, async_op=False)
 FSDPModule.reshard(self)
 FSDPModule.reset_iter_state(self)
-FSDPModule.set_is_last_backward(self, is_last_backward)
-FSDPModule.set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True)
-FSDPModule.set_requires_all_reduce(self, requires_all_reduce, *, recurse=True)
-FSDPModule.set_reshard_after_forward(self, reshard_after_forward, recurse=True)
-FSDPModule.set_reshard_after_backward(self, reshard_after_backward, *, recurse=True)
-FSDPModule.set_modules_to_forward_prefetch(self, modules)
-FSDPModule.set_modules_to_backward_prefetch(self, modules)""",
+ControlSurface.set_is_last_backward(self, is_last_backward)
+ControlSurface.set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True)
+ControlSurface.set_requires_all_reduce(self, requires_all_reduce, *, recurse=True)
+ControlSurface.set_reshard_after_forward(self, reshard_after_forward, recurse=True)
+ControlSurface.set_reshard_after_backward(self, reshard_after_backward, *, recurse=True)
+ControlSurface.set_unshard_in_backward(self, unshard_in_backward)
+ControlSurface.set_modules_to_forward_prefetch(self, modules)
+ControlSurface.set_modules_to_backward_prefetch(self, modules)
+ControlSurface.set_gradient_divide_factor(self, factor)
+ControlSurface.set_reduce_scatter_divide_factor(self, factor)
+ControlSurface.set_gradient_reduction(self, reduction, *, recurse=True)
+ControlSurface.set_force_sum_reduction_for_comms(self, enable)
+ControlSurface.set_reduce_scatter_unused_params(self,
+    reduce_scatter_unused_params,
+    *,
+    recurse=True)
+ControlSurface.set_all_reduce_hook(self, hook, *, stream=None)
+ControlSurface.set_custom_all_gather(self, comm)
+ControlSurface.set_custom_reduce_scatter(self, comm)
+ControlSurface.set_allocate_memory_from_process_group_for_comm(self, enable)
+ControlSurface.set_symm_mem_for_comm(self, backend='NCCL')
+ControlSurface.set_separate_reduce_scatter_group(self, enable=True, *, recurse=True)
+ControlSurface.set_reduce_scatter_max_input_buffers(self,
+    max_input_buffers,
+    *,
+    recurse=True)
+ControlSurface.set_post_optim_event(self, event)""",
     )
 
 
-@pytest.mark.parametrize("name", SHARED_METHODS)
-def test_methods_have_torchs_parameters(name: str) -> None:
-    ours = parameters(getattr(fsdp2.FSDPModule, name))
-    theirs = parameters(getattr(torch_fsdp.FSDPModule, name))
-    assert list(ours) == list(theirs)
-    for key, parameter in theirs.items():
-        assert (ours[key].kind, ours[key].default) == (parameter.kind, parameter.default), key
+# --- everything that torch has --------------------------------------------------------------------
+
+BUILT_BY_USERS = {
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+}
 
 
-def test_the_methods_compared_are_all_of_them() -> None:
-    newer = {"reset_iter_state"}  # torch 2.11 has no such method
-    ours = {"zero_grad"}  # nn.Module's, with one more duty
-    assert set(public_methods(fsdp2.FSDPModule)) - set(SHARED_METHODS) <= newer | ours
+def is_public(name: str) -> bool:
+    return not name.startswith("_") or name == "__call__"
 
 
-@pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method"])
-def test_functions_have_torchs_parameters(name: str) -> None:
-    """Names, order, kinds and defaults; torch may have more at the end."""
-    ours, theirs = parameters(getattr(fsdp2, name)), parameters(getattr(torch_fsdp, name))
-    assert list(theirs)[: len(ours)] == list(ours)
-    for key, parameter in ours.items():
-        assert parameter.kind == theirs[key].kind
-        if parameter.default is None or isinstance(parameter.default, bool | int):
-            assert parameter.default == theirs[key].default, key
-        elif parameter.default is not inspect.Parameter.empty:  # a policy, of the same name
-            assert type(parameter.default).__name__ == type(theirs[key].default).__name__, key
+def torchs_methods(cls: type) -> list[str]:
+    """Return the methods of torch's own that users call or implement."""
+    return [name for name, value in vars(cls).items() if callable(value) and is_public(name)]
 
 
-@pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy"])
-def test_policies_have_torchs_fields_and_defaults(name: str) -> None:
+def default_of(parameter: inspect.Parameter) -> object:
+    """Return a default as a value that can be compared over packages: policies by their fields."""
+    default = parameter.default
+    return (type(default).__name__, vars(default)) if hasattr(default, "__dict__") else default
+
+
+def assert_takes(ours: Callable[..., Any], theirs: Callable[..., Any], name: str) -> None:
+    """Assert that every call of `theirs` is a call of `ours`; ours may have more keywords."""
+    expected = parameters(theirs)
+    actual = parameters(ours)
+    own = {key: actual.pop(key) for key in list(actual) if key not in expected}
+    assert list(actual) == list(expected), name
+    for key, parameter in expected.items():
+        assert actual[key].kind is parameter.kind, f"{name}: {key}"
+        if parameter.default is not inspect.Parameter.empty:
+            assert default_of(actual[key]) == default_of(parameter), f"{name}: {key}"
+        else:
+            assert actual[key].default is inspect.Parameter.empty, f"{name}: {key}"
+    for key, parameter in own.items():
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY, f"{name}: {key} is ours"
+        assert parameter.default is not inspect.Parameter.empty, f"{name}: {key} is ours"
+
+
+@pytest.mark.parametrize("name", torch_fsdp2.__all__)
+def test_every_name_of_torchs_is_here(name: str) -> None:
+    """A program that imports a name from torch can import it from here, and use it alike."""
+    assert name in fsdp2.__all__
     ours, theirs = getattr(fsdp2, name), getattr(torch_fsdp, name)
-    assert vars(ours()) == vars(theirs())
-    assert list(parameters(ours)) == list(parameters(theirs))
+    assert isinstance(ours, type) == isinstance(theirs, type)
+    if not isinstance(theirs, type) or name in BUILT_BY_USERS:
+        assert_takes(ours, theirs, name)
+    if isinstance(theirs, type):
+        for method in torchs_methods(theirs):
+            assert_takes(getattr(ours, method), getattr(theirs, method), f"{name}.{method}")
+
+
+@pytest.mark.parametrize("name", ["Comm", "AllGather", "ReduceScatter"])
+def test_collectives_have_torchs_methods(name: str) -> None:
+    """A collective written for torch's interface satisfies ours: the same abstract methods."""
+    ours, theirs = getattr(fsdp2, name), getattr(torch_fsdp_api, name)
+    assert ours.__abstractmethods__ == theirs.__abstractmethods__
+    for method in theirs.__abstractmethods__:
+        assert_takes(getattr(ours, method), getattr(theirs, method), f"{name}.{method}")
+
+
+def test_the_accessor_of_the_state() -> None:
+    """`fully_shard.state(module)` is there, as torch's composable decorator puts it there."""
+    assert_takes(fsdp2.fully_shard.state, torch_fsdp.fully_shard.state, "fully_shard.state")
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_BY_USERS))
+def test_policies_have_torchs_fields_and_defaults(name: str) -> None:
+    """Policies hold what torch's hold, and are values: frozen, comparable, hashable."""
+    theirs = getattr(torch_fsdp, name, None)
+    if theirs is None:
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    kwargs = {"shard": ("a", "b")} if name == "DataParallelMeshDims" else {}
+    ours = getattr(fsdp2, name)(**kwargs)
+    assert vars(ours) == vars(theirs(**kwargs))
+    assert ours == getattr(fsdp2, name)(**kwargs)
+    assert hash(ours) == hash(getattr(fsdp2, name)(**kwargs))
 
 
 def test_policies_are_frozen() -> None:

@@ -1,0 +1,531 @@
+"""Promise: every setting of a sharded module does what its name says, and nothing else.
+
+What `test_control` and `test_accumulation` show already is not repeated; custom collectives are in
+`test_custom_comms`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy
+from tests._models import CASES, VOCAB, WIDTH, Block, Case, Stack, floats, loss_of, seeded, tokens
+from tests._parity import (
+    Pair,
+    assert_same,
+    assert_same_gradients,
+    assert_same_parameters,
+    make_mesh,
+    shard,
+)
+from tests._pool import ranks
+
+FINE = 4e-6
+"""Tolerance where the reference divides at another place than the reduction."""
+
+
+def mesh_of(world_size: int) -> Any:
+    """Return replicas of shards for four ranks, shards alone for fewer."""
+    return make_mesh(2, 2) if world_size == 4 else make_mesh()
+
+
+def scale_reference(pair: Pair, factor: float, prefix: str = "") -> None:
+    """Multiply the reference's gradients of the parameters whose names begin with `prefix`."""
+    for name, parameter in pair.reference.named_parameters():
+        if name.startswith(prefix) and parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+def drop_gradients(pair: Pair) -> None:
+    pair.optimizer.zero_grad()
+    pair.reference_optimizer.zero_grad()
+
+
+# --- what a gradient is ---------------------------------------------------------------------------
+
+
+@ranks(1, 2, 4)
+def test_a_divide_factor_is_of_one_unit(world_size: int) -> None:
+    """The sum over all ranks is divided by the factor, in this unit and not in those below it."""
+    pair = Pair("stack", mesh=mesh_of(world_size))
+    pair.model.blocks[1].set_gradient_divide_factor(5.0)
+    pair.model.set_gradient_divide_factor(0.5)
+    for _ in range(2):
+        pair.backward()
+        scale_reference(pair, world_size / 5.0, "blocks.1.")
+        scale_reference(pair, world_size / 0.5, "inp.")
+        scale_reference(pair, world_size / 0.5, "out.")
+        assert_same_gradients(pair.model, pair.reference, FINE)
+        drop_gradients(pair)
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "rtol"), [(torch.float16, 8e-3), (torch.bfloat16, 4e-2), (None, FINE)]
+)
+@ranks(2, 4)
+def test_a_divide_factor_in_every_reduce_dtype(
+    reduce_dtype: torch.dtype | None, rtol: float, world_size: int
+) -> None:
+    """fp16 divides in two steps, before and after the sum; the result is the same."""
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    pair = Pair("stack", mesh=mesh_of(world_size), mp_policy=policy)
+    for module in (pair.model, *pair.model.blocks):
+        module.set_gradient_divide_factor(float(4 * world_size))
+    pair.backward()
+    scale_reference(pair, 0.25)
+    assert_same_gradients(pair.model, pair.reference, rtol)
+
+
+@ranks(2)
+def test_the_old_name_of_the_divide_factor() -> None:
+    """It warns, and does the same."""
+    pair = Pair("stack")
+    with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
+        pair.model.blocks[0].set_reduce_scatter_divide_factor(1.0)
+    pair.backward()
+    scale_reference(pair, 2.0, "blocks.0.")
+    assert_same_gradients(pair.model, pair.reference, FINE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pair.model.blocks[0].set_gradient_divide_factor(2.0)
+
+
+@pytest.mark.parametrize(("reduction", "per_rank"), [("mean", 0.0), ("sum", 1.0), (8, 0.125)])
+@ranks(2, 4)
+def test_a_reduction_of_the_whole_tree(
+    reduction: str | float, per_rank: float, world_size: int
+) -> None:
+    """Mean, sum, or a divisor of the sum, with and without replicas, accumulated or not."""
+    factor = per_rank * world_size or 1.0
+    pair = Pair("stack", mesh=mesh_of(world_size))
+    pair.model.set_gradient_reduction(reduction)
+    pair.backward()
+    scale_reference(pair, factor)
+    assert_same_gradients(pair.model, pair.reference, FINE)
+    drop_gradients(pair)
+    for sync in (False, True):
+        pair.model.set_requires_gradient_sync(sync)
+        pair.backward()
+    scale_reference(pair, factor)
+    assert_same_gradients(pair.model, pair.reference, FINE)
+    drop_gradients(pair)
+    if world_size == 4:
+        for last in (False, True):
+            pair.model.set_requires_all_reduce(last)
+            pair.backward()
+        scale_reference(pair, factor)
+        assert_same_gradients(pair.model, pair.reference, FINE)
+        drop_gradients(pair)
+    pair.model.set_gradient_reduction("mean")
+    pair.train(steps=1)
+
+
+@ranks(2)
+def test_a_reduction_of_one_unit() -> None:
+    """Without recursion the units below keep theirs; a later call replaces an earlier one."""
+    pair = Pair("stack")
+    pair.model.set_gradient_reduction("sum")
+    pair.model.set_gradient_reduction("mean", recurse=False)
+    pair.backward()
+    scale_reference(pair, 2.0, "blocks.")
+    assert_same_gradients(pair.model, pair.reference, FINE)
+
+
+@ranks(2)
+def test_a_reduction_in_bf16_compute() -> None:
+    """Gradients of bf16 parameters, summed in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    models = [shard(seeded(CASES["stack"].build), CASES["stack"], mp_policy=policy) for _ in "ab"]
+    models[1].set_gradient_reduction("sum")
+    x = floats(4).args[0]
+    for model in models:
+        loss_of(model(x)).backward()
+    for mean, total in zip(*(m.parameters() for m in models), strict=True):
+        assert_same(total.grad, mean.grad * 2, "grad")
+
+
+@ranks(2, 4)
+def test_only_sums_give_the_same_numbers(world_size: int) -> None:
+    """A mean by hand is the mean; custom collectives see the difference."""
+    pair = Pair("stack", mesh=mesh_of(world_size))
+    for module in (pair.model, *pair.model.blocks):
+        module.set_force_sum_reduction_for_comms(True)
+    pair.train(steps=2)
+
+
+@ranks(2)
+def test_gradients_of_unused_parameters() -> None:
+    """None by default, zeros on demand; a unit that did not run has none in either case."""
+    pair = Pair("unused_parts")
+    unused = {"unused", "blocks.1.spare.weight", "blocks.1.spare.bias"}
+    pair.model.set_reduce_scatter_unused_params(True)
+    pair.backward()
+    for name, parameter in pair.model.named_parameters():
+        if name in unused:
+            assert parameter.grad is not None, name
+            assert not parameter.grad.to_local().any(), name
+            parameter.grad = None
+    pair.step()
+    pair.model.set_reduce_scatter_unused_params(False, recurse=False)
+    pair.backward()
+    assert pair.model.unused.grad is None
+    assert pair.model.blocks[1].spare.weight.grad is not None
+    drop_gradients(pair)
+    pair.model.set_reduce_scatter_unused_params(False)
+    pair.train(steps=1)
+
+
+# --- the hook on reduced gradients ----------------------------------------------------------------
+
+
+@ranks(4)
+def test_a_hook_may_reduce_over_another_group() -> None:
+    """Sharding over one axis of a mesh, and a mean over the other in the hook: HSDP by hand."""
+    mesh = make_mesh(2, 2)
+    pair = Pair("stack", mesh=mesh["shard"])
+    seen: list[Tensor] = []
+
+    def mean_over_replicas(reduced: Tensor) -> None:
+        seen.append(reduced)
+        dist.all_reduce(reduced, group=mesh.get_group("replicate"))
+        reduced.div_(2)
+
+    for module in (pair.model, *pair.model.blocks):
+        module.set_all_reduce_hook(mean_over_replicas)
+    pair.train(steps=2)
+    assert len(seen) == 2 * 4
+    assert all(reduced.dim() == 1 and reduced.dtype is torch.float32 for reduced in seen)
+
+
+@ranks(4)
+def test_with_replicas_the_hook_follows_their_all_reduce() -> None:
+    """It sees what every replica sees, in the reduce dtype, and what it writes is stored."""
+    mesh = make_mesh(2, 2)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    pair = Pair("stack", mesh=mesh, mp_policy=policy)
+    seen: list[Tensor] = []
+
+    def triple(reduced: Tensor) -> None:
+        seen.append(reduced.clone())
+        reduced.mul_(3)
+
+    pair.model.blocks[2].set_all_reduce_hook(triple)
+    pair.backward()
+    scale_reference(pair, 3.0, "blocks.2.")
+    assert_same_gradients(pair.model, pair.reference, FINE)
+    (own,) = seen
+    assert own.dtype is torch.float64
+    both = [torch.empty_like(own), torch.empty_like(own)]
+    dist.all_gather(both, own, group=mesh.get_group("replicate"))
+    assert torch.equal(*both)
+
+
+@ranks(2, 4)
+def test_a_hook_with_a_stream(world_size: int) -> None:
+    """A stream is for a hook that follows no all-reduce: with replicas it is refused."""
+    pair = Pair("stack", mesh=mesh_of(world_size))
+    stream = torch.Stream(device="cpu")
+    if world_size == 4:
+        with pytest.raises(fsdp2.ConfigError, match="replicate axis"):
+            pair.model.set_all_reduce_hook(lambda reduced: reduced.zero_(), stream=stream)
+    else:
+        pair.model.set_all_reduce_hook(lambda reduced: reduced.mul_(2), stream=stream)
+        pair.backward()
+        scale_reference(pair, 2.0, "inp.")
+        scale_reference(pair, 2.0, "out.")
+        assert_same_gradients(pair.model, pair.reference, FINE)
+        drop_gradients(pair)
+        pair.model.set_all_reduce_hook(lambda reduced: None)
+    pair.train(steps=1)
+
+
+# --- when things happen ---------------------------------------------------------------------------
+
+
+class Event:
+    """What the CPU path needs of an event: the host waits for it."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+@ranks(2)
+def test_the_event_after_the_optimizer_is_waited_for_once() -> None:
+    """The next forward waits for it, before it gathers, and forgets it."""
+    pair = Pair("stack")
+    for _ in range(2):
+        event = Event()
+        pair.model.set_post_optim_event(event)
+        with CommDebugMode() as comm:
+            assert event.waits == 0
+            event.synchronize = lambda event=event: setattr(  # type: ignore[method-assign]
+                event, "waits", event.waits + 1 + 100 * comm.get_total_counts()
+            )
+            pair.model(*pair.local(pair.batch()).args)
+        assert event.waits == 1
+        pair.train(steps=2)
+        assert event.waits == 1
+
+
+class Embedded(nn.Module):
+    """An embedding as a unit: its backward reads no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.block = Block()
+        self.out = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.block(self.embed(ids)))
+
+
+EMBEDDED = Case(Embedded, lambda m: [m.embed, m.block], tokens)  # type: ignore[list-item]
+
+
+def gathers_in_backward(pair: Pair) -> int:
+    loss, expected = pair.losses(pair.batch())
+    with CommDebugMode() as comm:
+        loss.backward()
+    expected.backward()
+    return sum(n for op, n in comm.get_comm_counts().items() if "gather" in str(op))
+
+
+@ranks(2, 4)
+def test_a_unit_that_backward_need_not_gather(world_size: int) -> None:
+    """An embedding's all-gather is saved, only its own, and the numbers are the same."""
+    pair = Pair(EMBEDDED, mesh=mesh_of(world_size))
+    assert gathers_in_backward(pair) == 2
+    pair.step()
+    pair.model.embed.set_unshard_in_backward(False)
+    for _ in range(2):
+        assert gathers_in_backward(pair) == 1
+        pair.step()
+    pair.check()
+    pair.model.embed.set_unshard_in_backward(True)
+    assert gathers_in_backward(pair) == 2
+    pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_flags_of_one_unit_alone() -> None:
+    """Without recursion a setting leaves the units below as they are."""
+    pair = Pair("stack", reshard_after_forward=False)
+    pair.model.set_reshard_after_backward(False, recurse=False)
+    pair.backward()
+    assert isinstance(pair.model.blocks[0].up.weight, DTensor)
+    assert not isinstance(pair.model.inp.weight, DTensor)
+    pair.model.set_reshard_after_backward(True)
+    pair.model.reshard()
+    pair.step()
+    pair.check()
+
+
+@ranks(4)
+def test_the_all_reduce_of_one_unit_may_be_put_off_alone() -> None:
+    """The root waits for its all-reduce, the blocks get theirs in every backward."""
+    pair = Pair("stack", mesh=make_mesh(2, 2))
+    pair.model.set_requires_all_reduce(False, recurse=False)
+    pair.backward()
+    assert pair.model.inp.weight.grad is None
+    assert pair.model.blocks[0].up.weight.grad is not None
+    pair.model.set_requires_all_reduce(True)
+    pair.backward()
+    pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_a_handle_outlives_what_it_waits_for() -> None:
+    """Waiting after a reshard, or after the forward, does nothing."""
+    pair = Pair("stack")
+    handle = pair.model.blocks[0].unshard(async_op=True)
+    pair.model.blocks[0].reshard()
+    handle.wait()
+    assert isinstance(pair.model.blocks[0].up.weight, DTensor)
+    handle = pair.model.blocks[1].unshard(async_op=True)
+    pair.train(steps=1)
+    handle.wait()
+    assert isinstance(pair.model.blocks[1].up.weight, DTensor)
+
+
+@ranks(2)
+def test_reset_iter_state_before_the_first_forward() -> None:
+    """There is nothing to reset, and that is fine."""
+    pair = Pair("stack")
+    pair.model.reset_iter_state()
+    pair.model.blocks[0].reset_iter_state()
+    pair.train(steps=1)
+
+
+# --- several roots --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("already_ran", [False, True])
+@ranks(2)
+def test_roots_that_share_their_streams(already_ran: bool) -> None:
+    """Roots share the lanes for collectives, before and after their first forward, and train."""
+    stages = [Pair("stack"), Pair("few_rows")]
+    if already_ran:
+        for stage in stages:
+            stage.train(steps=1)
+        streams = {id(runtime_of(stage.model).streams) for stage in stages}
+        assert len(streams) == 2
+    fsdp2.share_comm_ctx([stage.model for stage in stages])
+    for stage in stages:
+        stage.train(steps=2)
+    first, second = (runtime_of(stage.model) for stage in stages)
+    assert first is not second
+    assert first.streams is second.streams
+    groups = [g for unit in (*first.units, *second.units) for g in unit.own_groups]
+    assert all(group.streams is first.streams for group in groups)
+
+
+def runtime_of(model: nn.Module) -> Any:
+    unit = fsdp2.fully_shard.state(model)
+    assert unit is not None
+    return unit.runtime
+
+
+@ranks(1)
+def test_sharing_streams_of_nothing_and_of_plain_modules() -> None:
+    """An empty list is fine; a plain module is refused by its class."""
+    fsdp2.share_comm_ctx([])
+    model = fsdp2.fully_shard(Block())
+    for wrong in ([model, nn.Linear(2, 2)], [nn.Linear(2, 2)], nn.Linear(2, 2)):
+        with pytest.raises(fsdp2.ConfigError, match="Linear"):
+            fsdp2.share_comm_ctx(wrong)  # type: ignore[arg-type, list-item]  # the point of the test
+
+
+# --- composition ----------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_replicate_leaves_sharded_modules_alone() -> None:
+    """`replicate` reduces what is not sharded and takes no parameter of a sharded module."""
+    from torch.distributed._composable import replicate
+
+    pair_reference, model = seeded(Stack), seeded(Stack)
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    replicate(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, pair_reference)]
+    rank = dist.get_rank()
+    for _ in range(2):
+        batch = floats(8)
+        loss_of(model(*batch.chunk(rank, 2).args)).backward()
+        (sum(loss_of(pair_reference(*batch.chunk(r, 2).args)) for r in range(2)) / 2).backward()
+        assert_same_gradients(model, pair_reference, FINE)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    taken = {id(p) for p in replicate.state(model)._param_list}
+    assert taken == {id(p) for m in (model.inp, model.out) for p in m.parameters()}
+    assert_same_parameters(model, pair_reference, FINE)
+
+
+@ranks(2)
+def test_the_state_of_a_module() -> None:
+    """`fully_shard.state` is the unit, the same for all modules of one call; None for others."""
+    model = Stack()
+    fsdp2.fully_shard([model.blocks[0], model.blocks[1]])
+    state = fsdp2.fully_shard.state
+    assert state(model.blocks[0]) is state(model.blocks[1])
+    assert set(state(model.blocks[0]).modules) == {model.blocks[0], model.blocks[1]}
+    assert state(model) is None
+    assert state(model.blocks[0].up) is None
+    with pytest.raises(fsdp2.ConfigError, match="already applied"):
+        fsdp2.fully_shard(model.blocks[0])
+
+
+# --- wrong arguments ------------------------------------------------------------------------------
+
+Call = Callable[[Any, Any], object]
+FACTORS: list[Any] = [0, -1.0, float("nan"), float("inf"), "two", None, True]
+WRONG: dict[str, tuple[Call, list[Any]]] = {
+    "set_gradient_divide_factor": (lambda m, v: m.set_gradient_divide_factor(v), FACTORS),
+    "set_gradient_reduction": (
+        lambda m, v: m.set_gradient_reduction(v),
+        [0, -2, "average", None, True, float("nan"), ["mean"]],
+    ),
+    "set_all_reduce_hook": (lambda m, v: m.set_all_reduce_hook(v), [None, "all_reduce", 3]),
+    "set_all_reduce_hook, stream": (
+        lambda m, v: m.set_all_reduce_hook(print, stream=v),
+        ["stream", 0],
+    ),
+    "set_custom_all_gather": (lambda m, v: m.set_custom_all_gather(v), [None, 1, dist.all_gather]),
+    "set_custom_reduce_scatter": (
+        lambda m, v: m.set_custom_reduce_scatter(v),
+        [None, 1, dist.all_reduce],
+    ),
+    "set_reduce_scatter_max_input_buffers": (
+        lambda m, v: m.set_reduce_scatter_max_input_buffers(v),
+        [0, -1, 1.5, "2", None, True],
+    ),
+    "set_post_optim_event": (lambda m, v: m.set_post_optim_event(v), [None, "event", 1]),
+    "set_symm_mem_for_comm": (lambda m, v: m.set_symm_mem_for_comm(v), ["NVSHMEM", "nccl", None]),
+    "set_modules_to_forward_prefetch": (
+        lambda m, v: m.set_modules_to_forward_prefetch(v),
+        [None, [None], "block"],
+    ),
+    "set_modules_to_backward_prefetch": (
+        lambda m, v: m.set_modules_to_backward_prefetch(v),
+        [None, [None], "block"],
+    ),
+} | {
+    name: (lambda m, v, name=name: getattr(m, name)(v), [1, None, "yes"])  # type: ignore[misc]
+    for name in (
+        "set_is_last_backward",
+        "set_requires_gradient_sync",
+        "set_requires_all_reduce",
+        "set_reshard_after_forward",
+        "set_reshard_after_backward",
+        "set_unshard_in_backward",
+        "set_force_sum_reduction_for_comms",
+        "set_reduce_scatter_unused_params",
+        "set_separate_reduce_scatter_group",
+        "set_allocate_memory_from_process_group_for_comm",
+    )
+}
+
+
+@ranks(2)
+def test_wrong_arguments_are_named() -> None:
+    """Every setter refuses what it cannot use, says what it found, and changes nothing."""
+    model = fsdp2.fully_shard(seeded(Block))
+    unit = fsdp2.fully_shard.state(model)
+    assert unit is not None
+    before = (unit.settings, unit.own_groups[0].wire.gather, unit.own_groups[0].reducer.hook)
+    for name, (call, values) in WRONG.items():
+        for value in values:
+            with pytest.raises(fsdp2.ConfigError) as caught:
+                call(model, value)
+            found = [repr(value), type(value).__name__]
+            found += [type(value[0]).__name__] if isinstance(value, list) else []
+            assert any(text in str(caught.value) for text in found), (name, value, caught.value)
+    after = (unit.settings, unit.own_groups[0].wire.gather, unit.own_groups[0].reducer.hook)
+    assert after == before
+    assert unit.post_optim_event is None
+
+
+def test_every_setter_has_wrong_arguments() -> None:
+    """The table above forgets no method."""
+    setters = {name for name in dir(fsdp2.FSDPModule) if name.startswith("set_")}
+    setters -= {"set_submodule", "set_extra_state"}  # nn.Module's
+    setters -= {"set_reduce_scatter_divide_factor"}  # calls set_gradient_divide_factor
+    assert setters == {name.split(",")[0] for name in WRONG}

@@ -1,0 +1,436 @@
+"""Promise: ranks that run different units get an error at once; if they said so, they train."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from tests._models import seeded
+from tests._parity import assert_same_gradients, assert_same_parameters, make_mesh
+from tests._pool import ranks
+
+QUICK_S = 10.0
+WAYS = {
+    "swap": "bac",
+    "skip": "ac",
+    "skip_first": "bc",
+    "skip_last": "ab",
+    "twice": "abbc",
+    "none": "",
+}
+
+
+class Paths(nn.Module):
+    """Three blocks, of which a call names those to run, and a head in the root."""
+
+    def __init__(self, alike: bool = True) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        wide = nn.Sequential(nn.Linear(8, 13), nn.Linear(13, 8))
+        self.b = nn.Linear(8, 8) if alike else wide
+        self.c = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, path: str = "abc", used: str = "abc") -> Tensor:
+        for name in path:
+            y = getattr(self, name)(x)
+            x = y if name in used else x + 0 * y.detach()
+        return self.head(x)
+
+
+def sharded(alike: bool = True, mesh: Any = None, **kwargs: Any) -> nn.Module:
+    model = seeded(lambda: Paths(alike))
+    for unit in (model.a, model.b, model.c, model):
+        fsdp2.fully_shard(unit, mesh=make_mesh() if mesh is None else mesh, **kwargs)
+    return model
+
+
+def train(model: nn.Module, steps: int, *args: Any) -> None:
+    for _ in range(steps):
+        model(torch.randn(2, 8), *args).square().sum().backward()
+        model.zero_grad()
+
+
+def run_twice(model: nn.Module, *args: Any) -> None:
+    """Run two steps: a rank that did less has to do something to be noticed."""
+    for _ in range(2):
+        output = model(torch.randn(2, 8), *args)
+        if output.requires_grad:
+            output.square().sum().backward()
+
+
+def assert_out_of_step(model: nn.Module, *args: Any, grad: bool = True) -> str:
+    """Run a step in which ranks differ: expect the error, soon, and again at once afterwards."""
+    shards = list(model.parameters())
+    begin = time.monotonic()
+    with torch.set_grad_enabled(grad), pytest.raises(fsdp2.StateError) as caught:
+        run_twice(model, *args)
+    assert time.monotonic() - begin < QUICK_S
+    message = str(caught.value)
+    assert "conditional=True" in message
+    for rank in range(dist.get_world_size()):
+        assert f"rank {rank}: " in message, message
+    assert all(p.grad is None for p in shards), "a gradient was stored"
+    begin = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(fsdp2.StateError):
+            model(torch.randn(2, 8))
+    assert time.monotonic() - begin < 1.0
+    assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
+    return message
+
+
+# --- undeclared -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("way", list(WAYS))
+@ranks(2, limit_s=30)
+def test_one_of_two_ranks_takes_another_way(way: str, steps: int, rank: int) -> None:
+    """In the first step, or once every order is known: both are told who did what."""
+    model = sharded()
+    train(model, steps)
+    message = assert_out_of_step(model, WAYS[way] if rank == 1 else "abc")
+    assert "(all-gather)" in message or "(reduce-scatter)" in message
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("way", ["swap", "skip"])
+@ranks(3, 4, limit_s=30)
+def test_one_of_many_ranks_takes_another_way(way: str, steps: int, rank: int) -> None:
+    """The ranks that agree with each other learn of the one that does not."""
+    model = sharded()
+    train(model, steps)
+    assert_out_of_step(model, WAYS[way] if rank == 1 else "abc")
+
+
+@ranks(3, limit_s=30)
+def test_every_rank_takes_a_way_of_its_own(rank: int) -> None:
+    """Each rank is told of all the others."""
+    assert_out_of_step(sharded(), ("abc", "bca", "cab")[rank])
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("way", ["swap", "skip", "skip_last"])
+@ranks(2, limit_s=30)
+def test_blocks_of_different_sizes(way: str, steps: int, rank: int) -> None:
+    """Collectives of different sizes never meet: on gloo that would end the process."""
+    model = sharded(alike=False)
+    train(model, steps)
+    assert_out_of_step(model, WAYS[way] if rank == 1 else "abc")
+
+
+@pytest.mark.parametrize(
+    ("way", "steps"), [("swap", 0), ("swap", 3), ("skip", 0), ("skip", 3), ("skip_last", 0)]
+)
+@ranks(2, limit_s=30)
+def test_evaluation(way: str, steps: int, rank: int) -> None:
+    """Without gradients too; a rank that did less is noticed when it goes on."""
+    model = sharded()
+    with torch.no_grad():
+        for _ in range(steps):
+            model(torch.randn(2, 8))
+    assert_out_of_step(model, WAYS[way] if rank == 1 else "abc", grad=False)
+
+
+@ranks(2, limit_s=30)
+def test_a_rank_may_not_need_what_all_prefetched(rank: int) -> None:
+    """Ranks that issue the same collectives are in step, whatever they compute."""
+    model, reference = sharded(), seeded(Paths)
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        for path in ("abc", "abc", "ab" if rank == 1 else "abc", "abc"):
+            torch.testing.assert_close(model(x, path), reference(x, path))
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("steps", [0, 3])
+@ranks(2, 3, limit_s=30)
+def test_one_rank_does_not_use_an_output(
+    steps: int, reshard_after_forward: bool, rank: int
+) -> None:
+    """Forward is alike, and backward does not reach a unit of one rank."""
+    model = sharded(reshard_after_forward=reshard_after_forward)
+    train(model, steps)
+    assert_out_of_step(model, "abc", "ab" if rank == 1 else "abc")
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@ranks(2, limit_s=30)
+def test_an_unused_output_that_changes_no_order(reshard_after_forward: bool, rank: int) -> None:
+    """The collectives of backward are alike by luck, and the gradients are right."""
+    model, reference = sharded(reshard_after_forward=reshard_after_forward), seeded(Paths)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        model(x.chunk(2)[rank], "abc", "ac" if rank == 1 else "abc").square().mean().backward()
+        losses = [
+            reference(part, "abc", used).square().mean()
+            for part, used in zip(x.chunk(2), ("abc", "ac"), strict=True)
+        ]
+        (sum(losses) / 2).backward()
+        assert_same_gradients(model, reference, 4e-6)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@ranks(4, limit_s=30)
+def test_one_rank_of_replicas(steps: int, rank: int) -> None:
+    """The replicas of its shards wait for it in another collective, and are told as well."""
+    model = sharded(mesh=make_mesh(2, 2))
+    train(model, steps)
+    begin = time.monotonic()
+    with pytest.raises(fsdp2.StateError):
+        run_twice(model, "acb" if rank == 1 else "abc")
+    assert time.monotonic() - begin < QUICK_S
+
+
+# --- declared -------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    """A block with a unit inside, a parameter of its own, and one that is used at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.sub = nn.Linear(8, 8)
+        self.rare = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, with_rare: bool = False) -> Tensor:
+        x = x + torch.tanh(self.sub(x * self.scale))
+        return x + self.rare(x) if with_rare else x
+
+
+class Choosing(nn.Module):
+    """Three blocks; each rank runs those that it is told to, in their order."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Inner() for _ in range(3))
+        self.out = nn.Linear(8, 3)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor, chosen: str) -> Tensor:
+        x = self.inp(x)
+        for name in chosen:
+            block, with_rare = self.blocks[int(name) % 3], int(name) >= 3
+            if self.checkpointed:
+                x = checkpoint(block, x, with_rare, use_reentrant=False)
+            else:
+                x = block(x, with_rare)
+        return self.out(x)
+
+
+CHOICES = ["012", "02", "", "1", "0124", "5", "21", "00", "34", "2", "0", "01"]
+
+
+class Chosen:
+    """A model whose ranks choose, and an unsharded one that does what all of them did."""
+
+    def __init__(
+        self, mesh: Any = None, checkpointed: bool = False, nested: bool = False, **kwargs: Any
+    ) -> None:
+        mesh = make_mesh() if mesh is None else mesh
+        self.reference = seeded(lambda: Choosing(checkpointed))
+        self.model = seeded(lambda: Choosing(checkpointed))
+        for block in self.model.blocks:
+            if nested:
+                fsdp2.fully_shard(block.sub, mesh=mesh, **kwargs)
+            fsdp2.fully_shard(block, mesh=mesh, conditional=True, **kwargs)
+        fsdp2.fully_shard(self.model, mesh=mesh, **kwargs)
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in self.models]
+
+    @property
+    def models(self) -> tuple[nn.Module, nn.Module]:
+        return self.model, self.reference
+
+    def backward(self, step: int, rank: int) -> None:
+        size = dist.get_world_size()
+        parts = torch.randn(2 * size, 8).chunk(size)
+        chosen = [CHOICES[(step * size + index * 5) % len(CHOICES)] for index in range(size)]
+        self.model(parts[rank], chosen[rank]).square().mean().backward()
+        losses = [self.reference(*own).square().mean() for own in zip(parts, chosen, strict=True)]
+        (sum(losses) / size).backward()
+
+    def step(self, rtol: float = 1e-5) -> None:
+        assert_same_gradients(self.model, self.reference, rtol)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(self, rank: int, steps: int = 4) -> None:
+        for step in range(steps):
+            self.backward(step, rank)
+            self.step()
+        assert_same_parameters(self.model, self.reference, 1e-5)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@ranks(2, 3, limit_s=30)
+def test_ranks_choose_blocks(nested: bool, rank: int) -> None:
+    """Declared, any rank may skip any block; a block that no rank ran has no gradient."""
+    chosen = Chosen(nested=nested)
+    chosen.train(rank, steps=6)
+    chosen.model(torch.randn(2, 8), "").sum().backward()
+    assert all(p.grad is None for block in chosen.model.blocks for p in block.parameters())
+    assert chosen.model.inp.weight.grad is not None
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+@ranks(4, limit_s=30)
+def test_ranks_choose_blocks_however_they_reshard(
+    reshard_after_forward: bool | int, rank: int
+) -> None:
+    """With every way to reshard after forward, the smaller mesh too."""
+    Chosen(reshard_after_forward=reshard_after_forward).train(rank)
+
+
+@ranks(4, limit_s=30)
+def test_ranks_choose_blocks_of_replicas(rank: int) -> None:
+    """With a replicate axis."""
+    Chosen(mesh=make_mesh(2, 2), nested=True).train(rank)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@ranks(2, limit_s=30)
+def test_ranks_choose_checkpointed_blocks(nested: bool, rank: int) -> None:
+    """With activation checkpointing of each block: its recomputation is governed too."""
+    Chosen(checkpointed=True, nested=nested).train(rank)
+
+
+@ranks(2, limit_s=30)
+def test_ranks_choose_blocks_and_accumulate(rank: int) -> None:
+    """Ranks may use different blocks in each backward without sync."""
+    chosen = Chosen()
+    for first in (0, 3):
+        for micro in range(3):
+            chosen.model.set_requires_gradient_sync(micro == 2)
+            chosen.backward(first + micro, rank)
+        chosen.step()
+    assert_same_parameters(chosen.model, chosen.reference, 1e-5)
+
+
+@ranks(2, limit_s=30)
+def test_ranks_choose_blocks_in_mixed_precision(rank: int) -> None:
+    """bf16 compute, reduced in fp32: gradients for the same parameters, near the exact ones."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    chosen = Chosen(mp_policy=policy)
+    for step in range(4):
+        chosen.backward(step, rank)
+        assert_same_gradients(chosen.model, chosen.reference, 0.2)
+        for optimizer in chosen.optimizers:
+            optimizer.zero_grad()
+
+
+@ranks(2, limit_s=30)
+def test_ranks_choose_blocks_in_evaluation(rank: int) -> None:
+    """Without gradients, between training steps."""
+    chosen = Chosen()
+    for step in range(3):
+        x = torch.randn(2, 8)
+        with torch.no_grad():
+            actual = chosen.model(x, CHOICES[step + 3 * rank])
+            expected = chosen.reference(x, CHOICES[step + 3 * rank])
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        chosen.train(rank, steps=1)
+
+
+@ranks(2, limit_s=30)
+def test_a_copy_keeps_what_was_declared(rank: int) -> None:
+    """A deepcopy, before and after training, is conditional too."""
+    chosen = Chosen()
+    for _ in range(2):
+        chosen.model = copy.deepcopy(chosen.model)
+        chosen.optimizers[0] = torch.optim.SGD(chosen.model.parameters(), lr=0.05)
+        chosen.train(rank, steps=2)
+    unit = fsdp2.fully_shard.state(chosen.model.blocks[0])
+    assert unit is not None
+    assert unit.conditional
+
+
+@ranks(2, limit_s=30)
+def test_a_conditional_unit_outside_of_the_one_above_it() -> None:
+    """Nobody gathered its parameters: the error says where to call it."""
+    chosen = Chosen()
+    chosen.model(torch.randn(2, 8), "01").sum().backward()
+    for _ in range(2):
+        with pytest.raises(fsdp2.StateError, match=r"blocks\.0: is conditional"):
+            chosen.model.blocks[0](torch.randn(2, 8))
+    chosen.model.zero_grad()
+    chosen.train(dist.get_rank(), steps=1)
+
+
+@ranks(1, limit_s=30)
+def test_a_conditional_root() -> None:
+    """There is no unit above it that could gather it."""
+    model = fsdp2.fully_shard(seeded(Inner), conditional=True)
+    with pytest.raises(fsdp2.StateError, match="conditional"):
+        model(torch.randn(2, 8))
+    with pytest.raises(fsdp2.ConfigError, match="conditional"):
+        fsdp2.fully_shard(Inner(), conditional="yes")  # type: ignore[arg-type]  # the point
+
+
+# --- within a unit --------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """A block with two branches, and a path around both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(8, 8)
+        self.right = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        if branch == "none":
+            return x * 2
+        return x + torch.tanh(getattr(self, branch)(x))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 8)
+        self.block = Branches()
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        return self.out(self.block(self.inp(x), branch))
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [("left", "right", "left", "right"), ("none", "left", "none", "none"), ("none",) * 4],
+    ids=["different parameters", "none on some ranks", "none on any rank"],
+)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@ranks(2, 4, limit_s=30)
+def test_ranks_use_different_parameters_of_a_unit(
+    branches: tuple[str, ...], reshard_after_forward: bool, rank: int, world_size: int
+) -> None:
+    """Nothing has to be declared for that: the unit runs on every rank, and reduces all it has."""
+    mesh = make_mesh(2, 2) if world_size == 4 else make_mesh()
+    reference, model = seeded(Branching), seeded(Branching)
+    for unit in (model.block, model):
+        fsdp2.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    for step in range(3):
+        parts = torch.randn(2 * world_size, 8).chunk(world_size)
+        ways = (branches[step:] + branches[:step])[:world_size]
+        model(parts[rank], ways[rank]).square().mean().backward()
+        losses = [reference(*own).square().mean() for own in zip(parts, ways, strict=True)]
+        (sum(losses) / world_size).backward()
+        assert_same_gradients(model, reference, 1e-5)
+        model.zero_grad()
+        reference.zero_grad()
