@@ -77,8 +77,11 @@ class Call:
         self._active = True
         unit.active_calls += 1
         runtime.calls.append(self)
+        was_sharded = not unit.is_unsharded
         unit.unshard()
         unit.wait_for_unshard()
+        if was_sharded and not unit.settings.reduce_grads:
+            unit.note_unsynced_backward()
         runtime.prefetch_backward(unit, self.previous)
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> None:

@@ -157,6 +157,8 @@ class Reducer:
             return None
         grads = self._take_gradients(with_graph)
         missing = any(grad is None for grad in grads)
+        if self.is_waiting and all(grad is None for grad in grads):
+            return None
         counts = self._all_present
         if missing:
             present = [grad is not None for grad in grads]

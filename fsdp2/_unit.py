@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.nn as nn
 
+from fsdp2 import _torch
 from fsdp2._events import IDLE
 from fsdp2._group import ParamGroup
 from fsdp2._policy import MixedPrecisionPolicy, Settings
@@ -38,6 +39,7 @@ class Unit:
         self.calls: list[Call | None] = []
         self.active_calls = 0
         self.open_calls = 0
+        self.may_lose_gradients = False
 
     @property
     def is_root(self) -> bool:
@@ -102,6 +104,16 @@ class Unit:
     def is_unsharded(self) -> bool:
         return all(group.is_unsharded for group in self.groups)
 
+    def note_unsynced_backward(self) -> None:
+        """A backward without sync reached this unit and found its parameters sharded.
+
+        If it computes gradients of inputs only, a pipeline stage means to compute those of
+        parameters later, of the parameters that it saw registered before: gradients may be lost.
+        """
+        trainable = [p.unsharded for g in self.groups for p in g.params if p.trainable]
+        if trainable and not any(p is not None and _torch.computes_gradient(p) for p in trainable):
+            self.may_lose_gradients = True
+
     def reshard_if_idle(self, *_: Any, **__: Any) -> None:
         """Register sharded parameters before ``state_dict`` and ``load_state_dict`` (a hook)."""
         if self.runtime is not None:
@@ -116,7 +128,7 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""
-        dropped = ("runtime", "ran", "calls", "active_calls", "open_calls")
+        dropped = ("runtime", "ran", "calls", "active_calls", "open_calls", "may_lose_gradients")
         return {name: value for name, value in vars(self).items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

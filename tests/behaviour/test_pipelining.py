@@ -1,0 +1,228 @@
+"""Units as stages of `torch.distributed.pipelining`, with its stock schedules.
+
+The reference is the whole model in one piece: it sees the global batch, and nothing of it is
+sharded. A step of a pipeline must leave the same loss and the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    SplitPoint,
+    pipeline,
+)
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleLoopedBFS
+
+import fsdp2
+from tests._models import HIDDEN, TORCH_2_13, WIDTH, seeded
+from tests._parity import assert_same, global_mean, whole
+from tests._pool import ranks
+
+CPU = torch.device("cpu")
+MICROBATCHES = 4
+PER_MICROBATCH = 2
+RTOL = 1e-6  # of the largest element: the microbatches are summed in another order
+
+
+class Layer(nn.Module):
+    """A residual MLP whose widths no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Part(nn.Module):
+    """What one stage runs: layers, and a parameter of the stage's root around them."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def build(stages: int, layers: int = 2) -> nn.Sequential:
+    return nn.Sequential(*[Part(layers) for _ in range(stages)])
+
+
+def mse(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def looped(rank: int, size: int, stages: int) -> list[int]:
+    return list(range(rank, stages, size))
+
+
+def v_shaped(rank: int, size: int, stages: int) -> list[int]:
+    return [rank, stages - 1 - rank]
+
+
+class Pipelined:
+    """The stages of this rank, sharded, in a schedule; and the whole model to compare with."""
+
+    def __init__(
+        self,
+        schedule: Callable[..., Any],
+        mesh: DeviceMesh,
+        *,
+        stages: int = 2,
+        placed: Callable[[int, int, int], list[int]] = looped,
+        static: bool = False,
+        mixed: fsdp2.MixedPrecisionPolicy = fsdp2.MixedPrecisionPolicy(),  # noqa: B008  # frozen
+        scale_grads: bool = True,
+        root: bool = True,
+        reshard: bool | None = False,
+    ) -> None:
+        self.reference, model = seeded(lambda: build(stages)), seeded(lambda: build(stages))
+        self.pp, self.dp = mesh["pp"], mesh["dp"]
+        rank, size = self.pp.get_local_rank(), self.pp.size()
+        self.parts: dict[int, nn.Module] = {}
+        pieces = []
+        example = torch.zeros(PER_MICROBATCH, WIDTH)
+        for index in placed(rank, size, stages):
+            part = model[index]
+            kwargs: dict[str, Any] = {"mesh": self.dp, "mp_policy": mixed}
+            for layer in part.layers:  # type: ignore[union-attr]  # a ModuleList
+                fsdp2.fully_shard(layer, reshard_after_forward=reshard, **kwargs)
+            if root:
+                fsdp2.fully_shard(part, reshard_after_forward=reshard, **kwargs)
+            self.parts[index] = part
+            given = {}
+            if static:
+                given = {"input_args": (example,), "output_args": (example,)}
+                if index:
+                    given["input_args"] = (example.clone().requires_grad_(),)
+                given["output_args"] = (example.clone().requires_grad_(),)
+            pieces.append(
+                PipelineStage(part, index, stages, CPU, group=self.pp.get_group(), **given)
+            )
+        self.stages = stages
+        one = schedule in (ScheduleGPipe, Schedule1F1B)
+        self.schedule = schedule(
+            pieces[0] if one else pieces,
+            n_microbatches=MICROBATCHES,
+            loss_fn=mse,
+            scale_grads=scale_grads,
+        )
+        self.optimizers = [
+            torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+            for m in (nn.ModuleList(self.parts.values()), self.reference)
+        ]
+
+    @property
+    def is_first(self) -> bool:
+        return 0 in self.parts
+
+    @property
+    def is_last(self) -> bool:
+        return self.stages - 1 in self.parts
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Return a global batch and targets, the same on every rank."""
+        rows = MICROBATCHES * PER_MICROBATCH * self.dp.size()
+        return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+
+    def run(self, rtol: float = RTOL, grads_are: float = 1.0) -> None:
+        """Run forward and backward of both, and compare losses and gradients."""
+        x, y = self.batch()
+        expected = mse(self.reference(x), y)
+        (expected * grads_are).backward()
+        rank, size = self.dp.get_local_rank(), self.dp.size()
+        args = (x.chunk(size)[rank],) if self.is_first else ()
+        kwargs: dict[str, Any] = {}
+        losses: list[Tensor] = []
+        if self.is_last:
+            kwargs = {"target": y.chunk(size)[rank], "losses": losses}
+        self.schedule.step(*args, **kwargs)
+        if self.is_last:
+            loss = torch.stack([loss.detach() for loss in losses]).mean()
+            dist.all_reduce(loss, group=self.dp.get_group())
+            assert_same(loss / size, expected.detach(), "loss", rtol)
+        self.check_gradients(rtol)
+
+    def check_gradients(self, rtol: float = RTOL) -> None:
+        for index, part in self.parts.items():
+            expected = dict(self.reference[index].named_parameters())
+            assert [n for n, _ in part.named_parameters()] == list(expected)
+            least = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None)
+            for name, parameter in part.named_parameters():
+                wanted = expected[name].grad
+                assert parameter.grad is not None, f"stage {index}: {name} has no gradient"
+                assert wanted is not None
+                assert_same(parameter.grad, wanted, f"stage {index}: {name}.grad", rtol, least)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(self, steps: int = 3, rtol: float = RTOL) -> None:
+        for _ in range(steps):
+            self.run(rtol)
+            self.step()
+        for index, part in self.parts.items():
+            for name, wanted in self.reference[index].named_parameters():
+                assert_same(part.get_parameter(name), wanted, f"stage {index}: {name}", 4 * rtol)
+
+
+def grid(pp: int) -> DeviceMesh:
+    dp = dist.get_world_size() // pp
+    return init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
+
+
+SEVERAL = {
+    "looped-bfs": (ScheduleLoopedBFS, looped),
+    "interleaved": (ScheduleInterleaved1F1B, looped),
+    "zero-bubble": (ScheduleInterleavedZeroBubble, looped),
+    "zbv": (ScheduleZBVZeroBubble, v_shaped),
+    "dual-pipe": (ScheduleDualPipeV, v_shaped),
+}
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@ranks(2, 4)
+def test_one_stage_a_rank(schedule: Any) -> None:
+    """Stages of a pipeline may be sharded: losses, gradients and weights are the plain model's."""
+    Pipelined(schedule, grid(2)).train()
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@ranks(4)
+def test_several_stages_a_rank(name: str) -> None:
+    """Schedules that unshard, reshard and reduce by themselves, and split backward, work too."""
+    schedule, placed = SEVERAL[name]
+    Pipelined(schedule, grid(2), stages=4, placed=placed).train()
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zero-bubble"])
+@ranks(4)
+def test_shapes_given_by_the_user(name: str) -> None:
+    """Without a trial run for shapes, the schedule may unshard before any forward ran."""
+    schedule, placed = SEVERAL[name]
+    Pipelined(schedule, grid(2), stages=4, placed=placed, static=True).train()
