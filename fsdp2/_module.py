@@ -56,7 +56,7 @@ def register_names(module: nn.Module, unit: Unit) -> None:
     _torch.register_torch_state(module, StageState(unit))
 
 
-class FSDPModule(nn.Module, _torch.TorchFSDPModule):
+class FSDPModule(nn.Module, _torch.FSDPModule):
     """What ``fully_shard`` adds to a module. ``isinstance(module, FSDPModule)`` tells.
 
     So does ``isinstance(module, torch.distributed.fsdp.FSDPModule)``.
@@ -197,11 +197,11 @@ class FSDPModule(nn.Module, _torch.TorchFSDPModule):
         flag = check_flag("reshard_after_backward", reshard_after_backward)
         self._configure(recurse, reshard_after_backward=flag)
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Iterable[_torch.FSDPModule]) -> None:
         """Gather these units when this one's forward begins, instead of the recorded next one."""
         self._unit().forward_prefetch = _units_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Iterable[_torch.FSDPModule]) -> None:
         """Gather these units when this one's backward begins, instead of the one before it."""
         self._unit().backward_prefetch = _units_of(modules)
 
@@ -223,10 +223,10 @@ def _hide_torchs_own(ours: type, theirs: type) -> None:
             setattr(ours, name, _Hidden(name))
 
 
-_hide_torchs_own(FSDPModule, _torch.TorchFSDPModule)
+_hide_torchs_own(FSDPModule, _torch.FSDPModule)
 
 
-class UnshardHandle(_torch.TorchUnshardHandle):
+class UnshardHandle(_torch.UnshardHandle):
     """An ``unshard(async_op=True)`` under way."""
 
     def __init__(self, unit: Unit) -> None:

@@ -20,9 +20,9 @@ from torch.distributed._composable.contract import (  # what `replicate` and the
     RegistryItem,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule  # what isinstance checks name
-from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
-from torch.distributed.fsdp import fully_shard as torch_fully_shard  # for its state() alone
+from torch.distributed.fsdp import FSDPModule as FSDPModule  # what isinstance checks ask about
+from torch.distributed.fsdp import UnshardHandle as UnshardHandle
+from torch.distributed.fsdp import fully_shard  # for its accessor alone
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta  # both for make_spec
@@ -117,7 +117,7 @@ def computes_gradient(param: torch.Tensor) -> bool:
     """
     accumulate = torch.autograd.graph.get_gradient_edge(param).node
     try:
-        return bool(torch._C._will_engine_execute_node(accumulate))  # type: ignore[attr-defined]  # not in the stubs
+        return bool(torch._C._will_engine_execute_node(accumulate))
     except RuntimeError:
         return True
 
@@ -212,7 +212,7 @@ def register_torch_state(module: nn.Module, state: object) -> None:
 
     The accessor, itself public, looks under the function that the decorator ``contract`` wrapped.
     """
-    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(torch_fully_shard)] = state
+    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = state
 
 
 def composable_names(module: nn.Module) -> list[str]:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,8 +29,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleLoopedBFS
 
 import fsdp2
-from tests._models import HIDDEN, TORCH_2_13, WIDTH, seeded
-from tests._parity import assert_same, global_mean, whole
+from fsdp2._events import Event, listen
+from tests._models import HIDDEN, WIDTH, seeded
+from tests._parity import assert_same, assert_sharded
 from tests._pool import ranks
 
 CPU = torch.device("cpu")
@@ -98,6 +98,7 @@ class Pipelined:
         scale_grads: bool = True,
         root: bool = True,
         reshard: bool | None = False,
+        data: DeviceMesh | None = None,
     ) -> None:
         self.reference, model = seeded(lambda: build(stages)), seeded(lambda: build(stages))
         self.pp, self.dp = mesh["pp"], mesh["dp"]
@@ -107,7 +108,7 @@ class Pipelined:
         example = torch.zeros(PER_MICROBATCH, WIDTH)
         for index in placed(rank, size, stages):
             part = model[index]
-            kwargs: dict[str, Any] = {"mesh": self.dp, "mp_policy": mixed}
+            kwargs: dict[str, Any] = {"mesh": data or self.dp, "mp_policy": mixed}
             for layer in part.layers:  # type: ignore[union-attr]  # a ModuleList
                 fsdp2.fully_shard(layer, reshard_after_forward=reshard, **kwargs)
             if root:
@@ -148,23 +149,30 @@ class Pipelined:
         rows = MICROBATCHES * PER_MICROBATCH * self.dp.size()
         return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
 
-    def run(self, rtol: float = RTOL, grads_are: float = 1.0) -> None:
-        """Run forward and backward of both, and compare losses and gradients."""
+    def run(
+        self, rtol: float = RTOL, scale: float = 1.0, through: Callable[..., Any] | None = None
+    ) -> None:
+        """Run forward and backward of both, and compare losses and gradients.
+
+        `through`: another method of the schedule (`eval`), which computes no gradients.
+        """
         x, y = self.batch()
         expected = mse(self.reference(x), y)
-        (expected * grads_are).backward()
+        if through is None:
+            (expected * scale).backward()
         rank, size = self.dp.get_local_rank(), self.dp.size()
         args = (x.chunk(size)[rank],) if self.is_first else ()
         kwargs: dict[str, Any] = {}
         losses: list[Tensor] = []
         if self.is_last:
             kwargs = {"target": y.chunk(size)[rank], "losses": losses}
-        self.schedule.step(*args, **kwargs)
+        (through or self.schedule.step)(*args, **kwargs)
         if self.is_last:
             loss = torch.stack([loss.detach() for loss in losses]).mean()
             dist.all_reduce(loss, group=self.dp.get_group())
             assert_same(loss / size, expected.detach(), "loss", rtol)
-        self.check_gradients(rtol)
+        if through is None:
+            self.check_gradients(rtol)
 
     def check_gradients(self, rtol: float = RTOL) -> None:
         for index, part in self.parts.items():
@@ -226,3 +234,144 @@ def test_shapes_given_by_the_user(name: str) -> None:
     """Without a trial run for shapes, the schedule may unshard before any forward ran."""
     schedule, placed = SEVERAL[name]
     Pipelined(schedule, grid(2), stages=4, placed=placed, static=True).train()
+
+
+@pytest.mark.parametrize("reshard", [None, True])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@ranks(4)
+def test_parameters_freed_after_each_forward(schedule: Any, reshard: bool | None) -> None:
+    """Units of a stage may free their parameters between the microbatches."""
+    Pipelined(schedule, grid(2), reshard=reshard).train(steps=2)
+
+
+@ranks(2)
+def test_zero_bubble_needs_the_parameters_kept() -> None:
+    """A schedule that would lose gradients of freed parameters ends in an error, not in silence."""
+    run = Pipelined(ScheduleInterleavedZeroBubble, grid(2), reshard=True)
+    if run.is_first:  # its inputs need no gradient, so its backward is not split
+        run.run()
+    else:
+        with pytest.raises(fsdp2.StateError, match=r"layers\.0: found no .*forward=False"):
+            run.run()
+
+
+@ranks(4)
+def test_only_the_layers_of_a_stage_are_sharded() -> None:
+    """If the stage itself is no unit, its layers reduce after each microbatch."""
+
+    def plain_grads_too(run: Pipelined) -> None:
+        """Average what nobody shards; a plain stage is the user's to reduce."""
+        for part in run.parts.values():
+            for parameter in part.out.parameters():  # type: ignore[union-attr]  # a Linear
+                dist.all_reduce(parameter.grad, group=run.dp.get_group())
+                parameter.grad /= run.dp.size()
+
+    run = Pipelined(Schedule1F1B, grid(2), root=False)
+    check, run.check_gradients = run.check_gradients, lambda rtol: None  # type: ignore[method-assign]  # later
+    for _ in range(2):
+        run.run()
+        plain_grads_too(run)
+        check()
+        run.step()
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zero-bubble"])
+@ranks(4)
+def test_mixed_precision(name: str) -> None:
+    """In bfloat16, microbatches are added up in the reduce dtype, float32."""
+    mixed = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    schedule, placed = SEVERAL[name]
+    run = Pipelined(schedule, grid(2), stages=4, placed=placed, mixed=mixed)
+    for part in run.parts.values():
+        part.set_requires_gradient_sync(False)  # the trial run for shapes must leave nothing either
+    run.train(steps=2, rtol=0.02)
+
+
+@ranks(4)
+def test_replicated_stages() -> None:
+    """A stage may be sharded over one axis and replicated over another."""
+    names = ("pp", "dp", "shard")
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=names)
+    Pipelined(Schedule1F1B, mesh, data=mesh["dp", "shard"]).train(steps=2)
+
+
+@ranks(4)
+def test_gradients_add_up_over_schedules() -> None:
+    """Two schedules before an optimizer step give the sum of their gradients, unscaled as asked."""
+    run = Pipelined(Schedule1F1B, grid(2), scale_grads=False)
+    for _ in range(2):
+        run.run(scale=MICROBATCHES)
+        run.run(scale=MICROBATCHES)
+        run.step()
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, ScheduleInterleaved1F1B])
+@ranks(4)
+def test_evaluation_between_steps(schedule: Any) -> None:
+    """Evaluation before, between and after steps changes nothing, also by its trial runs."""
+    run = Pipelined(schedule, grid(2), reshard=None)
+    for _ in range(2):
+        run.run(through=run.schedule.eval)
+        for part in run.parts.values():
+            assert_sharded(part)
+            assert [n for n, p in part.named_parameters() if p.grad is not None] == []
+        run.run()
+        run.step()
+    run.run(through=run.schedule.eval)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero-bubble"])
+@ranks(4)
+def test_what_a_step_communicates(name: str) -> None:
+    """A step gathers each unit once and reduces it once, whatever the number of microbatches."""
+    schedule, placed = (Schedule1F1B, looped) if name == "1f1b" else SEVERAL[name]
+    run = Pipelined(schedule, grid(2), stages=2 if name == "1f1b" else 4, placed=placed)
+    run.run()
+    run.step()
+    events: list[Event] = []
+    with listen(events.append):
+        run.run()
+    stages = 1 if name == "1f1b" else 2
+    units = sorted(["", "layers.0", "layers.1"] * stages)
+    assert sorted(e.fqn for e in events if e.kind == "unshard") == units
+    assert sorted(e.fqn for e in events if e.kind == "reduce") == units
+    assert sum(e.kind == "wait_for_reduce" for e in events) == stages
+    for part in run.parts.values():
+        assert_sharded(part)
+
+
+@ranks(4)
+def test_the_tracing_front_end() -> None:
+    """Stages that `pipeline(...)` cuts out of a traced model may be sharded as well."""
+    mesh = grid(2)
+    reference, model = seeded(lambda: build(2)), seeded(lambda: build(2))
+    example = torch.zeros(PER_MICROBATCH, WIDTH)
+    pipe = pipeline(model, (example,), split_spec={"1": SplitPoint.BEGINNING})
+    index = mesh["pp"].get_local_rank()
+    part = pipe.get_stage_module(index)
+    fsdp2.fully_shard(part, mesh=mesh["dp"])
+    assert isinstance(part, fsdp2.FSDPModule)
+    schedule = Schedule1F1B(
+        pipe.build_stage(index, CPU, mesh["pp"].get_group()), MICROBATCHES, loss_fn=mse
+    )
+    rank, size = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    for _ in range(2):
+        rows = MICROBATCHES * PER_MICROBATCH * size
+        x, y = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+        mse(reference(x), y).backward()
+        if index == 0:
+            schedule.step(x.chunk(size)[rank])
+        else:
+            schedule.step(target=y.chunk(size)[rank])
+        wanted = dict(reference.named_parameters())
+        least = max(p.grad.abs().max().item() for p in wanted.values() if p.grad is not None)
+        checked = 0
+        for name, parameter in part.named_parameters():
+            expected = wanted[name]
+            assert parameter.grad is not None
+            assert expected.grad is not None
+            assert_same(parameter.grad, expected.grad, f"{name}.grad", RTOL, least)
+            checked += 1
+        assert checked == 14
+        for m in (part, reference):
+            m.zero_grad()
