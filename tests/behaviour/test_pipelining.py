@@ -438,7 +438,8 @@ def test_four_stages_in_a_row(schedule: Any, static: bool, reshard: bool) -> Non
 def test_eight_stages_on_four_ranks(name: str, static: bool) -> None:
     """Two stages a rank on four ranks, for as many microbatches as ranks."""
     schedule, placed = SEVERAL[name]
-    Pipelined(schedule, grid(4), stages=8, placed=placed, static=static).train()
+    run = Pipelined(schedule, grid(4), stages=8, placed=placed, static=static)
+    run.train(rtol=4 * RTOL)  # 24 layers deep, roundings add up
 
 
 @pytest.mark.slow
