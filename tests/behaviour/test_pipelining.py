@@ -260,15 +260,19 @@ def test_parameters_freed_after_each_forward(schedule: Any, reshard: bool | None
     Pipelined(schedule, grid(2), reshard=reshard).train(steps=2)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @ranks(2)
-def test_zero_bubble_needs_the_parameters_kept() -> None:
+def test_zero_bubble_needs_the_parameters_kept(dtype: torch.dtype | None) -> None:
     """A schedule that would lose gradients of freed parameters ends in an error, not in silence."""
-    run = Pipelined(ScheduleInterleavedZeroBubble, grid(2), reshard=None)
+    mixed = fsdp2.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    run = Pipelined(ScheduleInterleavedZeroBubble, grid(2), reshard=None, mixed=mixed)
+    x, y = run.batch()
     if run.is_first:  # its inputs need no gradient, so its backward is not split
-        run.run()
+        run.schedule.step(x)
+        assert [n for n, p in run.parts[0].named_parameters() if p.grad is None] == []
     else:
         with pytest.raises(fsdp2.StateError, match=r"layers\.0: found no gradient .*forward=False"):
-            run.run()
+            run.schedule.step(target=y)
 
 
 @ranks(4)
