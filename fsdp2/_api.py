@@ -13,7 +13,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from fsdp2 import _torch
 from fsdp2._checks import (
     check_flag,
     check_ignored,
@@ -27,7 +26,7 @@ from fsdp2._collect import Collected, collect, refuse_extensions, take_ties
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import UNIT_ATTRIBUTE, ForwardMethod, register_hooks, unit_of
 from fsdp2._mesh import DataMesh, check_mesh, default_mesh
-from fsdp2._module import COMPOSABLE_NAME, FSDPModule, sharded_class
+from fsdp2._module import FSDPModule, register_names, sharded_class
 from fsdp2._param import FSDPParam
 from fsdp2._policy import (
     DataParallelMeshDims,
@@ -122,7 +121,7 @@ def fully_shard(
         buffer_site.move_to(device)
     for target in modules:
         target.__dict__[UNIT_ATTRIBUTE] = unit
-        _torch.register_composable_name(target, COMPOSABLE_NAME)
+        register_names(target, unit)
         target.__class__ = classes[target]
     register_hooks(unit)
     return module

@@ -172,18 +172,19 @@ class SymmetricMemoryAllGather(DefaultAllGather):
 
 
 class Wire:
-    """What one group sends over."""
+    """What one group sends over: an ``AllGather`` and a ``ReduceScatter``, or what acts as one."""
 
     def __init__(self) -> None:
-        self.gather: AllGather = DefaultAllGather()
-        self.scatter: ReduceScatter = DefaultReduceScatter()
+        self.gather: Any = DefaultAllGather()
+        self.scatter: Any = DefaultReduceScatter()
         self.scatter_group: dist.ProcessGroup | None = None
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return a buffer of a reduction."""
-        return self.scatter.allocate(shape, dtype=dtype, device=device)
+        buffer: torch.Tensor = self.scatter.allocate(shape, dtype=dtype, device=device)
+        return buffer
 
     @property
     def is_custom(self) -> bool:
@@ -207,7 +208,8 @@ class Wire:
     ) -> dist.Work | None:
         """Fill ``output`` ``[W * C]`` with every rank's ``sent`` ``[C]``, in rank order."""
         assert axis.pg is not None
-        return self.gather(output, sent, axis.pg, async_op)
+        work: dist.Work | None = self.gather(output, sent, axis.pg, async_op)
+        return work
 
     def reduce_scatter(
         self, output: torch.Tensor, sent: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
@@ -215,7 +217,8 @@ class Wire:
         """Fill ``output`` ``[S]`` with this rank's part of all ``sent`` ``[W * S]``, joined."""
         group = self.scatter_group or axis.pg
         assert group is not None
-        return self.scatter(output, sent, group, op, async_op)
+        work: dist.Work | None = self.scatter(output, sent, group, op, async_op)
+        return work
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
-from fsdp2 import _comm
+from fsdp2 import _comm, _torch
 from fsdp2._checks import check_comm, check_count, check_flag
 from fsdp2._comm import AllGather, ReduceScatter
 from fsdp2._errors import ConfigError
@@ -99,11 +99,11 @@ class ControlSurface:
         flag = check_flag("unshard_in_backward", unshard_in_backward)
         self._configure(False, unshard_in_backward=flag)
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Iterable[_torch.FSDPModule]) -> None:
         """Gather these units when this one's forward begins, instead of the recorded next one."""
         self._unit().forward_prefetch = _units_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Iterable[_torch.FSDPModule]) -> None:
         """Gather these units when this one's backward begins, instead of the one before it."""
         self._unit().backward_prefetch = _units_of(modules)
 
@@ -198,7 +198,7 @@ class ControlSurface:
 
     # How it is sent.
 
-    def set_custom_all_gather(self, comm: AllGather) -> None:
+    def set_custom_all_gather(self, comm: AllGather | Callable[..., Any]) -> None:
         """Gather this unit's parameters by ``comm(output, input, group, async_op)``.
 
         A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
@@ -207,7 +207,7 @@ class ControlSurface:
         for group in self._groups():
             group.wire.gather = comm
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+    def set_custom_reduce_scatter(self, comm: ReduceScatter | Callable[..., Any]) -> None:
         """Reduce this unit's gradients by ``comm(output, input, group, op, async_op)``.
 
         A unit whose parameters lie on several meshes calls it for each, with that mesh's group.

@@ -89,10 +89,13 @@ class Call:
         self._active = True
         unit.active_calls += 1
         runtime.calls.append(self)
+        loses = not unit.settings.reduce_grads and not unit.is_unsharded
         if _torch.is_under_modes():
             _torch.run_aside(self._gather)
         else:
             self._gather()
+        if loses:
+            unit.note_unsynced_backward()
 
     def _gather(self) -> None:
         self.unit.unshard_for_backward()

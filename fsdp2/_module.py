@@ -2,12 +2,18 @@
 
 Owns the class swap, copies of sharded modules, and unsharding by hand. It must not know how a call
 of ``fully_shard`` chose its parameters; the settings are in ``_control``.
+
+[Note: recognised as torch's]
+Torch's pipelining and other software ask ``isinstance(module, torch.distributed.fsdp.FSDPModule)``,
+so that class is a base of ours. It comes *last*, behind ``nn.Module``: the order of resolution of a
+sharded ``Net`` is ``FSDPNet, FSDPModule, Net, ..., nn.Module, torch's FSDPModule``. What torch's
+class has and ours has not is hidden, as if it were not inherited.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn as nn
 
@@ -16,6 +22,8 @@ from fsdp2._control import ControlSurface
 from fsdp2._errors import ConfigError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import call_compiled, forward_raised, unit_of
+from fsdp2._pipelining import StageState
+from fsdp2._unit import Unit
 
 COMPOSABLE_NAME = "fully_shard"
 
@@ -25,7 +33,7 @@ _classes: dict[type, type] = {}
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of ``FSDPModule`` and ``cls`` that sharded instances of ``cls`` have."""
     if cls not in _classes:
-        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_fsdp2_original": cls}
         try:
             _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
         except TypeError as error:
@@ -43,8 +51,19 @@ def _rebuild(cls: type[nn.Module]) -> nn.Module:
     return instance
 
 
-class FSDPModule(ControlSurface, nn.Module):
-    """What ``fully_shard`` adds to a module. ``isinstance(module, FSDPModule)`` tells."""
+def register_names(module: nn.Module, unit: Unit) -> None:
+    """Enter a module where composable APIs and torch's ``fully_shard.state`` look for it."""
+    _torch.register_composable_name(module, COMPOSABLE_NAME)
+    _torch.register_torch_state(module, StageState(unit))
+
+
+class FSDPModule(ControlSurface, nn.Module, _torch.FSDPModule):
+    """What ``fully_shard`` adds to a module. ``isinstance(module, FSDPModule)`` tells.
+
+    So does ``isinstance(module, torch.distributed.fsdp.FSDPModule)``.
+    """
+
+    _fsdp2_original: ClassVar[type[nn.Module]] = nn.Module
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain instance: a slice of a sharded ``Sequential`` is a plain one.
@@ -54,7 +73,7 @@ class FSDPModule(ControlSurface, nn.Module):
         """
         if not args and not kwargs:
             return object.__new__(cls)
-        return cls.__bases__[1](*args, **kwargs)
+        return cls._fsdp2_original(*args, **kwargs)
 
     @_torch.never_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,11 +95,14 @@ class FSDPModule(ControlSurface, nn.Module):
         reduced: Any = super().__reduce_ex__(protocol)
         state = dict(reduced[2])
         _torch.forget_composable_names(state)
-        return (_rebuild, (type(self).__bases__[1],), state, *reduced[3:])
+        cls, original = type(self), self._fsdp2_original
+        if cls is _classes.get(original):
+            return (_rebuild, (original,), state, *reduced[3:])
+        return (*reduced[:2], state, *reduced[3:])  # somebody swapped in a subclass of it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
-        _torch.register_composable_name(self, COMPOSABLE_NAME)
+        register_names(self, self._unit())
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         self._unit().reshard_if_idle()
@@ -134,7 +156,28 @@ class FSDPModule(ControlSurface, nn.Module):
             unit.runtime.recover()
 
 
-class UnshardHandle:
+class _Hidden:
+    """A name of torch's class that ours does not have: as if it were not inherited."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"type object {owner.__name__!r} has no attribute {self._name!r}")
+
+
+def _hide_torchs_own(ours: type, theirs: type) -> None:
+    """Hide what ``ours`` would inherit from ``theirs``. See [Note: recognised as torch's]."""
+    own = set().union(*(vars(cls) for cls in ours.__mro__ if cls not in (theirs, object)))
+    for name in vars(theirs):
+        if name not in own and not hasattr(object, name):
+            setattr(ours, name, _Hidden(name))
+
+
+_hide_torchs_own(FSDPModule, _torch.FSDPModule)
+
+
+class UnshardHandle(_torch.UnshardHandle):
     """An ``unshard(async_op=True)`` under way."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:

@@ -183,6 +183,11 @@ class Reducer:
         return self.partial is not None
 
     @property
+    def has_unreduced_gradients(self) -> bool:
+        """True if there is something to reduce, of the last backward or of earlier ones."""
+        return self.accumulated is not None or self.has_local_gradients
+
+    @property
     def has_local_gradients(self) -> bool:
         """True if a backward left gradients on the unsharded parameters."""
         members = self.plan().members
@@ -205,6 +210,8 @@ class Reducer:
             return None
         grads = self._take_gradients(plan, with_graph)
         missing = any(grad is None for grad in grads)
+        if self.is_waiting and all(grad is None for grad in grads):
+            return None
         behind = plan.complete
         if missing:
             present = [grad is not None for grad in grads]

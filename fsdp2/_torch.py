@@ -1,11 +1,13 @@
 """The only user of private torch API. Each name states why it is needed.
 
-Tried on torch 2.11.0 and 2.13.0. Nothing here knows what a unit or a group is.
+Tried on torch 2.11.0 and 2.13.0. Nothing here knows what a unit or a group is. The public names of
+torch's own FSDP2 that other software asks about come in here too, and nowhere else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -21,6 +23,9 @@ from torch.distributed._composable.contract import (  # what `replicate` and the
     RegistryItem,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as FSDPModule  # what isinstance checks ask about
+from torch.distributed.fsdp import UnshardHandle as UnshardHandle
+from torch.distributed.fsdp import fully_shard  # for its accessor alone
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta  # both for make_spec
@@ -137,6 +142,18 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 def graph_task_id() -> int:
     """Return the running backward's number in this thread, -1 outside of any."""
     return torch._C._current_graph_task_id()
+
+
+def computes_gradient(param: torch.Tensor) -> bool:
+    """True if the running backward computes the gradient of a leaf. The public API does not tell.
+
+    The engine refuses to answer about leaves that ``torch.autograd.grad`` was asked for by name.
+    """
+    accumulate = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulate))
+    except RuntimeError:
+        return True
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -389,6 +406,14 @@ def register_composable_name(module: nn.Module, name: str) -> None:
     again at each call, which costs quadratic time over a model's units.
     """
     module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
+
+
+def register_torch_state(module: nn.Module, state: object) -> None:
+    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state``.
+
+    The accessor, itself public, looks under the function that the decorator ``contract`` wrapped.
+    """
+    module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = state
 
 
 def composable_names(module: nn.Module) -> list[str]:

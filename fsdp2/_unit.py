@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
+from fsdp2 import _torch
 from fsdp2._events import IDLE
 from fsdp2._group import ParamGroup
 from fsdp2._policy import MixedPrecisionPolicy, Settings
@@ -55,6 +56,7 @@ class Unit:
         self.calls: list[Call | None] = []
         self.active_calls = 0
         self.open_calls = 0
+        self.may_lose_gradients = False
         self.is_called_outside = False  # around the compiled call, see _hooks
 
     @property
@@ -144,6 +146,16 @@ class Unit:
     @property
     def is_unsharded(self) -> bool:
         return all(group.is_unsharded for group in self.groups)
+
+    def note_unsynced_backward(self) -> None:
+        """A backward without sync reached this unit and found its parameters sharded.
+
+        If it computes gradients of inputs only, a pipeline stage means to compute those of
+        parameters later, of the parameters that it saw registered before: gradients may be lost.
+        """
+        trainable = [p.unsharded for g in self.groups for p in g.params if p.trainable]
+        if trainable and not any(p is not None and _torch.computes_gradient(p) for p in trainable):
+            self.may_lose_gradients = True
 
     def reshard_if_idle(self, *_: Any, **__: Any) -> None:
         """Register sharded parameters before ``state_dict`` and ``load_state_dict`` (a hook)."""

@@ -1,0 +1,135 @@
+"""Promise: whoever asks `isinstance(module, torch.distributed.fsdp.FSDPModule)` is told yes.
+
+And whatever is then called on the module is ours, or is not there.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn as nn
+from torch import Tensor
+
+import fsdp2
+from fsdp2._pipelining import StageState
+from fsdp2._unit import Unit
+from tests._models import CASES, WIDTH, Block, seeded
+from tests._parity import assert_same_gradients, shard
+from tests._pool import ranks
+
+THEIRS = sorted(vars(torch_fsdp.FSDPModule))
+OFFERED = [n for n in THEIRS if n in vars(fsdp2.FSDPModule) and hasattr(fsdp2.FSDPModule, n)]
+
+
+def accessor(module: nn.Module) -> Any:
+    return torch_fsdp.fully_shard.state(module)  # type: ignore[attr-defined]  # the decorator's
+
+
+def owner(cls: type, name: str) -> type:
+    """Return the class in which a look-up of the name ends."""
+    return next(base for base in cls.__mro__ if name in vars(base))
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_nothing_of_torchs_class_is_inherited(name: str) -> None:
+    """Each name of torch's class is ours, `nn.Module`'s, or absent; private names too."""
+    assert owner(fsdp2.FSDPModule, name) in (fsdp2.FSDPModule, nn.Module)
+    found = inspect.getattr_static(fsdp2.FSDPModule, name)
+    if callable(found):
+        assert found is not vars(torch_fsdp.FSDPModule)[name]
+    if name not in OFFERED and not hasattr(nn.Module, name):
+        assert not hasattr(fsdp2.FSDPModule, name)
+
+
+def test_what_is_left_out_is_looked_for() -> None:
+    """The walk above meets methods that are ours and names that are hidden."""
+    assert {"unshard", "reshard", "set_requires_gradient_sync", "_apply", "__new__"} <= {*OFFERED}
+    assert not hasattr(fsdp2.FSDPModule, "_get_fsdp_state")
+    with pytest.raises(AttributeError, match="'FSDPModule' has no attribute '_get_fsdp_state'"):
+        fsdp2.FSDPModule._get_fsdp_state()  # type: ignore[operator]  # hidden
+    assert issubclass(fsdp2.FSDPModule, torch_fsdp.FSDPModule)
+    assert issubclass(fsdp2.UnshardHandle, torch_fsdp.UnshardHandle)
+
+
+@ranks(2)
+def test_every_unit_is_recognised() -> None:
+    """Units have torch's class as their last base, and a hidden method is missing by its name."""
+    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    for module in (model, *model.blocks):
+        kind, plain = type(module), type(module).__mro__[2]
+        assert isinstance(module, torch_fsdp.FSDPModule)
+        assert kind.__mro__[1] is fsdp2.FSDPModule
+        assert plain in (type(seeded(CASES["stack"].build)), Block)
+        assert kind.__mro__[-2:] == (torch_fsdp.FSDPModule, object)
+        with pytest.raises(AttributeError, match="has no attribute '_set_unshard_async_op'"):
+            module._set_unshard_async_op(True)
+    assert not isinstance(model.inp, torch_fsdp.FSDPModule)
+    assert isinstance(model.blocks[0].unshard(async_op=True), torch_fsdp.UnshardHandle)
+
+
+@ranks(2)
+def test_torch_finds_a_state_and_ours_stays_a_unit() -> None:
+    """Torch's accessor returns what its pipelining reads; ours returns the unit."""
+    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    for module in (model, *model.blocks):
+        assert type(accessor(module)) is StageState
+        assert type(fsdp2.fully_shard.state(module)) is Unit  # type: ignore[attr-defined]  # set on it
+    assert accessor(model.inp) is None
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, through_pickle])
+@ranks(2)
+def test_copies_are_recognised(make: Any) -> None:
+    """A copy is of the same class, and torch's accessor leads to the copy, not to the original."""
+    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    twin = make(model)
+    assert type(twin) is type(model)
+    assert isinstance(twin.blocks[1], torch_fsdp.FSDPModule)
+    for one in (model, twin):
+        one.set_requires_gradient_sync(False)
+        one(torch.ones(4, WIDTH)).sum().backward()
+        one.set_requires_gradient_sync(True)
+        assert [p for p in one.parameters() if p.grad is not None] == []
+    accessor(twin)._root_post_backward_final_callback()
+    assert [n for n, p in twin.named_parameters() if p.grad is None] == []
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == []
+    accessor(model)._root_post_backward_final_callback()
+    assert_same_gradients(twin, model)
+
+
+@ranks(2)
+def test_a_class_swapped_in_over_ours() -> None:
+    """Software that subclasses a module's class once more does not confuse slices and copies."""
+    model = fsdp2.fully_shard(nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, 1)))
+
+    class Traced(type(model)):  # type: ignore[misc]  # a class made at run time
+        pass
+
+    model.__class__ = Traced
+    assert type(model[:2]) is nn.Sequential
+    twin = copy.deepcopy(model)
+    assert type(twin) is Traced
+    x: Tensor = torch.ones(2, WIDTH)
+    assert torch.equal(twin(x), model(x))
+
+
+@ranks(2)
+def test_two_libraries_on_one_module() -> None:
+    """Torch's own `fully_shard` refuses a module of ours."""
+    model = fsdp2.fully_shard(nn.Linear(WIDTH, 3))
+    with pytest.raises(AssertionError, match="has already been applied"):
+        torch_fsdp.fully_shard(model)
+    assert model(torch.ones(2, WIDTH)).shape == (2, 3)
