@@ -27,27 +27,36 @@ if TYPE_CHECKING:
     from fsdp2._module import FSDPModule
 
 
+def own_unit(module: object) -> Unit:
+    """Return the unit of a sharded module.
+
+    A function, as are the next ones, because a user's module may have any attribute.
+    """
+    assert isinstance(module, nn.Module)
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def units_in(module: object, recurse: bool) -> list[Unit]:
+    """Return the unit of a sharded module, and those below it."""
+    if not recurse:
+        return [own_unit(module)]
+    assert isinstance(module, nn.Module)
+    return list(dict.fromkeys(u for m in module.modules() if (u := unit_of(m)) is not None))
+
+
+def groups_in(module: object, recurse: bool = False) -> list[ParamGroup]:
+    return [group for unit in units_in(module, recurse) for group in unit.own_groups]
+
+
+def configure(module: object, recurse: bool, **changes: Any) -> None:
+    for unit in units_in(module, recurse):
+        unit.configure(**changes)
+
+
 class ControlSurface:
     """What ``FSDPModule`` lets its users set. A setting holds until it is set again."""
-
-    def _unit(self) -> Unit:
-        assert isinstance(self, nn.Module)
-        unit = unit_of(self)
-        assert unit is not None
-        return unit
-
-    def _units(self, recurse: bool) -> list[Unit]:
-        if not recurse:
-            return [self._unit()]
-        assert isinstance(self, nn.Module)
-        return list(dict.fromkeys(u for m in self.modules() if (u := unit_of(m)) is not None))
-
-    def _groups(self, recurse: bool = False) -> list[ParamGroup]:
-        return [group for unit in self._units(recurse) for group in unit.own_groups]
-
-    def _configure(self, recurse: bool, **changes: Any) -> None:
-        for unit in self._units(recurse):
-            unit.configure(**changes)
 
     # When gradients are reduced.
 
@@ -56,7 +65,7 @@ class ControlSurface:
 
         After one that is not, reductions may still be in flight, and ``grad`` is not complete.
         """
-        self._configure(True, is_last_backward=check_flag("is_last_backward", is_last_backward))
+        configure(self, True, is_last_backward=check_flag("is_last_backward", is_last_backward))
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -65,22 +74,22 @@ class ControlSurface:
         in the reduce dtype.
         """
         flag = check_flag("requires_gradient_sync", requires_gradient_sync)
-        self._configure(recurse, reduce_grads=flag, all_reduce_grads=flag)
+        configure(self, recurse, reduce_grads=flag, all_reduce_grads=flag)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether backward all-reduces over the replicate axis. While it does not, reduced
         shards accumulate, and ``grad`` is not set.
         """
         flag = check_flag("requires_all_reduce", requires_all_reduce)
-        self._configure(recurse, all_reduce_grads=flag)
+        configure(self, recurse, all_reduce_grads=flag)
 
     # When parameters are whole.
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether parameters are freed after forward, from the next forward on."""
         flag = check_flag("reshard_after_forward", reshard_after_forward)
-        self._configure(recurse, reshard_after_forward=flag)
-        for group in self._groups(recurse):
+        configure(self, recurse, reshard_after_forward=flag)
+        for group in groups_in(self, recurse):
             group.reshard_to(None)
 
     def set_reshard_after_backward(
@@ -88,7 +97,7 @@ class ControlSurface:
     ) -> None:
         """Say whether parameters are freed after backward."""
         flag = check_flag("reshard_after_backward", reshard_after_backward)
-        self._configure(recurse, reshard_after_backward=flag)
+        configure(self, recurse, reshard_after_backward=flag)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward gathers this unit's parameters (not those of units below it).
@@ -97,15 +106,15 @@ class ControlSurface:
         embedding. Where it does read one, its memory is gone: the result is undefined.
         """
         flag = check_flag("unshard_in_backward", unshard_in_backward)
-        self._configure(False, unshard_in_backward=flag)
+        configure(self, False, unshard_in_backward=flag)
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[_torch.FSDPModule]) -> None:
         """Gather these units when this one's forward begins, instead of the recorded next one."""
-        self._unit().forward_prefetch = _units_of(modules)
+        own_unit(self).forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[_torch.FSDPModule]) -> None:
         """Gather these units when this one's backward begins, instead of the one before it."""
-        self._unit().backward_prefetch = _units_of(modules)
+        own_unit(self).backward_prefetch = _units_of(modules)
 
     # What a gradient is.
 
@@ -118,7 +127,7 @@ class ControlSurface:
         Raises:
             ConfigError: ``factor`` is not a finite number above 0.
         """
-        self._configure(False, divide_by=_factor("set_gradient_divide_factor", factor))
+        configure(self, False, divide_by=_factor("set_gradient_divide_factor", factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``; deprecated."""
@@ -147,14 +156,14 @@ class ControlSurface:
             if isinstance(reduction, str) and reduction in known
             else _factor("set_gradient_reduction: 'mean', 'sum' or a divisor,", reduction)
         )
-        self._configure(recurse, divide_by=divide_by)
+        configure(self, recurse, divide_by=divide_by)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Say whether this unit's collectives only ever sum, and scaling is a kernel of its own.
 
         Otherwise a mean is left to the backend where it can (``ReduceOp.AVG``).
         """
-        self._configure(False, only_sums=check_flag("enable", enable))
+        configure(self, False, only_sums=check_flag("enable", enable))
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -164,7 +173,7 @@ class ControlSurface:
         Ranks may use different parameters of a unit in any case: every rank reduces all of them.
         """
         flag = check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
-        self._configure(recurse, reduce_unused=flag)
+        configure(self, recurse, reduce_unused=flag)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
@@ -187,7 +196,7 @@ class ControlSurface:
             raise ConfigError(
                 f"set_all_reduce_hook: expected stream to be a torch.Stream, found {stream!r}."
             )
-        groups = self._groups()
+        groups = groups_in(self)
         if stream is not None and any(group.data.replicate.size > 1 for group in groups):
             raise ConfigError(
                 "set_all_reduce_hook: found a stream together with a replicate axis. Leave out the "
@@ -204,7 +213,7 @@ class ControlSurface:
         A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
         """
         check_comm("set_custom_all_gather", comm)
-        for group in self._groups():
+        for group in groups_in(self):
             group.wire.gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter | Callable[..., Any]) -> None:
@@ -213,7 +222,7 @@ class ControlSurface:
         A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
         """
         check_comm("set_custom_reduce_scatter", comm)
-        for group in self._groups():
+        for group in groups_in(self):
             group.wire.scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -223,7 +232,7 @@ class ControlSurface:
             ConfigError: a custom collective is set, which allocates for itself.
         """
         check_flag("enable", enable)
-        groups = self._groups()
+        groups = groups_in(self)
         _refuse_custom("set_allocate_memory_from_process_group_for_comm", groups)
         for group in groups:
             pg = group.data.shard.pg
@@ -242,7 +251,7 @@ class ControlSurface:
             UnsupportedError: the process group's backend is not NCCL.
             ConfigError: another ``backend``, or a custom collective is set.
         """
-        groups = self._groups()
+        groups = groups_in(self)
         _refuse_custom("set_symm_mem_for_comm", groups)
         made = [
             None
@@ -263,7 +272,7 @@ class ControlSurface:
         calls it. Units over the same ranks share one more process group.
         """
         check_flag("enable", enable)
-        for group in self._groups(recurse):
+        for group in groups_in(self, recurse):
             group.separate_reductions(enable)
 
     def set_reduce_scatter_max_input_buffers(
@@ -274,7 +283,7 @@ class ControlSurface:
         The next one waits for the oldest before it packs its gradients.
         """
         count = check_count("max_input_buffers", max_input_buffers)
-        self._configure(recurse, input_buffers=count)
+        configure(self, recurse, input_buffers=count)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's all-gathers wait for ``event`` only, not for all that compute
@@ -286,7 +295,7 @@ class ControlSurface:
         """
         if not callable(getattr(event, "synchronize", None)):
             raise ConfigError(f"set_post_optim_event: expected a torch.Event, found {event!r}.")
-        unit = self._unit()
+        unit = own_unit(self)
         root = unit if unit.runtime is None else unit.runtime.root
         root.post_optim_event = event
 
@@ -336,5 +345,5 @@ def _units_of(modules: object) -> tuple[Unit, ...]:
                 f"expected a list of modules that fully_shard was applied to, found "
                 f"{type(module).__name__} in it."
             )
-        units.append(module._unit())
+        units.append(own_unit(module))
     return tuple(units)

@@ -5,9 +5,9 @@ of ``fully_shard`` chose its parameters; the settings are in ``_control``.
 
 [Note: recognised as torch's]
 Torch's pipelining and other software ask ``isinstance(module, torch.distributed.fsdp.FSDPModule)``,
-so that class is a base of ours. It comes *last*, behind ``nn.Module``: the order of resolution of a
-sharded ``Net`` is ``FSDPNet, FSDPModule, Net, ..., nn.Module, torch's FSDPModule``. What torch's
-class has and ours has not is hidden, as if it were not inherited.
+so that class is a base of ours. It comes *last*: the order of resolution of a sharded ``Net`` is
+``FSDPNet, FSDPModule, Net, ..., nn.Module, ControlSurface, torch's FSDPModule``. What torch's class
+has and ours has not is hidden, as if it were not inherited.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch.nn as nn
 
 from fsdp2 import _torch
-from fsdp2._control import ControlSurface
+from fsdp2._control import ControlSurface, own_unit, units_in
 from fsdp2._errors import ConfigError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import call_compiled, forward_raised, unit_of
@@ -57,7 +57,7 @@ def register_names(module: nn.Module, unit: Unit) -> None:
     _torch.register_torch_state(module, StageState(unit))
 
 
-class FSDPModule(ControlSurface, nn.Module, _torch.FSDPModule):
+class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
     """What ``fully_shard`` adds to a module. ``isinstance(module, FSDPModule)`` tells.
 
     So does ``isinstance(module, torch.distributed.fsdp.FSDPModule)``.
@@ -91,7 +91,7 @@ class FSDPModule(ControlSurface, nn.Module, _torch.FSDPModule):
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._unit().reshard_if_idle()
+        own_unit(self).reshard_if_idle()
         reduced: Any = super().__reduce_ex__(protocol)
         state = dict(reduced[2])
         _torch.forget_composable_names(state)
@@ -102,10 +102,10 @@ class FSDPModule(ControlSurface, nn.Module, _torch.FSDPModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
-        register_names(self, self._unit())
+        register_names(self, own_unit(self))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        self._unit().reshard_if_idle()
+        own_unit(self).reshard_if_idle()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -114,7 +114,7 @@ class FSDPModule(ControlSurface, nn.Module, _torch.FSDPModule):
         Clears those of the sharded parameters, and those that backwards without gradient sync left.
         """
         super().zero_grad(set_to_none)
-        for unit in self._units(recurse=True):
+        for unit in units_in(self, recurse=True):
             for group in unit.own_groups:
                 group.zero_grad(set_to_none)
 
@@ -125,7 +125,7 @@ class FSDPModule(ControlSurface, nn.Module, _torch.FSDPModule):
             async_op: return at once; the parameters are whole after ``wait()`` of the result, or
                 once the unit's forward begins.
         """
-        unit = self._unit()
+        unit = own_unit(self)
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
             unit.runtime.streams.order_after_compute("gather")
@@ -142,7 +142,7 @@ class FSDPModule(ControlSurface, nn.Module, _torch.FSDPModule):
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters and register the sharded ones."""
-        for group in self._unit().own_groups:
+        for group in own_unit(self).own_groups:
             group.reshard()
 
     def reset_iter_state(self) -> None:
@@ -151,7 +151,7 @@ class FSDPModule(ControlSurface, nn.Module, _torch.FSDPModule):
         After an exception the next forward does so by itself. Discards gradients that were not
         reduced yet, those accumulated without sync too.
         """
-        unit = self._unit()
+        unit = own_unit(self)
         if unit.runtime is not None:
             unit.runtime.recover()
 

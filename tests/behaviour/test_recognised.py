@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
+from fsdp2._control import ControlSurface
 from fsdp2._pipelining import StageState
 from fsdp2._unit import Unit
 from tests._models import CASES, WIDTH, Block, seeded
@@ -24,7 +25,8 @@ from tests._parity import assert_same_gradients, shard
 from tests._pool import ranks
 
 THEIRS = sorted(vars(torch_fsdp.FSDPModule))
-OFFERED = [n for n in THEIRS if n in vars(fsdp2.FSDPModule) and hasattr(fsdp2.FSDPModule, n)]
+OURS = vars(fsdp2.FSDPModule).keys() | vars(ControlSurface).keys()
+OFFERED = [n for n in THEIRS if n in OURS and hasattr(fsdp2.FSDPModule, n)]
 
 
 def accessor(module: nn.Module) -> Any:
@@ -39,7 +41,7 @@ def owner(cls: type, name: str) -> type:
 @pytest.mark.parametrize("name", THEIRS)
 def test_nothing_of_torchs_class_is_inherited(name: str) -> None:
     """Each name of torch's class is ours, `nn.Module`'s, or absent; private names too."""
-    assert owner(fsdp2.FSDPModule, name) in (fsdp2.FSDPModule, nn.Module)
+    assert owner(fsdp2.FSDPModule, name) in (fsdp2.FSDPModule, ControlSurface, nn.Module)
     found = inspect.getattr_static(fsdp2.FSDPModule, name)
     if callable(found):
         assert found is not vars(torch_fsdp.FSDPModule)[name]
