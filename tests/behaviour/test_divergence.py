@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import time
 from typing import Any
 
@@ -434,3 +435,65 @@ def test_ranks_use_different_parameters_of_a_unit(
         assert_same_gradients(model, reference, 1e-5)
         model.zero_grad()
         reference.zero_grad()
+
+
+# --- at random ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+@ranks(2, 3, 4, limit_s=30)
+def test_any_divergence_is_an_error_on_all_ranks_or_none(
+    seed: int, rank: int, world_size: int
+) -> None:
+    """Random ways, alike for some steps and then not: no hang, no mixture, no lone failure."""
+    choose = random.Random(seed)
+    mesh = make_mesh(2, 2) if world_size == 4 and seed % 2 else make_mesh()
+    reshard: bool | int | None = choose.choice([None, True, False, mesh.size(-1) // 2 or None])
+    if mesh.size(-1) % int(reshard or 1):
+        reshard = True
+    alike = choose.random() < 0.7
+    model = sharded(alike, mesh=mesh, reshard_after_forward=reshard)
+    reference = seeded(lambda: Paths(alike))
+    judges = dist.new_group()
+    routes = ["abc", "acb", "ab", "bc", "", "aabc", "cb"]
+    usual = [choose.choice(routes[:2]) for _ in range(choose.randint(0, 5))]
+    odd = choose.randrange(world_size)
+    message = ""
+    begin = time.monotonic()
+    for step, route in enumerate([*usual, "", *usual[:2], "abc"]):
+        ways = [(route, "abc")] * world_size
+        if step == len(usual):
+            ways = [("abc", "abc")] * world_size
+            ways[odd] = (choose.choice(routes), choose.choice(["abc", "ab", "bc", "ac", "c"]))
+        parts = torch.randn(2 * world_size, 8).chunk(world_size)
+        try:
+            model(parts[rank], *ways[rank]).square().mean().backward()
+        except fsdp2.StateError as error:
+            message = str(error)
+            break
+        losses = [reference(x, *way).square().mean() for x, way in zip(parts, ways, strict=True)]
+        (sum(losses) / world_size).backward()
+        shards = [(p.grad is None) or p.grad.to_local().isfinite().all() for p in params(model)]
+        assert all(shards)
+        kept = [(None if p.grad is None else p.grad.to_local()) for p in params(model)]
+        expected = [p.grad for p in reference.parameters()]
+        assert [k is None for k in kept] == [e is None for e in expected]
+        for own, whole, parameter in zip(kept, expected, params(model), strict=True):
+            if own is not None and whole is not None:
+                count = mesh.size(-1)
+                index = mesh.get_local_rank(mesh.ndim - 1)
+                chunks = whole.chunk(count)
+                part = chunks[index] if index < len(chunks) else whole[:0]
+                torch.testing.assert_close(own, part, rtol=1e-4, atol=1e-5)
+                assert isinstance(parameter, DTensor)
+        model.zero_grad()
+        reference.zero_grad()
+    assert time.monotonic() - begin < QUICK_S
+    failed: list[Any] = [None] * world_size
+    dist.all_gather_object(failed, message, group=judges)
+    assert all(failed) or not any(failed), failed
+
+
+def params(model: nn.Module) -> list[Any]:
+    return list(model.parameters())
