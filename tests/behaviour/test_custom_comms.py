@@ -393,3 +393,40 @@ def test_symmetric_memory_needs_nccl() -> None:
         pair.model.blocks[0].set_symm_mem_for_comm()
     assert unit.own_groups[0].wire.gather is before
     pair.train(steps=1)
+
+
+@ranks(4)
+def test_a_custom_all_gather_over_the_smaller_mesh() -> None:
+    """After forward parameters lie on fewer ranks: backward gathers over their group."""
+    pair = Pair("stack", reshard_after_forward=2)
+    comm = gather()
+    pair.model.blocks[0].set_custom_all_gather(comm)
+    pair.train(steps=2)
+    whole, part = comm.groups[:2]
+    assert comm.groups == [whole, part] * 2
+    assert whole == group_of(pair.model)
+    assert dist.get_world_size(part) == 2
+
+
+@ranks(4)
+def test_a_hook_waits_for_the_all_reduce() -> None:
+    """While the all-reduce is put off there is nothing that the hook could see."""
+    pair = Pair("stack", mesh=make_mesh(2, 2))
+    calls: list[int] = []
+    pair.model.set_all_reduce_hook(lambda reduced: calls.append(reduced.numel()))
+    for last in (False, False, True):
+        pair.model.set_requires_all_reduce(last)
+        pair.backward()
+        assert len(calls) == int(last)
+    pair.step()
+
+
+@ranks(2)
+def test_factors_without_a_shard_axis() -> None:
+    """Replicas alone: nothing is scattered, and the factor divides the sum over replicas."""
+    pair = Pair("stack", mesh=make_mesh(2, 1))
+    pair.model.set_gradient_reduction("sum")
+    pair.backward()
+    for parameter in pair.reference.parameters():
+        parameter.grad.mul_(2)
+    assert_same_gradients(pair.model, pair.reference, 4e-6)
