@@ -13,7 +13,6 @@ belongs to whoever holds it. A user who keeps ``p.grad`` across steps keeps the 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -64,13 +63,7 @@ class GradientBuffer:
 
     def _references(self) -> list[int]:
         counts = [_torch.storage_use_count(storage) for storage in self._storages]
-        for grad in self._grads:
-            counts.append(sys.getrefcount(grad))
-            counts.append(_torch.use_count(grad))
-            local = _torch.local_tensor(grad)
-            counts.append(sys.getrefcount(local))
-            counts.append(_torch.use_count(local))
-        return counts
+        return counts + _torch.count_references(self._grads)
 
     @property
     def is_free(self) -> bool:
@@ -103,7 +96,8 @@ class GradientBuffer:
 
 def accumulate(param: torch.nn.Parameter, grad: Tensor) -> None:
     """Do to a leaf what autograd does when it has computed a gradient: hooks, then ``grad``."""
-    if _torch.has_gradient_hooks(param):
+    has_hooks = _torch.has_hooks(param)
+    if has_hooks:
         grad = _torch.apply_gradient_hooks(param, grad)
     existing = param.grad
     if existing is None:
@@ -112,7 +106,7 @@ def accumulate(param: torch.nn.Parameter, grad: Tensor) -> None:
         _torch.local_tensor(existing).add_(_torch.local_tensor(grad))
     else:
         existing.add_(grad)
-    if _torch.has_post_accumulate_hooks(param):
+    if has_hooks:
         _torch.run_post_accumulate_hooks(param)
 
 

@@ -30,6 +30,8 @@ class ParamState(enum.Enum):
     SHARDED_POST_FORWARD = "sharded over a smaller mesh, between forward and backward"
     UNSHARDED = "unsharded"
 
+    __hash__ = object.__hash__  # members are unique; Enum's own is a Python function
+
 
 SHARDED = ParamState.SHARDED
 SHARDED_POST_FORWARD = ParamState.SHARDED_POST_FORWARD

@@ -190,8 +190,11 @@ class Reducer:
     @property
     def has_local_gradients(self) -> bool:
         """True if a backward left gradients on the unsharded parameters."""
-        members = self.plan().members
-        return any(p.unsharded is not None and p.unsharded.grad is not None for p in members)
+        for param in self.plan().members:
+            unsharded = param.unsharded
+            if unsharded is not None and unsharded.grad is not None:
+                return True
+        return False
 
     def reduce(self, settings: Settings, streams: Streams, with_graph: bool) -> Reduction | None:
         """Pack the local gradients; return the reduction to start, or None while sync is off.
@@ -208,9 +211,8 @@ class Reducer:
         self.is_waiting = not settings.reduce_grads
         if self.is_waiting and plan.accumulates_in_place:
             return None
-        grads = self._take_gradients(plan, with_graph)
-        missing = any(grad is None for grad in grads)
-        if self.is_waiting and all(grad is None for grad in grads):
+        grads, missing = self._take_gradients(plan, with_graph)
+        if self.is_waiting and missing == len(grads):
             return None
         behind = plan.complete
         if missing:
@@ -228,15 +230,18 @@ class Reducer:
         if not settings.reduce_grads:
             self.accumulated = packed
             return None
-        look = missing and not settings.reduce_unused and self.hook is None
+        look = missing > 0 and not settings.reduce_unused and self.hook is None
         return Reduction(self, plan, packed, look, settings.all_reduce_grads, streams)
 
-    def _take_gradients(self, plan: Plan, with_graph: bool) -> list[Tensor | None]:
-        """Detach the local gradients from the unsharded parameters."""
+    def _take_gradients(self, plan: Plan, with_graph: bool) -> tuple[list[Tensor | None], int]:
+        """Detach the local gradients from the unsharded parameters; count those that miss."""
         grads: list[Tensor | None] = []
+        missing = 0
         for param in plan.members:
             grad = None if param.unsharded is None else param.unsharded.grad
-            if grad is not None:
+            if grad is None:
+                missing += 1
+            else:
                 if with_graph and grad.requires_grad:
                     raise UnsupportedError(
                         f"{param.fqn}: its gradient has a graph, because backward was called with "
@@ -254,7 +259,7 @@ class Reducer:
         for param in plan.members:
             if param.unsharded is not None:
                 param.unsharded.grad = None
-        return grads
+        return grads, missing
 
     def acquire(self) -> GradientBuffer:
         """Return a buffer for sharded gradients that nobody reads."""

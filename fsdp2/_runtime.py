@@ -112,8 +112,7 @@ class Runtime:
             following = unit.forward_prefetch
         else:
             following = () if expected is None else (expected,)
-        for other in following:
-            other.inspect()
+        for other in following:  # its own forward will look at what is registered
             self._prefetch(other.groups, other)
 
     def _prefetch(self, groups: Iterable[ParamGroup], unit: Unit) -> None:

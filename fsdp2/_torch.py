@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -77,9 +78,8 @@ def spec_of(tensor: DTensor) -> DTensorSpec:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor itself; ``to_local()`` would return a view and enter autograd."""
-    assert isinstance(tensor, DTensor)
-    return tensor._local_tensor
+    """Return a DTensor's own local tensor; ``to_local()`` would view it, and enter autograd."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]  # of a DTensor
 
 
 def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
@@ -170,12 +170,9 @@ def apply_gradient_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tenso
     return grad
 
 
-def has_gradient_hooks(param: torch.Tensor) -> bool:
-    return bool(param._backward_hooks)
-
-
-def has_post_accumulate_hooks(param: torch.Tensor) -> bool:
-    return bool(param._post_accumulate_grad_hooks)
+def has_hooks(param: torch.Tensor) -> bool:
+    """True if something is to be called when a leaf gets its gradient."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:
@@ -246,9 +243,16 @@ def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None
 # References: whether a buffer may be reused. See [Note: reused gradients] in _gradients.
 
 
-def use_count(tensor: torch.Tensor) -> int:
-    """Return how many owners a tensor has in C++; its Python object counts as one."""
-    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]  # not in the stubs
+def count_references(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return how many owners each DTensor and its local tensor have, in Python and in C++."""
+    counts = []
+    for tensor in tensors:
+        local = tensor._local_tensor  # type: ignore[attr-defined]  # of a DTensor
+        counts.append(sys.getrefcount(tensor))
+        counts.append(tensor._use_count())  # type: ignore[attr-defined]  # not in the stubs
+        counts.append(sys.getrefcount(local))
+        counts.append(local._use_count())
+    return counts
 
 
 def version_of(tensor: torch.Tensor) -> int:
