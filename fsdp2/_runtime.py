@@ -344,6 +344,8 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
     runtime = Runtime(root, list(names))
     for unit, name in names.items():
         unit.runtime, unit.fqn = runtime, name
+        if unit is not root and unit.post_optim_event is not None:
+            root.post_optim_event, unit.post_optim_event = unit.post_optim_event, None
         for group in unit.groups:
             group.rename(name)
             group.clock, group.streams = runtime.clock, runtime.streams
