@@ -99,7 +99,7 @@ class _GatherShard(torch.autograd.Function):
         scale = GradientScale.choose(data.size, grad.dtype, settings.divide_by, settings.only_sums)
         packed = wire.allocate((layout.size, layout.numel), grad.dtype, grad.device)
         behind = _packing.tail([True], (), layout, grad.dtype, grad.device)
-        _packing.pack_gradients([grad], layout, behind, packed)
+        _packing.pack_gradients([grad], layout, data.shard.rank, behind, packed)
         packed.mul_(scale.before)
         reduced = packed.view(-1)
         if data.shard.size > 1:
@@ -108,6 +108,8 @@ class _GatherShard(torch.autograd.Function):
         if data.replicate.size > 1:
             wire.all_reduce(reduced, scale.op, data.replicate, async_op=False)
         reduced.mul_(scale.after)
+        if layout.slotted[0]:
+            return _packing.sum_of_slots(reduced, layout, 0), None, None, None, None
         local = _packing.gradient_view(reduced, layout, 0, data.shard.rank)
         local = local.clone(memory_format=torch.contiguous_format)  # not in the wire's memory
         return local, None, None, None, None

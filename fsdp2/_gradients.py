@@ -39,7 +39,9 @@ class GradientBuffer:
         self.is_filling = False
         self._device = device
         self._flats: dict[torch.dtype, Tensor] = {}
+        self._layout = layout
         self._copies: list[tuple[Tensor, Tensor]] = []
+        self._sums: list[tuple[Tensor, int]] = []
         self._grads: list[Tensor] = []
         for position, param in enumerate(params):
             dtype = param.storage_dtype
@@ -50,7 +52,10 @@ class GradientBuffer:
             local: Tensor | None
             view: Tensor | None
             local = view = _packing.gradient_view(self._flats[dtype], layout, position, rank)
-            if not view.is_contiguous():
+            if layout.slotted[position]:
+                local = torch.empty(view.shape, dtype=dtype, device=device)
+                self._sums.append((local, position))
+            elif not view.is_contiguous():
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._copies.append((local, view))
             self._grads.append(_torch.new_dtensor(local, param.spec, like=param.like))
@@ -58,6 +63,7 @@ class GradientBuffer:
         self._stamps = None if only is None else only[layout.stamp_start :]
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
+        self._storages += [summed.untyped_storage() for summed, _ in self._sums]
         local = view = only = None  # or they would count as holders
         self._held = self._references()
 
@@ -90,6 +96,10 @@ class GradientBuffer:
                 flat.copy_(reduced.real if narrows else reduced, non_blocking=True)
         for local, view in self._copies:
             local.copy_(view)
+        for local, position in self._sums:
+            total = _packing.sum_of_slots(reduced, self._layout, position)
+            narrows = total.is_complex() and not local.is_complex()
+            local.copy_(total.real if narrows else total, non_blocking=True)
         self.is_filling = False
         return self._grads
 

@@ -23,6 +23,9 @@ import torch
 ALIGN_NBYTES = 16
 """Start of a dtype segment, and of every unsharded parameter, in its flat buffer."""
 
+MAX_SLOTTED_NUMEL = 16384
+"""Elements that a replicated parameter may take in a row, with a slot for each rank."""
+
 STAMP_BITS = 16
 STAMP_NUMEL = 2 * STAMP_BITS
 """Elements that say which operation a buffer belongs to: bits and their complements."""
@@ -263,9 +266,11 @@ class ReduceLayout:
     """The reduce-scatter of a group: the same on every rank, whatever took part.
 
     The input is ``[W, numel]``, the output ``[numel]`` elements of ``dtype``. A parameter sharded
-    on ``dim`` travels with that dim first. A replicated one travels whole in each rank's row. Then
-    come ``len(members)`` elements that count, for each member, how many ranks had a gradient for
-    it, and a stamp for each process group that the buffer crosses.
+    on ``dim`` travels with that dim first. A replicated one travels whole in each rank's row; a
+    small one in a *slot* for each rank, so that all ranks add up the same values in the same order,
+    and replicas stay equal to the bit. Then come ``len(members)`` elements that count, for each
+    member, how many ranks had a gradient for it, and a stamp for each process group that the buffer
+    crosses.
     """
 
     size: int
@@ -273,6 +278,7 @@ class ReduceLayout:
     members: tuple[int, ...]
     shards: tuple[ShardLayout, ...]
     offsets: tuple[int, ...]
+    slotted: tuple[bool, ...]
     tail_start: int
     numel: int
 
@@ -285,19 +291,27 @@ class ReduceLayout:
         stamps: int = 0,
     ) -> ReduceLayout:
         """Place the trainable parameters ``members`` (indices into the group) in one buffer."""
-        offsets, end = [], 0
+        offsets, slotted, end = [], [], 0
         for shard in shards:
             offsets.append(end)
-            end += shard.piece_numel
+            slotted.append(
+                shard.is_replicated and 1 < size <= MAX_SLOTTED_NUMEL // (shard.numel or 1)
+            )
+            end += shard.piece_numel * (size if slotted[-1] else 1)
         return ReduceLayout(
             size=size,
             dtype=dtype,
             members=tuple(members),
             shards=tuple(shards),
             offsets=tuple(offsets),
+            slotted=tuple(slotted),
             tail_start=end,
             numel=end + len(members) + stamps * STAMP_NUMEL,
         )
+
+    def width(self, position: int) -> int:
+        """Elements of a member in a row."""
+        return self.shards[position].piece_numel * (self.size if self.slotted[position] else 1)
 
     @property
     def stamp_start(self) -> int:

@@ -132,7 +132,7 @@ def _unpack_strided(target: Tensor, pieces: Tensor, shard: ShardLayout) -> None:
 
 
 def pack_gradients(
-    grads: Sequence[Tensor | None], layout: ReduceLayout, behind: Tensor, out: Tensor
+    grads: Sequence[Tensor | None], layout: ReduceLayout, rank: int, behind: Tensor, out: Tensor
 ) -> None:
     """Write local gradients and what ``tail`` made into ``out``, ``[W, numel]``.
 
@@ -140,12 +140,16 @@ def pack_gradients(
     cast to that of ``out``.
     """
     columns = []
-    for grad, shard in zip(grads, layout.shards, strict=True):
+    for grad, shard, slotted in zip(grads, layout.shards, layout.slotted, strict=True):
         if shard.piece_numel == 0:
             continue
         if grad is None:
             grad = behind.new_zeros(()).expand(shard.shape)
-        if shard.dim is None:
+        if slotted:
+            slots = grad.new_zeros((layout.size, shard.numel))
+            slots[rank] = grad.reshape(-1)
+            grad = slots.view(1, -1).expand(layout.size, -1)
+        elif shard.dim is None:
             grad = grad.reshape(1, -1).expand(layout.size, -1)
         elif shard.dim:
             grad = grad.movedim(shard.dim, 0)
@@ -164,6 +168,13 @@ def tail(
     """Return what a rank adds behind the gradients: ``[W, P + S]`` of 0 and 1."""
     row = torch.tensor([*map(float, present), *stamps], dtype=dtype, device=device)
     return row.expand(layout.size, -1)
+
+
+def sum_of_slots(reduced: Tensor, layout: ReduceLayout, position: int) -> Tensor:
+    """Add up the slots of a replicated member, in the same order on every rank."""
+    shard, start = layout.shards[position], layout.offsets[position]
+    slots = reduced.as_strided((layout.size, shard.numel), (shard.numel, 1), start)
+    return slots.sum(0).view(shard.shape)
 
 
 def gradient_view(reduced: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:

@@ -107,7 +107,7 @@ class Reducer:
             param.unsharded.grad = None
         if self.accumulated is not None and param in self.plan().members:
             layout, position = self.plan().layout, self.plan().members.index(param)
-            start, numel = layout.offsets[position], layout.shards[position].piece_numel
+            start, numel = layout.offsets[position], layout.width(position)
             self.accumulated[:, start : start + numel] = 0
             self.accumulated[:, layout.tail_start + position] = 0
 
@@ -223,7 +223,7 @@ class Reducer:
             packed = self.wire.allocate(shape, layout.dtype, self._device)
         else:  # what the wire allocates must not outlive a reduction
             packed = torch.empty(shape, dtype=layout.dtype, device=self._device)
-        _packing.pack_gradients(grads, layout, behind, packed)
+        _packing.pack_gradients(grads, layout, self._data.shard.rank, behind, packed)
         if self.accumulated is not None:
             packed.add_(self.accumulated)
             self.accumulated = None

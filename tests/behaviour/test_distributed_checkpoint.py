@@ -734,7 +734,6 @@ def test_full_optimizer_state_of_a_scalar() -> None:
     run.train(2, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="each rank sums a replicated gradient in its own order")
 @ranks(3)
 def test_replicas_of_a_parameter_stay_equal() -> None:
     """A parameter that every rank holds whole has the same bits on every rank after training."""

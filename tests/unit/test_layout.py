@@ -231,9 +231,11 @@ def test_reduce_layout_places_members_behind_each_other(group: list[Spec], size:
     members = [2 * position for position in range(len(group))]
     layout = ReduceLayout.plan(members, shards, size, torch.float32)
     end = 0
-    for shard, start in zip(layout.shards, layout.offsets, strict=True):
+    for position, (shard, start) in enumerate(zip(layout.shards, layout.offsets, strict=True)):
         assert start == end
-        end += shard.piece_numel
+        assert layout.slotted[position] == (shard.is_replicated and size > 1)  # they are all small
+        end += shard.piece_numel * (size if layout.slotted[position] else 1)
+        assert layout.width(position) == end - start
     assert layout.tail_start == end
     assert layout.numel == end + len(members)
     assert layout.members == tuple(members)

@@ -161,12 +161,14 @@ def test_the_cast_rounds_as_torch_does() -> None:
 # --- reduce ---------------------------------------------------------------------------------------
 
 
-def pack(grads: list[Tensor | None], layout: ReduceLayout, dtype: torch.dtype) -> Tensor:
+def pack(
+    grads: list[Tensor | None], layout: ReduceLayout, dtype: torch.dtype, rank: int = 0
+) -> Tensor:
     """Return one rank's input of the reduce-scatter, `[W, numel]`, packed over garbage."""
     present = [grad is not None for grad in grads]
     counts = _packing.tail(present, (), layout, dtype, CPU)
     packed = torch.full((layout.size, layout.numel), math.nan, dtype=layout.dtype)
-    _packing.pack_gradients(grads, layout, counts, packed)
+    _packing.pack_gradients(grads, layout, rank, counts, packed)
     return packed
 
 
@@ -201,8 +203,8 @@ def test_reduced_gradients_are_chunks_of_the_sum(
         for rank in range(size)
     ]
     packed = [
-        pack([g if there else None for g, there in zip(*row, strict=True)], layout, grad_dtype)
-        for row in zip(grads, present, strict=True)
+        pack([g if t else None for g, t in zip(*row, strict=True)], layout, grad_dtype, rank)
+        for rank, row in enumerate(zip(grads, present, strict=True))
     ]
     summed = sum(packed[1:], packed[0])
     for rank in range(size):
@@ -214,7 +216,10 @@ def test_reduced_gradients_are_chunks_of_the_sum(
             for other in range(size):
                 if present[other][index]:
                     total += grads[other][index].to(reduce_dtype)
-            mine = _packing.gradient_view(reduced, layout, index, rank)
+            if layout.slotted[index]:
+                mine = _packing.sum_of_slots(reduced, layout, index)
+            else:
+                mine = _packing.gradient_view(reduced, layout, index, rank)
             expected = chunk_of(total, spec.dim, rank, size)
             assert mine.shape == expected.shape
             assert torch.equal(mine, expected)
