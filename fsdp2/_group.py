@@ -206,11 +206,12 @@ class ParamGroup:
             storage.resize_(layout.full_nbytes)  # views cannot be made of a freed storage
             buffer.bind(self._full)
             storage.resize_(0)
-        for param, (source, registered), local in zip(
-            self.params, sources, buffer.shards, strict=False
+        for index, (param, (source, registered)) in enumerate(
+            zip(self.params, sources, strict=True)
         ):
+            local = buffer.shards[index]
             local.copy_(source.detach())
-            param.set_shard(local, registered)
+            param.set_shard(local, registered, buffer.piece(index))
         self._home = buffer
         self._register(SHARDED)
 
