@@ -88,9 +88,8 @@ def clip_grad_norm_(
         part.norm = _norm(part.grads, order, dtype, loop, device)
     for group in dict.fromkeys(group for spread in parts for group in spread):
         _join([part for spread, part in parts.items() if group in spread], group, order)
-    total = _total([part.norm.to(device) for part in parts.values() if part.norm is not None], order)
-    if not parts or (math.isinf(order) and order < 0 and not local_grads):
-        total = torch.zeros((), dtype=dtype, device=device)
+    norms = [part.norm.to(device) for part in parts.values() if part.norm is not None]
+    total = _total(norms, order) if norms else torch.zeros((), dtype=dtype, device=device)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise StateError(
             f"clip_grad_norm_: the total norm of order {order:g} of {len(unique)} parameters is "
@@ -157,14 +156,17 @@ def _identity(order: float) -> float:
     return math.inf if order < 0 else 0.0
 
 
-def _total(norms: Sequence[Tensor], order: float, dim: int | None = None) -> Tensor:
-    """Join norms of parts of a vector (stacked on dim 0; ``dim``: of a stack already made)."""
-    if not norms:
-        return torch.zeros(())
-    values = torch.stack(list(norms)) if dim is None else norms[0]
+def _total(norms: Sequence[Tensor], order: float) -> Tensor:
+    """Join norms of the parts of a vector."""
+    return _joined(torch.stack(list(norms)), order)
+
+
+def _joined(norms: Tensor, order: float) -> Tensor:
+    """Join norms of the parts of vectors, along dim 0."""
     if order == 0:
-        return values.sum(0)
-    return torch.linalg.vector_norm(values, order, dim=0)
+        return norms.sum(0)
+    total: Tensor = torch.linalg.vector_norm(norms, order, dim=0)
+    return total
 
 
 def _join(parts: Sequence[_Part], group: dist.ProcessGroup, order: float) -> None:
@@ -174,7 +176,7 @@ def _join(parts: Sequence[_Part], group: dist.ProcessGroup, order: float) -> Non
     size = dist.get_world_size(group)
     gathered = torch.empty((size * len(parts),), dtype=sent.dtype, device=sent.device)
     _torch.all_gather_single(gathered, sent, group=group)
-    joined = _total([gathered.view(size, len(parts))], order, dim=0).to(mine.device)
+    joined = _joined(gathered.view(size, len(parts)), order).to(mine.device)
     for part, norm in zip(parts, joined.unbind(), strict=True):
         part.norm = norm
 

@@ -261,9 +261,7 @@ class Plan:
         joined = self._join(parts[:count])
         if joined is None:
             return None
-        for run, part in zip(self.single, parts[count:], strict=True):
-            joined.append(part if part.dim() else part.view(1))
-        return joined
+        return joined + [part if part.dim() else part.view(1) for part in parts[count:]]
 
     def _are_placed(self, grads: Sequence[Any]) -> bool:
         """True if gradients are placed as parameters are; remembers the specs that it saw."""

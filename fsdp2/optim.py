@@ -234,11 +234,15 @@ class LocalOptimizer:
         return _rebuild, (self._base,), cast(Any, self).__getstate__()
 
 
-@functools.cache
+_classes: dict[type[Optimizer], Any] = {}
+
+
 def _local_class(cls: type[Optimizer]) -> Any:
     """Return the class that ``local`` makes instances of."""
-    names = {"_base": cls, "__doc__": cls.__doc__, "__module__": __name__}
-    return type(f"Local{cls.__name__}", (LocalOptimizer, cls), names)
+    if cls not in _classes:
+        names = {"_base": cls, "__doc__": cls.__doc__, "__module__": __name__}
+        _classes[cls] = type(f"Local{cls.__name__}", (LocalOptimizer, cls), names)
+    return _classes[cls]
 
 
 def _rebuild(cls: type[Optimizer]) -> Any:
