@@ -46,6 +46,7 @@ def make_label(library: str, mode: str) -> str:
 def main() -> None:
     request = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    _models.WIDTH = request["width"]
     _, mesh = _noop.start(request["world_size"])
     gc.disable()
     for library in request["libraries"]:

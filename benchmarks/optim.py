@@ -43,11 +43,13 @@ def main() -> None:
         help="comma-separated, of: " + ", ".join(LIBRARIES),
     )
     parser.add_argument("--depth", type=int, default=16, help="blocks of nine parameters")
+    parser.add_argument("--width", type=int, default=16, help="of every matrix and norm")
     parser.add_argument("--steps", type=int, default=4, help="steps counted in a window")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--world-size", type=int, default=8)
     arguments = parser.parse_args()
-    settings = {k: getattr(arguments, k) for k in ("depth", "steps", "warmup", "world_size")}
+    names = ("depth", "width", "steps", "warmup", "world_size")
+    settings = {name: getattr(arguments, name) for name in names}
     origin = find_origin(MODULE)
     with tempfile.TemporaryDirectory() as name:
         totals = count(arguments.libraries, settings, Path(name))

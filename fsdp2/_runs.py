@@ -11,12 +11,14 @@ so whatever an element-wise step makes of it stays invisible. A parameter withou
 run of its own, with its own shape.
 
 A plan keeps parameters, shards and state. It must never keep a gradient, its local tensor or its
-storage: see [Note: reused gradients]. It holds as long as every gradient lies where its run expects
-it, which ``Plan.gradients`` checks in every step.
+storage (see [Note: reused gradients]); weak references say which gradients it has checked before.
+It holds as long as every gradient lies where its run expects it.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -36,9 +38,7 @@ Granule = Callable[[Tensor], int]
 """From a local tensor: a run may go on behind it if its bytes are a multiple of this; 0: never."""
 
 get_grad = attrgetter("grad")
-get_pointer = methodcaller("data_ptr")
-get_dtype = attrgetter("dtype")
-is_contiguous = methodcaller("is_contiguous")
+referent = methodcaller("__call__")
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,10 +232,13 @@ class Plan:
         members = [member for run in self.runs for member in run.members]
         self._stepped: list[DTensor] = [member.param for member in members]
         self._locals = [member.local for member in members]
-        self._specs = [_torch.spec_of(member.param) for member in members]
         flat = [member for run in self.flat for member in run.members]
-        self._dtypes = [member.local.dtype for member in flat]
-        self._pointers: list[int] = []
+        self._flat_count = len(flat)
+        starts = itertools.accumulate((len(run.members) for run in self.flat), initial=0)
+        self._firsts = [
+            start + (run.filled or [0])[0] for run, start in zip(self.flat, starts, strict=False)
+        ]
+        self._seen: list[weakref.ref[Tensor]] = []  # gradients that lie as they must
         # written through other tensors, which autograd and the sharded module must notice
         self.written: list[Tensor] = [*self._stepped, *(member.local for member in flat)]
         self.targets: list[Tensor] = [*(run.tensor for run in self.runs), *self.plain]
@@ -254,51 +257,32 @@ class Plan:
             return None
         if not all(map(is_, map(_torch.get_local_tensor, self._stepped), self._locals)):
             return None
-        if not self._are_placed(grads):
-            return None
-        parts: list[Tensor] = list(map(_torch.get_local_tensor, grads))
-        count = len(self._dtypes)
-        joined = self._join(parts[:count])
-        if joined is None:
-            return None
-        return joined + [part if part.dim() else part.view(1) for part in parts[count:]]
+        if not (self._seen and all(map(is_, grads, map(referent, self._seen)))):
+            if not self._lie_as_shards(grads):
+                return None
+            self._seen = list(map(weakref.ref, grads))
+        joined = [
+            _torch.get_local_tensor(grads[first]).as_strided(run.tensor.shape, (1,))
+            if run.filled
+            else run.tensor.new_empty(0)
+            for run, first in zip(self.flat, self._firsts, strict=True)
+        ]
+        parts = map(_torch.get_local_tensor, grads[self._flat_count :])
+        return joined + [part if part.dim() else part.view(1) for part in parts]
 
-    def _are_placed(self, grads: Sequence[Any]) -> bool:
-        """True if gradients are placed as parameters are; remembers the specs that it saw."""
-        try:
-            if all(map(is_, map(_torch.get_spec, grads), self._specs)):
-                return True
-        except AttributeError:  # a plain tensor as the gradient of a sharded parameter
-            return False
-        for index, (grad, param) in enumerate(zip(grads, self._stepped, strict=True)):
-            if grad.placements != param.placements:
+    def _lie_as_shards(self, grads: Sequence[Any]) -> bool:
+        """True if gradients are placed as parameters are, and lie as the flat runs expect."""
+        for grad, param in zip(grads, self._stepped, strict=True):
+            if not isinstance(grad, DTensor) or grad.placements != param.placements:
                 return False
-            self._specs[index] = _torch.spec_of(grad)
-        return True
-
-    def _join(self, parts: Sequence[Tensor]) -> list[Tensor] | None:
-        """View each flat run's gradients as one; None if they do not lie as the shards do."""
-        if not all(map(is_contiguous, parts)) or not all(
-            map(is_, map(get_dtype, parts), self._dtypes)
-        ):
-            return None
-        pointers = list(map(get_pointer, parts))
-        is_known, begin, joined = pointers == self._pointers, 0, []
+        begin = 0
         for run in self.flat:
             end = begin + len(run.members)
-            if not is_known and not run.lie_alike(parts[begin:end]):
-                return None
-            if run.filled:
-                first = parts[begin + run.filled[0]]
-                try:
-                    joined.append(first.as_strided(run.tensor.shape, (1,)))
-                except RuntimeError:  # a smaller storage at a known address
-                    return None
-            else:
-                joined.append(run.tensor.new_empty(0))
+            parts = list(map(_torch.get_local_tensor, grads[begin:end]))
+            if not run.lie_alike(parts) or parts[0].dtype is not run.tensor.dtype:
+                return False
             begin = end
-        self._pointers = pointers
-        return joined
+        return True
 
     def loose_gradients(self) -> list[Tensor]:
         """Return the gradients for a plan without flat runs, redistributed where they must be."""
