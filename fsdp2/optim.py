@@ -57,8 +57,10 @@ def local(
     0-dim states such as ``step``, which are up to date when ``state`` is read. A state changed
     through ``state`` is taken over by the next step.
 
-    Results are bit for bit those of ``cls`` on the ``DTensor``s with the same arguments. Where
-    ``foreach`` is None that means the loop, which torch chooses for ``DTensor``s.
+    Results are bit for bit those of ``cls`` on the ``DTensor``s with the same arguments (of a class
+    of your own on a CPU, as far as its kernels round alike wherever an element lies). Where
+    ``foreach`` is None that means the loop, which torch chooses for ``DTensor``s. Where torch has
+    no ``DTensor`` kernels (fused SGD and Adagrad, Rprop), they are those on plain local tensors.
 
     Args:
         cls: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or Rprop of
@@ -99,7 +101,7 @@ class LocalOptimizer:
     after a look the table, by parameter, holds it, until the next step makes plans of it.
     """
 
-    _base: type[Optimizer]
+    _plain_class: type[Optimizer]
     _table: Table
     _plans: list[Plan] | None
     _inside: Table | None
@@ -152,7 +154,7 @@ class LocalOptimizer:
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
-        _check_groups(self._base, groups)
+        _check_groups(self._plain_class, groups)
         with torch.no_grad():
             grads = self._plan(groups)
             assert self._plans is not None
@@ -208,7 +210,7 @@ class LocalOptimizer:
                 inside[run.tensor] = run.state
             for param in plan.plain:
                 inside[param] = self._table[param]
-        step: Any = self._base.step
+        step: Any = self._plain_class.step
         if getattr(step, "hooked", False):  # hooks run around our own step
             step = step.__wrapped__
         self._inside, self.param_groups = inside, own_groups
@@ -231,7 +233,7 @@ class LocalOptimizer:
         cast(Any, super()).__setstate__(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._base,), cast(Any, self).__getstate__()
+        return _rebuild, (self._plain_class,), cast(Any, self).__getstate__()
 
 
 _classes: dict[type[Optimizer], Any] = {}
@@ -240,7 +242,7 @@ _classes: dict[type[Optimizer], Any] = {}
 def _local_class(cls: type[Optimizer]) -> Any:
     """Return the class that ``local`` makes instances of."""
     if cls not in _classes:
-        names = {"_base": cls, "__doc__": cls.__doc__, "__module__": __name__}
+        names = {"_plain_class": cls, "__doc__": cls.__doc__, "__module__": __name__}
         _classes[cls] = type(f"Local{cls.__name__}", (LocalOptimizer, cls), names)
     return _classes[cls]
 
