@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -656,3 +656,23 @@ def test_replaced_parameters_are_not_followed() -> None:
         optimizer.add_param_group({"params": list(model.parameters())})
     twins.step(2)
     twins.check_parameters()
+
+
+@ranks(2)
+def test_partial_gradients() -> None:
+    """A gradient that is a sum over ranks is summed before it is used."""
+    mesh = make_mesh()
+    values = [torch.randn(5, 3), torch.randn(4)]
+    results = []
+    for make in (torch.optim.AdamW, lambda p: fsdp2.optim.local(torch.optim.AdamW, p)):
+        params = [nn.Parameter(distribute_tensor(v.clone(), mesh, [Replicate()])) for v in values]
+        optimizer = make(params)
+        for step in range(3):
+            for param, value in zip(params, values, strict=True):
+                local = value * (step + torch.distributed.get_rank())
+                param.grad = DTensor.from_local(local, mesh, [Partial()])
+            optimizer.step()
+        results.append((params, optimizer.state_dict()))
+    assert_same_state(results[1][1], results[0][1])
+    for ours, plain in zip(results[1][0], results[0][0], strict=True):
+        assert_equal(ours, plain, "parameter")
