@@ -1,6 +1,8 @@
 """Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it."""
 
+from fsdp2 import optim as optim
 from fsdp2._api import fully_shard, register_fsdp_forward_method
+from fsdp2._clip import clip_grad_norm_
 from fsdp2._comm import AllGather, Comm, ReduceScatter
 from fsdp2._control import share_comm_ctx
 from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
@@ -28,6 +30,7 @@ __all__ = [
     "StateError",
     "UnshardHandle",
     "UnsupportedError",
+    "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

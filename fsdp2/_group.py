@@ -219,13 +219,15 @@ class ParamGroup:
             storage.resize_(layout.full_nbytes)  # views cannot be made of a freed storage
             buffer.bind(self._full)
             storage.resize_(0)
-        locals_ = iter(buffer.shards)
+        index = 0
         for param, (source, registered) in zip(self.params, sources, strict=True):
-            local = source
-            if not param.is_extended:
-                local = next(locals_)
-                local.copy_(source.detach())
-            param.set_shard(local, registered)
+            if param.is_extended:
+                param.set_shard(source, registered)
+                continue
+            local = buffer.shards[index]
+            local.copy_(source.detach())
+            param.set_shard(local, registered, buffer.piece(index))
+            index += 1
         self._tail.plan([param for param in self.params if param.is_extended])
         self._home = buffer
         self._register(SHARDED)

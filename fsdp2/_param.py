@@ -81,6 +81,15 @@ class Site:
         self.module._parameters[self.name] = tensor  # type: ignore[assignment]  # maybe no leaf
 
 
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Where a shard lies in the group's flat shard buffer, padding included. In bytes."""
+
+    flat: torch.Tensor
+    start: int
+    nbytes: int
+
+
 class OwnerMark:
     """What tells a later call of ``fully_shard`` that a parameter is taken. Copies are blank."""
 
@@ -135,6 +144,7 @@ class FSDPParam:
         original.__dict__[_MARK] = OwnerMark(self)
         self.sharded: nn.Parameter = original
         self.local: torch.Tensor | None = None
+        self.piece: Piece | None = None
         self.spec = placement.sharded_spec(self.storage_dtype)
         self.unsharded: nn.Parameter | None = None
         self.unsharded_dtype = original.dtype
@@ -177,8 +187,10 @@ class FSDPParam:
             return torch.empty(local.shape, dtype=local.dtype, device=local.device)
         return local
 
-    def set_shard(self, local: torch.Tensor, registered: nn.Parameter | None) -> None:
-        """Take ``local`` (in the group's flat buffer) as the shard, and register it.
+    def set_shard(
+        self, local: torch.Tensor, registered: nn.Parameter | None, piece: Piece | None = None
+    ) -> None:
+        """Take ``local`` (``piece`` of the group's flat buffer) as the shard, and register it.
 
         ``registered`` is a DTensor parameter that keeps its identity (the optimizer may hold it);
         None makes a new one.
@@ -192,6 +204,7 @@ class FSDPParam:
         _torch.set_local_tensor(self.sharded, local)
         self.sharded.__dict__[_MARK] = OwnerMark(self)
         self.local = local
+        self.piece = piece
         self.storage_dtype = local.dtype
 
     def set_unsharded(self, tensor: torch.Tensor) -> None:
@@ -230,6 +243,7 @@ class FSDPParam:
         return {
             **vars(self),
             "local": None,
+            "piece": None,
             "unsharded": None,
             "post_forward": None,
             "machine": None,

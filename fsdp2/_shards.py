@@ -16,6 +16,7 @@ from fsdp2._agreement import Stamp
 from fsdp2._comm import Wire
 from fsdp2._layout import GatherLayout, align
 from fsdp2._mesh import MeshAxis
+from fsdp2._param import Piece
 from fsdp2._streams import Launched
 
 
@@ -66,6 +67,12 @@ class ShardBuffer:
         """Put the stamp behind the parameters, where the all-gather takes it along."""
         if self.stamp is not None and not self.flat.is_meta:
             self.shards[-1].copy_(torch.tensor(self.stamp.code))
+
+    def piece(self, index: int) -> Piece:
+        """Say where the shard of an item lies."""
+        item = self.layout.items[index]
+        nbytes = item.shard.piece_numel * item.storage_dtype.itemsize
+        return Piece(self.flat, self.layout.shard_offsets[index], nbytes)
 
     def bind(self, full: Tensor) -> None:
         """Let gathered pieces land in a full buffer, which has its memory now."""

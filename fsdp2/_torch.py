@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -85,6 +86,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     """Let a DTensor keep its values in other memory (the group's flat buffer)."""
     tensor._local_tensor = local
+
+
+get_local_tensor = attrgetter("_local_tensor")
+get_spec = attrgetter("_spec")
+"""``local_tensor`` and ``spec_of`` for ``map``: an optimizer step asks for hundreds of each."""
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -238,6 +244,16 @@ def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None
     One kernel for a whole group on CUDA; the public ``chunk`` and ``cat`` take one for each.
     """
     torch._chunk_cat(tensors, 0, size, out=out)
+
+
+def norms_of(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Return the vector norm of each tensor: a few kernels for all of them on a device."""
+    return list(torch._foreach_norm(list(tensors), order))
+
+
+def scale_all_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors of one device in place: a few kernels for all of them on a device."""
+    torch._foreach_mul_(list(tensors), factor)
 
 
 # References: whether a buffer may be reused. See [Note: reused gradients] in _gradients.

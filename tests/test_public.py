@@ -58,6 +58,7 @@ ShardPlacementResult
 StateError
 UnshardHandle
 UnsupportedError
+clip_grad_norm_
 fully_shard
 register_fsdp_forward_method
 share_comm_ctx""",
