@@ -10,7 +10,9 @@ raw copy is 8 thousand instructions, the rest of a call 3 thousand.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,10 +21,15 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 BACKEND = "noop"
+HELD = 64  # C++ callers of an all-reduce hold no reference to its Python half, so the group does
 
 
 class _Done(dist.Work):
-    """A work that finished before it began."""
+    """A work that finished before it began. DDP reads `tensors` from its future."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.tensors = list(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -35,7 +42,7 @@ class _Done(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        future.set_result([])
+        future.set_result(self.tensors)
         return future
 
 
@@ -51,8 +58,11 @@ class NoopGroup(dist.ProcessGroup):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # an overload the stub lacks
         fake = FakeProcessGroup._create_internal(rank, size)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
+        for device in ("cpu", "cuda"):
+            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, fake)
         self._rank = rank
+        self._size = size
+        self._held: deque[dist.Work] = deque(maxlen=HELD)
         self._done = _Done()
         self.calls = 0
 
@@ -63,10 +73,16 @@ class NoopGroup(dist.ProcessGroup):
         self.calls += 1
         return self._done
 
-    allreduce = allreduce_coalesced = allgather = broadcast = barrier = _finish
+    allreduce_coalesced = allgather = broadcast = barrier = _finish
     all_gather_single = _allgather_base = _finish
     all_gather_single_coalesced = allgather_into_tensor_coalesced = _finish
     all_to_all_single = alltoall_base = alltoall = _finish
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
+        self.calls += 1
+        work = _Done(tensors)
+        self._held.append(work)
+        return work
 
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
@@ -91,14 +107,26 @@ class NoopGroup(dist.ProcessGroup):
         ctypes.memmove(output.data_ptr(), source.data_ptr() + self._rank * nbytes, nbytes)
 
 
-def start(world_size: int) -> tuple[NoopGroup, DeviceMesh]:
+@contextmanager
+def ranks(
+    world_size: int, make: Callable[[int, int], NoopGroup] = NoopGroup, device: str = "cpu"
+) -> Iterator[tuple[Any, DeviceMesh]]:
+    """Be rank 0 of `world_size` for a while: the default group, and a one-axis mesh over it."""
+    group, mesh = start(world_size, make, device)
+    try:
+        yield group, mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def start(
+    world_size: int, make: Callable[[int, int], NoopGroup] = NoopGroup, device: str = "cpu"
+) -> tuple[Any, DeviceMesh]:
     """Make rank 0 of a group of `world_size` the default group, and a one-axis mesh over it."""
 
     def create(store: dist.Store, rank: int, size: int, timeout: Any) -> NoopGroup:
-        return NoopGroup(rank, size)
+        return make(rank, size)
 
-    dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, create, devices=[device])
     dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=dist.HashStore())
-    group = dist.group.WORLD
-    assert isinstance(group, NoopGroup)
-    return group, init_device_mesh("cpu", (world_size,))
+    return dist.group.WORLD, init_device_mesh(device, (world_size,))
