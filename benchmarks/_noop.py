@@ -10,6 +10,7 @@ raw copy is 8 thousand instructions, the rest of a call 3 thousand.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -112,11 +113,13 @@ def ranks(
     world_size: int, make: Callable[[int, int], NoopGroup] = NoopGroup, device: str = "cpu"
 ) -> Iterator[tuple[Any, DeviceMesh]]:
     """Be rank 0 of `world_size` for a while: the default group, and a one-axis mesh over it."""
+    hook = sys.excepthook  # torch wraps it once more for each default group
     group, mesh = start(world_size, make, device)
     try:
         yield group, mesh
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def start(

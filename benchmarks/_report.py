@@ -121,12 +121,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a benchmark's own code returns; `failed` makes the command end with 1."""
+    """What a benchmark's own code returns.
+
+    `failed` makes the command end with 1; `suffix` tells results of one benchmark apart.
+    """
 
     figures: list[Figure]
     settings: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     failed: bool = False
+    suffix: str = ""
 
 
 def run(
@@ -143,7 +147,9 @@ def run(
     torch.set_num_threads(1)
     measured = measure(arguments)
     origin = find_origin(f"benchmarks.{name}")
-    result = Result(name, origin, measured.figures, measured.settings, measured.notes)
+    result = Result(
+        name + measured.suffix, origin, measured.figures, measured.settings, measured.notes
+    )
     print(result.to_markdown())
     if arguments.json is not None:
         result.write(arguments.json)

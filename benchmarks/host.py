@@ -96,7 +96,9 @@ def fit_instructions(
         if outcome.error or outcome.request.mode != "count":
             continue
         for library in outcome.request.libraries:
-            for precision in filter(lambda p: applies(library, p), PRECISIONS):  # noqa: B023  # used at once
+            for precision in PRECISIONS:
+                if not applies(library, precision):
+                    continue
                 labels = [make_label(library, precision, depth) for depth in depths]
                 totals = [outcome.results[label] / steps for label in labels]
                 costs[library, precision] = Cost.fit(depths, totals)
