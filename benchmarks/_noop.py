@@ -42,7 +42,8 @@ class _Done(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        devices = [tensor.device for tensor in self.tensors if tensor.is_cuda]
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
         future.set_result(self.tensors)
         return future
 

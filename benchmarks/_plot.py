@@ -1,4 +1,4 @@
-"""Curves, where they say more than a table. Without matplotlib (the extra `bench`) there are none."""
+"""Curves, where they say more than a table. Without matplotlib (the extra `bench`) none is drawn."""
 
 from __future__ import annotations
 

@@ -60,6 +60,8 @@ class Counted:
 
 def measure(arguments: argparse.Namespace) -> Measured:
     figures = []
+    for library in arguments.libraries:
+        count(library, Point("imports", 0, 8, 1))  # what is imported late is not counted below
     for point in points():
         plain = count("plain", point)
         for library in arguments.libraries:
@@ -77,8 +79,7 @@ def measure(arguments: argparse.Namespace) -> Measured:
                 is_gated = gated(library) and quantity != CPU
                 figures.append(Figure(point.case, library, quantity, value, is_gated))
     if arguments.save:
-        curves = {name: list(xs) for name, xs in CURVES.items()}
-        _plot.save(RESULTS / "scale.svg", figures, curves, CALLS)
+        _plot.save(RESULTS / "scale.svg", figures, CURVES, CALLS)
     return Measured(figures, {"curves": CURVES})
 
 
