@@ -10,6 +10,7 @@ raw copy is 8 thousand instructions, the rest of a call 3 thousand.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -121,6 +122,7 @@ def ranks(
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
+        gc.collect()
 
 
 def start(

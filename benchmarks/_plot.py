@@ -1,4 +1,4 @@
-"""Curves, where they say more than a table. Without matplotlib (the extra `bench`) none is drawn."""
+"""Curves, where they say more than a table; none without matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 

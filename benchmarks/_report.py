@@ -6,6 +6,7 @@ Owns the form of a result, its files, and the command line that all benchmarks s
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -145,6 +146,7 @@ def run(
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.disable()  # when it runs depends on what ran before
     measured = measure(arguments)
     origin = find_origin(f"benchmarks.{name}")
     result = Result(

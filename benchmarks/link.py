@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import statistics
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +40,6 @@ def measure(arguments: argparse.Namespace) -> Measured:
     clock = WallClock() if arguments.wall else VirtualClock()
     link = Link(clock)
     figures: list[Figure] = []
-    gc.disable()
     with _noop.ranks(RANKS, partial(LinkGroup, link=link)) as (_, mesh), clock:
         for grouping in GROUPINGS:
             steps: Steps = {}

@@ -82,7 +82,6 @@ def limit_of(ranks: int, plain: Peak, copies: int, *, bf16: bool, is_split: bool
 
 def find_peak(library: str, ranks: int, *, bf16: bool, split_root: bool = False) -> Peak:
     """Run a variant and return the peak of one step after the warm-up."""
-    gc.disable()
     with _noop.ranks(ranks) as (_, mesh):
         model = build(library, MEDIUM, mesh, bf16=bf16, split_root=split_root)
         x = make_input(library, MEDIUM, bf16=bf16)

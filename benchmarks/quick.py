@@ -93,8 +93,7 @@ def run_all(names: Sequence[str], words: Sequence[str], folder: Path) -> list[En
                 cwd=REPOSITORY,
                 env=environment,
                 text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 timeout=TIME_LIMIT_S,
             )
         except subprocess.TimeoutExpired:

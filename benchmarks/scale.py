@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -102,7 +101,6 @@ def points() -> Iterator[Point]:
 
 def count(library: str, point: Point) -> Counted:
     """Build a variant and run a few of its steps."""
-    gc.disable()
     size = Size(point.depth)
     models: list[Any] = []
     with _noop.ranks(point.ranks) as (_, mesh):
@@ -119,7 +117,6 @@ def count(library: str, point: Point) -> Counted:
         with OpCounter() as counter:
             step()
         cpu_ms = min(_cpu_ms(step) for _ in range(TIMED))
-    gc.collect()
     return Counted(calls, setup, counter.names.total(), cpu_ms)
 
 

@@ -5,8 +5,8 @@
 Two and three processes on this machine train over TCP, and each adds up what the kernel counts as
 sent on its own sockets (`tcpi_bytes_sent` less `tcpi_bytes_retrans`: payload, without headers), so
 other traffic on the loopback interface does not disturb. The limit a rank is
-(N-1)/N (b_p (2P - P_k) + b_r P), see `_limits`. DDP sends 2 (N-1)/N P at least, which is less: it gathers nothing.
-Needs Linux 4.19 or newer.
+(N-1)/N (b_p (2P - P_k) + b_r P), see `_limits`. DDP sends 2 (N-1)/N b_r P at least, which is less:
+it gathers nothing. Needs Linux 4.19 or newer.
 """
 
 from __future__ import annotations
