@@ -1,4 +1,4 @@
-"""A serial link in one process: collectives that carry nothing and are done when the link is.
+"""A serial link in one process: collectives that are done when the link is.
 
 Owns the clocks, the link, and the process group over it. An operation starts when the one before
 it has left the link, takes bytes sent / bandwidth, and is done at a time that is known at once;
@@ -125,6 +125,7 @@ class LinkGroup(NoopGroup):
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> dist.Work:
+        self._repeat(output, source)
         return self._send(output.nbytes, 1)
 
     def reduce_scatter_single(
@@ -143,6 +144,8 @@ class LinkGroup(NoopGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
+        for output, source in zip(outputs, inputs, strict=True):
+            self._repeat(output, source)
         return self._send(sum(output.nbytes for output in outputs), 1)
 
     def all_to_all_single(

@@ -1,10 +1,12 @@
-"""A process group of N ranks in one process whose collectives do nothing and are done at once.
+"""A process group of N ranks in one process whose collectives cost next to nothing.
 
-torch's own `fake` backend copies the input once per rank, and those copies swamp the host cost
-under measurement. Here a collective costs one Python call on every side. Outputs keep whatever
-memory they had, with one exception: a reduce-scatter hands the rank its own chunk of the input (one
-raw copy), so that a library that sends flags along with the gradients reads back what it wrote. The
-raw copy is 8 thousand instructions, the rest of a call 3 thousand.
+torch's own `fake` backend copies the input once per rank with an op each, and those ops swamp the
+host cost under measurement. Here a collective costs one Python call and one raw copy on every side,
+some ten thousand instructions. The data are those of N ranks that hold the same: an all-gather
+repeats the rank's shard, a mean over ranks hands it its own chunk back, an all-reduce leaves the
+tensor as it is. So what a library sends along with its data, to check or to count, arrives, and it
+does all the work that it does on a real wire. Collectives on lists of tensors, which only FSDP1
+uses, carry nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class _Done(dist.Work):
 
 
 class NoopGroup(dist.ProcessGroup):
-    """Answer every collective with the same finished work and count the calls.
+    """Answer every collective with a finished work and count the calls.
 
     torch lets Python subclass `ProcessGroup` (not `Backend`), so a call from Python lands here
     directly. Both spellings of each method are there: torch 2.13 renamed `_allgather_base` to
@@ -77,8 +79,6 @@ class NoopGroup(dist.ProcessGroup):
         return self._done
 
     allreduce_coalesced = allgather = broadcast = barrier = _finish
-    all_gather_single = _allgather_base = _finish
-    all_gather_single_coalesced = allgather_into_tensor_coalesced = _finish
     all_to_all_single = alltoall_base = alltoall = _finish
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
@@ -86,6 +86,21 @@ class NoopGroup(dist.ProcessGroup):
         work = _Done(tensors)
         self._held.append(work)
         return work
+
+    def all_gather_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        self.calls += 1
+        self._repeat(output, source)
+        return self._done
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        self.calls += 1
+        for output, source in zip(outputs, inputs, strict=True):
+            self._repeat(output, source)
+        return self._done
 
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
@@ -102,8 +117,14 @@ class NoopGroup(dist.ProcessGroup):
             self._copy_own_chunk(output, source)
         return self._done
 
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # argument names
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    def _repeat(self, output: torch.Tensor, source: torch.Tensor) -> None:
+        row = ctypes.string_at(source.data_ptr(), source.nbytes)
+        ctypes.memmove(output.data_ptr(), row * self._size, output.nbytes)
 
     def _copy_own_chunk(self, output: torch.Tensor, source: torch.Tensor) -> None:
         nbytes = output.nbytes

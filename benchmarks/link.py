@@ -43,23 +43,24 @@ def measure(arguments: argparse.Namespace) -> Measured:
     with _noop.ranks(RANKS, partial(LinkGroup, link=link)) as (_, mesh), clock:
         for grouping in GROUPINGS:
             steps: Steps = {}
+            split = {"split_root": grouping != "default"}
             for library in arguments.libraries:
                 if grouping != "default" and library in ("ddp", "fsdp1"):
                     continue
-                split = {"split_root": grouping != "default"}
                 steps[library] = prepare_step(library, size, mesh, **split)
                 link.bandwidth = None
                 for _ in range(WARMUP):
                     steps[library]()
+            least = sharded_bytes_sent(size, RANKS, **split)
             compute = _median_compute(steps["plain"], link, arguments.rounds)
             for ratio in RATIOS:
-                link.bandwidth = sharded_bytes_sent(size, RANKS) / (ratio * compute)
+                link.bandwidth = least / (ratio * compute)
                 case = f"{grouping}, communication/compute {ratio}"
                 limit = max(1.0, ratio) * compute
                 if arguments.wall:
                     figures += _time_rounds(case, steps, link, ratio, arguments.rounds)
                 else:
-                    figures += _time_once(case, steps, link, limit)
+                    figures += _time_once(case, steps, link, limit, least)
     settings = {"numel": size.numel, "world_size": RANKS, "rounds": arguments.rounds}
     return Measured(figures, settings, suffix="-wall" if arguments.wall else "")
 
@@ -77,12 +78,12 @@ def _median_compute(plain: Callable[[], None], link: Link, rounds: int) -> float
     return statistics.median(time_step(plain, link) for _ in range(rounds))
 
 
-def _time_once(case: str, steps: Steps, link: Link, limit: float) -> list[Figure]:
+def _time_once(case: str, steps: Steps, link: Link, limit: float, least: float) -> list[Figure]:
     times, sent = {}, {}
     for library, step in steps.items():
         before = link.nbytes
         times[library] = time_step(step, link)
-        sent[library] = (link.nbytes - before) / sharded_bytes_sent(VIRTUAL, RANKS)
+        sent[library] = (link.nbytes - before) / least
     figures = []
     for library, took in times.items():
         is_gated = gated(library)

@@ -108,6 +108,15 @@ def test_every_variant_runs_on_collectives_that_do_nothing(library: str, precisi
         assert group.calls - before == calls
 
 
+def test_collectives_carry_what_equal_ranks_would_send() -> None:
+    with _noop.ranks(3) as (group, _):
+        whole, part = torch.empty(6), torch.tensor([1.0, 2.0])
+        group.all_gather_single(whole, part).wait()
+        assert whole.tolist() == [1, 2] * 3
+        group.reduce_scatter_single(part, torch.arange(6.0)).wait()
+        assert part.tolist() == [0, 1]
+
+
 def test_copies_are_counted_by_what_ops_read_and_write() -> None:
     source, target = torch.ones(8), torch.empty(8, dtype=torch.float64)
     with CopyCounter() as counter:
