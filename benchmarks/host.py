@@ -153,8 +153,8 @@ def make_notes(outcomes: Sequence[Outcome]) -> list[str]:
                 for label in ("all_gather", "reduce_scatter")
             )
             notes.append(
-                f"One collective of the stand-in, torch's Python function around it included: all-gather "
-                f"{gather:.0f} k instructions, reduce-scatter {scatter:.0f} k."
+                "One collective of the stand-in, torch's Python function around it included: "
+                f"all-gather {gather:.0f} k instructions, reduce-scatter {scatter:.0f} k."
             )
     return notes
 

@@ -135,12 +135,12 @@ def find_left_out(names: Sequence[str], *, is_check: bool) -> dict[str, str]:
 
 
 def check(results: dict[str, Result]) -> list[str]:
-    """Print what changed for ours; return the benchmarks with a gated figure that is worse."""
+    """Print which gated figures changed; return the benchmarks with a gated figure that is worse."""
     worse = []
     changes = []
     for name, result in results.items():
         found = compare(Result.read(RESULTS / f"{name}.json"), result)
-        changes += [change for change in found if change.key[1] == OURS]
+        changes += [change for change in found if change.is_gated]
         if any(change.is_worse(TOLERANCE) for change in found):
             worse.append(name)
     print(f"\n{show(changes, TOLERANCE)}")

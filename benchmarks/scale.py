@@ -3,7 +3,8 @@
     python -m benchmarks.scale
 
 One process plays rank 0 of 8 to 4096 over collectives that do nothing. Counted exactly, with
-cProfile: calls of functions from Python, a step over the plain model's, and to shard the model.
+cProfile: calls of functions from Python, a step over the plain model's, and to shard the model (a
+second one on the same mesh, so that torch's caches are warm for everybody).
 That is a proxy for host time which misses what one call does inside: `host` counts that, for one
 size. Also ops dispatched, and CPU milliseconds a step over the plain model's (the least of a few,
 not gated). Every curve should be flat in ranks, and straight in groups and parameters.
@@ -59,8 +60,6 @@ class Counted:
 
 def measure(arguments: argparse.Namespace) -> Measured:
     figures = []
-    for library in arguments.libraries:
-        count(library, Point("imports", 0, 8, 1))  # what is imported late is not counted below
     for point in points():
         plain = count("plain", point)
         for library in arguments.libraries:
@@ -109,8 +108,9 @@ def count(library: str, point: Point) -> Counted:
             grouping = {"blocks_per_group": point.blocks_per_group}
             models.append(build_model(library, size, mesh, bf16=False, **grouping))
 
+        build()  # what imports and torch's caches for a mesh cost depends on who came first
         setup = count_calls(build)
-        step = make_step(models[0], make_input(library, size, bf16=False))
+        step = make_step(models.pop(), make_input(library, size, bf16=False))
         for _ in range(WARMUP):
             step()
         calls = count_calls(step)
