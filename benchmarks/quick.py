@@ -135,7 +135,7 @@ def find_left_out(names: Sequence[str], *, is_check: bool) -> dict[str, str]:
 
 
 def check(results: dict[str, Result]) -> list[str]:
-    """Print which gated figures changed; return the benchmarks with a gated figure that is worse."""
+    """Print which gated figures changed; return the benchmarks where one became worse."""
     worse = []
     changes = []
     for name, result in results.items():

@@ -179,22 +179,14 @@ def test_peak_counts_gradients_and_buffers(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_tables_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
     few = argparse.Namespace(
-        libraries=["plain", "fsdp2"],
-        world_sizes=[4],
-        world_size=4,
-        save=False,
-        wall=False,
-        rounds=2,
+        libraries=["plain", "fsdp2"], world_sizes=[4], save=False, wall=False, rounds=2
     )
     monkeypatch.setattr(copies, "MEDIUM", SMALL)
-    monkeypatch.setattr(peak, "MEDIUM", SMALL)
+    monkeypatch.setattr(copies, "PRECISIONS", ("fp32",))
     monkeypatch.setattr(link, "VIRTUAL", SMALL)
-    for module in (copies, peak):
-        monkeypatch.setattr(module, "PRECISIONS", ("fp32",))
-    for module in (peak, link):
-        monkeypatch.setattr(module, "GROUPINGS", ("default",))
+    monkeypatch.setattr(link, "GROUPINGS", ("default",))
     monkeypatch.setattr(scale, "points", lambda: [scale.Point("ranks", 4, 4, 2)])
-    for module in (copies, peak, link, scale):
+    for module in (copies, link, scale):
         measured = module.measure(few)
         table = Result("x", ORIGIN, measured.figures).to_table()
         assert "| fsdp2 |" in table
