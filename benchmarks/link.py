@@ -31,7 +31,7 @@ RATIOS = (0.45, 1.2, 2.8)
 RANKS = 8
 WARMUP = 3
 VIRTUAL = dataclasses.replace(MEDIUM, depth=12)
-WALL = dataclasses.replace(MEDIUM, depth=12, tokens=128)
+WALL = dataclasses.replace(MEDIUM, tokens=64)
 Steps = dict[str, Callable[[], None]]
 
 
