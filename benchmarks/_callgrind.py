@@ -34,13 +34,18 @@ void window_close(const char *label) {
 """
 
 
+def find_missing_tools() -> list[str]:
+    """Return the programs that counting needs and this machine lacks."""
+    return [tool for tool in ("valgrind", "gcc") if shutil.which(tool) is None]
+
+
 def build_shim(folder: Path) -> Path:
     """Compile the shim into `folder`; raise `RuntimeError` naming what this machine lacks."""
-    for tool in ("valgrind", "gcc"):
-        if shutil.which(tool) is None:
-            raise RuntimeError(
-                f"{tool} not found: counting instructions needs valgrind with its headers, and gcc."
-            )
+    if missing := find_missing_tools():
+        raise RuntimeError(
+            f"{' and '.join(missing)} not found: counting instructions needs valgrind with its "
+            "headers, and gcc."
+        )
     source, library = folder / "shim.c", folder / "shim.so"
     source.write_text(_SHIM_SOURCE)
     command = ["gcc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source)]

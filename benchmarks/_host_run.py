@@ -33,13 +33,9 @@ class Outcome:
 
 def run_workers(requests: Sequence[Request], folder: Path) -> list[Outcome]:
     """Run each request in a process of its own; a failure becomes an `Outcome` with `error`."""
-    shim = _callgrind.build_shim(folder)
-    environment = {
-        **os.environ,
-        _callgrind.SHIM_VARIABLE: str(shim),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONHASHSEED": "0",
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    if any(request.mode == "count" for request in requests):
+        environment[_callgrind.SHIM_VARIABLE] = str(_callgrind.build_shim(folder))
 
     def run(index: int) -> Outcome:
         return _run_worker(requests[index], folder / f"worker{index}", environment)

@@ -13,19 +13,16 @@ import json
 import os
 import pstats
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import _callgrind, _models, _noop
+from benchmarks._dispatch import OpCounter
 
-PRECISIONS = ("fp32", "bf16")
 CALLS_TIMED = 16
 
 
@@ -53,20 +50,6 @@ def make_label(library: str, precision: str, depth: int) -> str:
     return f"{library}, {precision}, {depth}"
 
 
-class OpCounter(TorchDispatchMode):
-    """Count the ops that reach the dispatcher's Python key, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.names[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def main() -> None:
     request = Request(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
@@ -77,8 +60,11 @@ def main() -> None:
     results: dict[str, Any] = {}
     for library in request.libraries:
         for precision in request.precisions:
+            if not _models.applies(library, precision):
+                continue
             for depth in request.depths:
-                step = _prepare_step(library, precision, depth, mesh)
+                size, bf16 = _models.Size(depth), precision == "bf16"
+                step = _models.prepare_step(library, size, mesh, bf16=bf16)
                 for _ in range(request.warmup):
                     step()
                 label = make_label(library, precision, depth)
@@ -91,14 +77,6 @@ def main() -> None:
                 else:
                     results[label] = _profile(step, request.steps)
     print(json.dumps({"results": results, "is_foreign": _is_foreign()}))
-
-
-def _prepare_step(library: str, precision: str, depth: int, mesh: DeviceMesh) -> Callable[[], None]:
-    bf16 = precision == "bf16"
-    model = _models.build(library, depth, mesh, bf16=bf16)
-    # A sharded model casts its input itself.
-    is_bf16_input = bf16 and library == "plain"
-    return _models.make_step(model, torch.bfloat16 if is_bf16_input else torch.float32)
 
 
 def _count_collectives(world_size: int) -> None:

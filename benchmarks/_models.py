@@ -1,6 +1,6 @@
-"""The model that host measurements run: identical small blocks whose kernels cost next to nothing.
+"""The one model that every benchmark runs, in the sizes they need, and how each library shards it.
 
-Owns the shape of the model and how each library shards it. Knows nothing of counting.
+Owns the shape of the model and the variants. Knows nothing of counting.
 
 A block holds nine parameters, like a decoder block of today: two norms, q, k, v, o, and a gated
 feed-forward of three matrices. The root holds an input projection and a head, so that every block
@@ -9,7 +9,8 @@ sees an input that requires grad and no block is special.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -18,24 +19,56 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-WIDTH = 16
-TOKENS = 4
+LIBRARIES = ("plain", "ddp", "fsdp1", "torch", "torch tuned", "fsdp2")
+OURS = "fsdp2"
+PRECISIONS = ("fp32", "bf16")
+PRECISION_NAMES = {"fp32": "fp32", "bf16": "bf16 parameters, fp32 reduction"}
+GROUPINGS = ("default", "split root")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a model: numbers of elements, not bytes."""
+
+    depth: int
+    width: int = 16
+    hidden: int = 16
+    vocabulary: int = 16
+    tokens: int = 4
+
+    @property
+    def block_numel(self) -> int:
+        return 4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width
+
+    @property
+    def root_numel(self) -> int:
+        """The input projection and the head together."""
+        return 2 * self.width * self.vocabulary
+
+    @property
+    def numel(self) -> int:
+        return self.depth * self.block_numel + self.root_numel
+
+
+MEDIUM = Size(depth=6, width=256, hidden=768, vocabulary=4096, tokens=8)
+"""In fp32 six blocks of 3.4 MB, input projection and head of 4.2 MB each: 28.9 MB."""
 
 
 class Block(nn.Module):
-    """One attention head and a gated feed-forward: `[TOKENS, WIDTH]` in, the same out."""
+    """One attention head and a gated feed-forward: `[tokens, width]` in, the same out."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(WIDTH, eps=1e-5)
-        self.q = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.k = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.v = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.feed_forward_norm = nn.RMSNorm(WIDTH, eps=1e-5)
-        self.w1 = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.w2 = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.w3 = nn.Linear(WIDTH, WIDTH, bias=False)
+        width, hidden = size.width, size.hidden
+        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, width, bias=False)
+        self.v = nn.Linear(width, width, bias=False)
+        self.o = nn.Linear(width, width, bias=False)
+        self.feed_forward_norm = nn.RMSNorm(width, eps=1e-5)
+        self.w1 = nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width, bias=False)
+        self.w3 = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.attention_norm(x)
@@ -48,11 +81,11 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """`depth` blocks between an input projection and a head."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.embed = nn.Linear(size.vocabulary, size.width, bias=False)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.depth))
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -61,58 +94,116 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def build(library: str, depth: int, mesh: DeviceMesh, *, bf16: bool) -> Stack:
-    """Build the model of `depth` blocks as one of `LIBRARIES` runs it.
+def applies(library: str, precision: str) -> bool:
+    """Say whether a variant exists: DDP has no parameters of lower precision than it keeps."""
+    return library != "ddp" or precision == "fp32"
+
+
+def build(
+    library: str,
+    size: Size,
+    mesh: DeviceMesh,
+    *,
+    bf16: bool,
+    split_root: bool = False,
+    blocks_per_group: int = 1,
+) -> nn.Module:
+    """Build the model as one of `LIBRARIES` runs it, on the device of the mesh.
 
     `bf16` means bf16 parameters and fp32 reduction; the plain model is then simply in bf16.
+    With `split_root` the input projection and the head are groups of their own. The choices of
+    groups are not for `ddp`, and `fsdp1` knows the default only.
     """
     torch.manual_seed(0)
-    model = Stack(depth)
+    with torch.device(mesh.device_type):
+        model = Stack(size)
     if library == "plain":
         return model.to(torch.bfloat16) if bf16 else model
-    if library == "fsdp2":
+    if library == "ddp":
+        return nn.parallel.DistributedDataParallel(
+            model, process_group=mesh.get_group(), init_sync=False
+        )
+    if library == "fsdp1":
+        return _wrap(model, mesh, bf16=bf16)
+    units = _find_units(model, split_root, blocks_per_group)
+    if library == OURS:
         import fsdp2
 
-        return _shard(model, mesh, fsdp2, bf16=bf16)
+        return _shard(model, units, mesh, fsdp2, bf16=bf16)
     from torch.distributed import fsdp
 
-    _shard(model, mesh, fsdp, bf16=bf16)
+    _shard(model, units, mesh, fsdp, bf16=bf16)
     if library == "torch tuned":
-        _tune(model)
+        _tune(model, units)
     return model
 
 
-LIBRARIES = ("plain", "torch", "torch tuned", "fsdp2")
+def _find_units(model: Stack, split_root: bool, blocks_per_group: int) -> list[list[nn.Module]]:
+    """Return the modules of each group below the root, in forward order."""
+    blocks = list(model.blocks)
+    starts = range(0, len(blocks), blocks_per_group)
+    units = [blocks[start : start + blocks_per_group] for start in starts]
+    return [[model.embed], *units, [model.head]] if split_root else units
 
 
-def _shard(model: Stack, mesh: DeviceMesh, library: Any, *, bf16: bool) -> Stack:
+def _shard(
+    model: Stack, units: Sequence[list[nn.Module]], mesh: DeviceMesh, library: Any, *, bf16: bool
+) -> Stack:
     kwargs: dict[str, Any] = {"mesh": mesh}
     if bf16:
         kwargs["mp_policy"] = library.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
-    for block in model.blocks:
-        library.fully_shard(block, **kwargs)
+    for unit in units:
+        library.fully_shard(unit if len(unit) > 1 else unit[0], **kwargs)
     library.fully_shard(model, **kwargs)
     return model
 
 
-def _tune(model: Stack) -> None:
-    """Give torch's FSDP2 prefetch lists one block deep and async all-gathers (a private switch)."""
-    blocks: list[Any] = list(model.blocks)
-    for block, following in pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([block])
+def _tune(model: Stack, units: Sequence[list[nn.Module]]) -> None:
+    """Give torch's FSDP2 prefetch lists one unit deep and async all-gathers (a private switch)."""
+    firsts: list[Any] = [unit[0] for unit in units]
+    for unit, following in pairwise(firsts):
+        unit.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([unit])
     root: Any = model
     root._set_unshard_async_op(True)
 
 
-def make_step(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+def _wrap(model: Stack, mesh: DeviceMesh, *, bf16: bool) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return FullyShardedDataParallel(
+        model,
+        process_group=mesh.get_group(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=precision if bf16 else None,
+        device_id=torch.device(mesh.device_type),
+        use_orig_params=True,
+    )
+
+
+def make_input(library: str, size: Size, *, bf16: bool, device: str = "cpu") -> torch.Tensor:
+    """Return a batch; a sharded model casts its input itself."""
+    dtype = torch.bfloat16 if bf16 and library == "plain" else torch.float32
+    return torch.ones(size.tokens, size.vocabulary, dtype=dtype, device=device)
+
+
+def make_step(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
     """Return one training step without its optimizer: zero_grad to None, forward, backward."""
-    x = torch.ones(TOKENS, WIDTH, dtype=dtype)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
         model(x).sum().backward()
 
     return step
+
+
+def prepare_step(
+    library: str, size: Size, mesh: DeviceMesh, *, bf16: bool = False, **grouping: Any
+) -> Callable[[], None]:
+    """Build a variant and return its step."""
+    model = build(library, size, mesh, bf16=bf16, **grouping)
+    return make_step(model, make_input(library, size, bf16=bf16, device=mesh.device_type))

@@ -30,10 +30,12 @@ LIBRARIES = ("plain", "torch", "fsdp2")
 class Model(nn.Module):
     """`depth` blocks of nine parameters, a projection, a norm and a head: 147 for 16 blocks."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, width: int) -> None:
         super().__init__()
-        self.stack = _models.Stack(depth)
-        self.norm = nn.RMSNorm(_models.WIDTH, eps=1e-5)
+        size = _models.Size(depth, width, hidden=width, vocabulary=width)
+        self.width = width
+        self.stack = _models.Stack(size)
+        self.norm = nn.RMSNorm(width, eps=1e-5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.stack(x))
@@ -46,12 +48,11 @@ def make_label(library: str, mode: str) -> str:
 def main() -> None:
     request = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    _models.WIDTH = request["width"]
     _, mesh = _noop.start(request["world_size"])
     gc.disable()
     for library in request["libraries"]:
         for mode, kwargs in MODES.items():
-            model = _build(library, request["depth"], mesh)
+            model = _build(library, request["depth"], request["width"], mesh)
             optimizer = _make_optimizer(library, model.parameters(), kwargs)
             for _ in range(request["warmup"]):
                 _backward(model)
@@ -62,10 +63,10 @@ def main() -> None:
                     optimizer.step()
 
 
-def _build(library: str, depth: int, mesh: DeviceMesh) -> nn.Module:
+def _build(library: str, depth: int, width: int, mesh: DeviceMesh) -> nn.Module:
     """Build the model, sharded by torch or by us; plain: of local shapes, on plain tensors."""
     torch.manual_seed(0)
-    model = Model(depth)
+    model = Model(depth, width)
     if library == "fsdp2":
         from fsdp2 import fully_shard
     else:
@@ -101,9 +102,9 @@ class _OnLocals:
         self._optimizer.step()
 
 
-def _backward(model: nn.Module) -> None:
+def _backward(model: Model) -> None:
     model.zero_grad(set_to_none=True)
-    model(torch.ones(_models.TOKENS, _models.WIDTH)).sum().backward()
+    model(torch.ones(4, model.width)).sum().backward()
 
 
 if __name__ == "__main__":

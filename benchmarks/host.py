@@ -1,7 +1,7 @@
 """Host cost of a training step, in instructions and dispatched ops, over the plain model.
 
     python -m benchmarks.host                          the table (minutes)
-    python -m benchmarks.host --json PATH              the table, and its numbers in a file
+    python -m benchmarks.host --libraries fsdp2         the plain model and ours only
     python -m benchmarks.host --profile fsdp2-bf16     where one variant's instructions go
 
 A figure is the difference between a deep and a shallow model divided by the difference in depth, so
@@ -15,99 +15,54 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
-from typing import Any
 
 from benchmarks import _host_profile
+from benchmarks._fit import Cost
 from benchmarks._host_run import Outcome, run_workers
-from benchmarks._host_worker import CALLS_TIMED, PRECISIONS, Request, make_label
-from benchmarks._models import LIBRARIES
-from benchmarks._report import find_origin, to_table, write_json
-
-MODULE = "benchmarks.host"
-PRECISION_NAMES = {"fp32": "fp32", "bf16": "bf16 parameters, fp32 reduction"}
+from benchmarks._host_worker import CALLS_TIMED, Request, make_label
+from benchmarks._models import LIBRARIES, OURS, PRECISION_NAMES, PRECISIONS, applies
+from benchmarks._report import Figure, Measured, gated, make_parser, run
+from benchmarks.ops import Variant, fit_collectives, fit_ops
 
 
-@dataclass(frozen=True)
-class Cost:
-    """A linear fit through two depths: `per_block * depth + root`."""
-
-    per_block: float
-    root: float
-
-    @staticmethod
-    def fit(depths: Sequence[int], values: Sequence[float]) -> Cost:
-        shallow, deep = depths
-        per_block = (values[1] - values[0]) / (deep - shallow)
-        return Cost(per_block, values[0] - per_block * shallow)
-
-    def __sub__(self, other: Cost) -> Cost:
-        return Cost(self.per_block - other.per_block, self.root - other.root)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One variant's figures, a step.
-
-    `over_plain` compares with the plain model in fp32, `over_plain_same_dtype` with the plain model
-    in the dtype that the variant computes in.
-    """
-
-    library: str
-    precision: str
-    instructions: Cost
-    over_plain: Cost
-    over_plain_same_dtype: Cost
-    ratio_to_torch: float | None
-    ops_over_plain: Cost
-    collectives: Cost
-
-
-def main() -> None:
-    arguments = parse_arguments()
+def measure(arguments: argparse.Namespace) -> Measured:
     settings = {name: getattr(arguments, name) for name in ("steps", "warmup", "world_size")}
     settings["depths"] = arguments.depths
-    origin = find_origin(MODULE)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if arguments.profile is not None:
             library, precision = arguments.profile
-            print(origin.to_markdown(), end="\n\n")
             print(_host_profile.profile(library, precision, folder, arguments.top, settings))
-            return
-        # Starting under callgrind takes most of the time, so libraries share a process; ours has
-        # one of its own, so that its failure leaves torch's figures standing.
-        ours = [name for name in arguments.libraries if name == "fsdp2"]
-        others = [name for name in arguments.libraries if name != "fsdp2"]
+            sys.exit(0)
         requests = [
             Request(mode=mode, libraries=libraries, precisions=list(PRECISIONS), **settings)
             for mode in ("count", "ops")
-            for libraries in (others, ours)
-            if libraries
+            for libraries in _share_out(arguments.libraries)
         ]
         outcomes = run_workers(requests, folder)
-    rows = make_rows(outcomes, arguments.depths, arguments.steps)
-    print(origin.to_markdown(), end="\n\n")
-    print(show_rows(rows), end="\n\n")
-    for note in make_notes(outcomes):
-        print(f"- {note}")
-    if arguments.json is not None:
-        write_json(
-            arguments.json,
-            origin,
-            settings=settings,
-            rows=[asdict(row) for row in rows],
-            notes=make_notes(outcomes),
-        )
-    if any(outcome.error for outcome in outcomes):
-        sys.exit(1)
+    failed = any(outcome.error for outcome in outcomes)
+    return Measured(
+        make_figures(outcomes, arguments.depths, arguments.steps),
+        settings,
+        make_notes(outcomes),
+        failed,
+    )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers here")
+def _share_out(libraries: Sequence[str]) -> list[list[str]]:
+    """Return what each process runs.
+
+    Starting under callgrind takes most of the time, so libraries share a process; ours has one of
+    its own, so that its failure leaves torch's figures standing, and so do the older ones.
+    """
+    sets = [("plain", "torch", "torch tuned"), (OURS,), ("ddp", "fsdp1")]
+    shares = [[name for name in libraries if name in names] for names in sets]
+    return [share for share in shares if share]
+
+
+def make_arguments() -> argparse.ArgumentParser:
+    parser = make_parser("host", __doc__)
     parser.add_argument(
         "--profile",
         type=parse_variant,
@@ -115,17 +70,11 @@ def parse_arguments() -> argparse.Namespace:
         help="show where one variant's cost goes: LIBRARY or LIBRARY-bf16, e.g. fsdp2-bf16, torch",
     )
     parser.add_argument("--top", type=int, default=40, help="rows in each table of --profile")
-    parser.add_argument(
-        "--libraries",
-        type=lambda text: ["plain", *(x for x in text.split(",") if x != "plain")],
-        default=list(LIBRARIES),
-        help="comma-separated, of: " + ", ".join(LIBRARIES),
-    )
     parser.add_argument("--depths", type=int, nargs=2, default=[4, 8], metavar="L")
     parser.add_argument("--steps", type=int, default=4, help="steps counted in a window")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--world-size", type=int, default=8)
-    return parser.parse_args()
+    return parser
 
 
 def parse_variant(text: str) -> tuple[str, str]:
@@ -138,84 +87,56 @@ def parse_variant(text: str) -> tuple[str, str]:
     return library, precision
 
 
-def make_rows(outcomes: Sequence[Outcome], depths: Sequence[int], steps: int) -> list[Row]:
-    """Fit every variant that ran, in the order of `LIBRARIES` within each precision."""
-    instructions: dict[tuple[str, str], Cost] = {}
-    ops: dict[tuple[str, str], Cost] = {}
-    collectives: dict[tuple[str, str], Cost] = {}
+def fit_instructions(
+    outcomes: Sequence[Outcome], depths: Sequence[int], steps: int
+) -> dict[Variant, Cost]:
+    """Return the instructions of every variant that ran under callgrind."""
+    costs = {}
     for outcome in outcomes:
-        if outcome.error:
+        if outcome.error or outcome.request.mode != "count":
             continue
-        for library, precision in product(outcome.request.libraries, PRECISIONS):
-            labels = [make_label(library, precision, depth) for depth in depths]
-            results: list[Any] = [outcome.results[label] for label in labels]
-            key = (library, precision)
-            if outcome.request.mode == "count":
-                instructions[key] = Cost.fit(depths, [total / steps for total in results])
-            else:
-                ops[key] = Cost.fit(depths, [sum(r["ops"].values()) for r in results])
-                collectives[key] = Cost.fit(depths, [r["collectives"] for r in results])
-    rows = []
+        for library in outcome.request.libraries:
+            for precision in PRECISIONS:
+                if not applies(library, precision):
+                    continue
+                labels = [make_label(library, precision, depth) for depth in depths]
+                totals = [outcome.results[label] / steps for label in labels]
+                costs[library, precision] = Cost.fit(depths, totals)
+    return costs
+
+
+def make_figures(outcomes: Sequence[Outcome], depths: Sequence[int], steps: int) -> list[Figure]:
+    """Fit every variant that ran, in the order of `LIBRARIES` within each precision."""
+    instructions = fit_instructions(outcomes, depths, steps)
+    ops, collectives = fit_ops(outcomes, depths), fit_collectives(outcomes, depths)
+    figures = []
     for precision in PRECISIONS:
-        plain, plain_fp32 = ("plain", precision), ("plain", "fp32")
-        reference = ("torch", precision)
+        case, plain, torch = PRECISION_NAMES[precision], ("plain", precision), ("torch", precision)
         for library in LIBRARIES:
             key = (library, precision)
-            if not {key, plain} <= instructions.keys() & ops.keys():
+            if not {key, plain, ("plain", "fp32")} <= instructions.keys() & ops.keys():
                 continue
-            over = instructions[key] - instructions[plain_fp32]
-            ratio = None
-            if reference in instructions:
-                torch_over = instructions[reference] - instructions[plain_fp32]
-                ratio = over.per_block / torch_over.per_block
-            rows.append(
-                Row(
-                    library=library,
-                    precision=precision,
-                    instructions=instructions[key],
-                    over_plain=over,
-                    over_plain_same_dtype=instructions[key] - instructions[plain],
-                    ratio_to_torch=ratio,
-                    ops_over_plain=ops[key] - ops[plain],
-                    collectives=collectives[key],
-                )
+            figures.append(
+                Figure(case, library, "M instr. a block", instructions[key].per_block / 1e6)
             )
-    return rows
-
-
-def show_rows(rows: Sequence[Row]) -> str:
-    """Return the Markdown table; instructions are in millions."""
-    header = (
-        "variant",
-        "M instr. a block",
-        "**over plain fp32**",
-        "over plain, same dtype",
-        "ratio to torch",
-        "root over plain",
-        "ops a block over plain",
-        "collectives a block",
-    )
-
-    def show(row: Row) -> tuple[str, ...]:
-        is_plain = row.library == "plain"
-        over = (
-            "" if is_plain and row.precision == "fp32" else f"{row.over_plain.per_block / 1e6:.2f}"
-        )
-        sharded = (
-            f"{row.over_plain_same_dtype.per_block / 1e6:.2f}",
-            "" if row.ratio_to_torch is None else f"{row.ratio_to_torch:.2f}",
-            f"{row.over_plain_same_dtype.root / 1e6:.2f}",
-            f"{row.ops_over_plain.per_block:.1f}",
-            f"{row.collectives.per_block:.1f}",
-        )
-        return (
-            f"{row.library}, {PRECISION_NAMES[row.precision]}",
-            f"{row.instructions.per_block / 1e6:.2f}",
-            f"**{over}**" if over and not is_plain else over,
-            *([""] * len(sharded) if is_plain else sharded),
-        )
-
-    return to_table(header, [show(row) for row in rows])
+            if library == "plain":
+                continue
+            over = instructions[key] - instructions["plain", "fp32"]
+            same = instructions[key] - instructions[plain]
+            values = {
+                "over plain fp32": over.per_block / 1e6,
+                "over plain, same dtype": same.per_block / 1e6,
+                "ops a block over plain": (ops[key] - ops[plain]).per_block,
+                "collectives a block": collectives[key].per_block,
+            }
+            figures += [Figure(case, library, *item, gated(library)) for item in values.items()]
+            # What is left over for the root is small, and differs by tens of percent between runs.
+            figures.append(Figure(case, library, "root over plain", same.root / 1e6))
+            if torch in instructions:
+                torch_over = instructions[torch] - instructions["plain", "fp32"]
+                ratio = over.per_block / torch_over.per_block
+                figures.append(Figure(case, library, "ratio to torch", ratio))
+    return figures
 
 
 def make_notes(outcomes: Sequence[Outcome]) -> list[str]:
@@ -232,11 +153,11 @@ def make_notes(outcomes: Sequence[Outcome]) -> list[str]:
                 for label in ("all_gather", "reduce_scatter")
             )
             notes.append(
-                f"One no-op collective, torch's Python function around it included: all-gather "
-                f"{gather:.0f} k instructions, reduce-scatter {scatter:.0f} k."
+                "One collective of the stand-in, torch's Python function around it included: "
+                f"all-gather {gather:.0f} k instructions, reduce-scatter {scatter:.0f} k."
             )
     return notes
 
 
 if __name__ == "__main__":
-    main()
+    run("host", __doc__, measure, make_arguments())

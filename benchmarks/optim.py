@@ -1,11 +1,10 @@
 """Host cost of an AdamW step on shards, in instructions: torch's on DTensors, and ours.
 
-    python -m benchmarks.optim                 the table (minutes)
-    python -m benchmarks.optim --json PATH     the table, and its numbers in a file
+    python -m benchmarks.optim
 
 The parameters are 147 small ones in 17 groups, as rank 0 of 8 holds them, so what is counted is
-hardly kernels. Instructions come from callgrind and do not depend on the machine's load. README.md
-in this folder says how to read them.
+hardly kernels. Instructions come from callgrind and do not depend on the machine's load. The plain
+row is the plain optimizer on plain tensors of the local shapes.
 """
 
 from __future__ import annotations
@@ -22,42 +21,29 @@ from typing import Any
 
 from benchmarks import _callgrind
 from benchmarks._optim_worker import LIBRARIES, MODES, make_label
-from benchmarks._report import REPOSITORY, find_origin, to_table, write_json
+from benchmarks._report import REPOSITORY, Figure, Measured, gated, make_parser, run
 
-MODULE = "benchmarks.optim"
 TIME_LIMIT_S = 900
-TITLES = {
-    "plain": "torch.optim.AdamW, plain tensors of the local shapes",
-    "torch": "torch.optim.AdamW, DTensors of torch's FSDP2",
-    "fsdp2": "fsdp2.optim.local(AdamW)",
-}
+SETTINGS = ("depth", "width", "steps", "warmup", "world_size")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers here")
-    parser.add_argument(
-        "--libraries",
-        type=lambda text: text.split(","),
-        default=list(LIBRARIES),
-        help="comma-separated, of: " + ", ".join(LIBRARIES),
-    )
-    parser.add_argument("--depth", type=int, default=16, help="blocks of nine parameters")
-    parser.add_argument("--width", type=int, default=16, help="of every matrix and norm")
-    parser.add_argument("--steps", type=int, default=4, help="steps counted in a window")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--world-size", type=int, default=8)
-    arguments = parser.parse_args()
-    names = ("depth", "width", "steps", "warmup", "world_size")
-    settings = {name: getattr(arguments, name) for name in names}
-    origin = find_origin(MODULE)
-    with tempfile.TemporaryDirectory() as name:
-        totals = count(arguments.libraries, settings, Path(name))
-    millions = {label: total / arguments.steps / 1e6 for label, total in totals.items()}
-    print(origin.to_markdown(), end="\n\n")
-    print(show(millions, arguments.libraries))
-    if arguments.json is not None:
-        write_json(arguments.json, origin, settings=settings, instructions=millions)
+def measure(arguments: argparse.Namespace) -> Measured:
+    settings: dict[str, Any] = {name: getattr(arguments, name) for name in SETTINGS}
+    libraries = [library for library in LIBRARIES if library in arguments.libraries]
+    with tempfile.TemporaryDirectory() as folder:
+        totals = count(libraries, settings, Path(folder))
+    figures = [
+        Figure(
+            mode,
+            library,
+            "M instructions a step",
+            totals[make_label(library, mode)] / arguments.steps / 1e6,
+            gated(library),
+        )
+        for mode in MODES
+        for library in libraries
+    ]
+    return Measured(figures, settings)
 
 
 def count(libraries: list[str], settings: dict[str, Any], folder: Path) -> dict[str, int]:
@@ -70,7 +56,7 @@ def count(libraries: list[str], settings: dict[str, Any], folder: Path) -> dict[
         "PYTHONHASHSEED": "0",
     }
 
-    def run(library: str) -> dict[str, int]:
+    def run_one(library: str) -> dict[str, int]:
         prefix = folder / library
         request = json.dumps({**settings, "libraries": [library]})
         command = [sys.executable, "-m", "benchmarks._optim_worker", request]
@@ -89,17 +75,18 @@ def count(libraries: list[str], settings: dict[str, Any], folder: Path) -> dict[
         return {label: _callgrind.read_total(dump) for label, dump in dumps.items()}
 
     with ThreadPoolExecutor(2) as pool:
-        return {k: v for found in pool.map(run, libraries) for k, v in found.items()}
+        return {k: v for found in pool.map(run_one, libraries) for k, v in found.items()}
 
 
-def show(millions: dict[str, float], libraries: list[str]) -> str:
-    """Return the Markdown table; instructions are in millions a step."""
-    rows = [
-        (TITLES[library], *(f"{millions[make_label(library, mode)]:.2f}" for mode in MODES))
-        for library in libraries
-    ]
-    return to_table(("M instructions a step", *MODES), rows)
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("optim", __doc__)
+    parser.add_argument("--depth", type=int, default=16, help="blocks of nine parameters")
+    parser.add_argument("--width", type=int, default=16, help="of every matrix and norm")
+    parser.add_argument("--steps", type=int, default=4, help="steps counted in a window")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--world-size", type=int, default=8)
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    run("optim", __doc__, measure, _parser())

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import _packing
+from fsdp2 import _packing, _torch
 from fsdp2._agreement import Stamp
 from fsdp2._comm import GradientScale, Wire
 from fsdp2._errors import StateError, UnsupportedError
@@ -85,7 +85,7 @@ class Reducer:
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
         self.scale = GradientScale(1.0, 1.0)
-        self.joined_codes = torch.empty(0)
+        self.joined_codes = b""
         self.accumulated: Tensor | None = None
         self.partial: Tensor | None = None
         self.is_waiting = False
@@ -169,9 +169,8 @@ class Reducer:
                 data.size, layout.dtype, settings.divide_by, settings.only_sums
             )
             joined = 1.0 if self.scale.op == ReduceOp.AVG else data.size * self.scale.before
-            self.joined_codes = torch.tensor(
-                [code * joined for code in plan.codes], dtype=layout.dtype, device=self._device
-            )
+            codes = torch.tensor([code * joined for code in plan.codes], dtype=layout.dtype)
+            self.joined_codes = bytes(codes.view(torch.uint8).tolist())
             for position, stamp in enumerate(self.stamps):
                 start = layout.stamp_start + position * STAMP_NUMEL
                 stamp.know(self.wire, layout.numel, layout.dtype, start, self.scale.op)
@@ -391,7 +390,8 @@ class Reduction:
         if not stamps or not stamps[0].is_checked:
             return
         seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
-        if torch.equal(seen, self._owner.joined_codes):  # sums over several backwards are not
+        joined = self._owner.joined_codes
+        if _torch.bytes_of(seen, len(joined)) == joined:  # sums over several backwards are not
             return
         for position, stamp in enumerate(stamps):
             stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])

