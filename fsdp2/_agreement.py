@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ from torch import Tensor
 from fsdp2 import _torch
 from fsdp2._comm import Wire
 from fsdp2._errors import StateError
-from fsdp2._layout import STAMP_BITS
+from fsdp2._layout import DIGEST_BITS, NUMBER_BITS, STAMP_BITS
 from fsdp2._mesh import MeshAxis
 
 CONTEXT = 4
@@ -47,6 +48,7 @@ CONTEXT = 4
 
 MAX_PREDICTIONS = 100_000
 UNCERTAIN = -1
+NO_NUMBER = -2
 GAVE_UP = 0
 LAST_WORDS = 4
 """How many operations a rank that gives up goes on with; more than others leave unchecked."""
@@ -102,7 +104,8 @@ class Agreement:
     """What the ranks of one process group did, and what they expect of each other."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
+        self.names: dict[int, str] = {}
+        self._count = 0
         self._operations: dict[int, Operation] = {}
         self.predicted: dict[tuple[int, ...], int] = {}
         self.recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
@@ -113,8 +116,10 @@ class Agreement:
 
     def number(self, name: str) -> int:
         """Return the number of a new operation. Ranks must ask in the same order."""
-        self.names.append(name)
-        return len(self.names) % (1 << STAMP_BITS)
+        number = 1 + self._count % ((1 << NUMBER_BITS) - 1)
+        self._count += 1
+        self.names[number] = name
+        return number
 
     def know(self, operation: Operation) -> None:
         """Learn how an operation travels; again if its group's plan changed."""
@@ -124,10 +129,6 @@ class Agreement:
         """Never expect an operation again: its group sends over another process group now."""
         self._operations.pop(number, None)
         self.predicted = {key: n for key, n in self.predicted.items() if n != number}
-
-    def forget_recent(self) -> None:
-        """Start anew after a failure: ranks may have failed at different places."""
-        self.recent = (UNCERTAIN,) * CONTEXT
 
     def before(self, number: int, axis: MeshAxis) -> None:
         """Make sure that every rank of the axis is about to issue this operation.
@@ -209,7 +210,8 @@ class Agreement:
 
     def compare(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
         """Raise StateError unless every rank of the axis wants the same."""
-        if numbers[axis.rank] != number:
+        others = [n for rank, n in enumerate(numbers) if rank != axis.rank]
+        if numbers[axis.rank] != number or all(other is None for other in others):
             self.is_silent = True
         elif any(other != number for other in numbers):
             self._break(number, numbers, axis)
@@ -235,7 +237,9 @@ class Agreement:
             return "something else"
         if number == GAVE_UP:
             return "nothing, after an error"
-        return self.names[number - 1] if 0 < number <= len(self.names) else f"operation {number}"
+        name = self.names.get(number % (1 << NUMBER_BITS), f"operation {number}")
+        digest = number >> NUMBER_BITS
+        return f"{name} of set {digest:x} of trainable parameters" if digest else name
 
     def _break(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
         ranks = axis.global_ranks
@@ -298,37 +302,46 @@ class Stamp:
         self,
         axis: MeshAxis,
         kind: str,
-        fqn: str,
         group: weakref.ref[Callable[[], Iterable[Stamp]]] | None = None,
     ) -> None:
         self.axis = axis
         self.kind = kind
         self._agreement = agreement_of(axis)
-        self.number = self._agreement.number("")
-        self.code = code_of(self.number)
+        self.number = NO_NUMBER
+        self.code = [0.0] * (2 * STAMP_BITS)
         self._group = group
         self._agreement.stamps.add(self)
-        self.rename(fqn)
 
     def beside(self) -> Iterable[Stamp]:
         """Return all stamps of the group, as long as it lives."""
         stamps = None if self._group is None else self._group()
         return () if stamps is None else stamps()
 
-    def rename(self, fqn: str) -> None:
-        """Let errors say the name that the unit has in its tree."""
-        self._agreement.names[self.number - 1] = f"{fqn or '<root>'} ({NAMES[self.kind]})"
+    def enroll(self, fqn: str) -> None:
+        """Take a number, and a name for errors. Ranks enroll the same operations in one order."""
+        self.number = self._agreement.number(f"{fqn or '<root>'} ({NAMES[self.kind]})")
+        self.code = code_of(self.number)
+
+    def tell_apart(self, members: Sequence[int]) -> None:
+        """Number the operation by what takes part in it, too: ranks must agree on that."""
+        if self.number != NO_NUMBER:
+            digest = zlib.crc32(repr(tuple(members)).encode()) % (1 << DIGEST_BITS)
+            self.number = self.number % (1 << NUMBER_BITS) | digest << NUMBER_BITS
+            self.code = code_of(self.number)
 
     def know(
         self, wire: Wire, numel: int, dtype: torch.dtype, start: int, reduction: Any = None
     ) -> None:
+        if self.number == NO_NUMBER:
+            return
         sender = weakref.ref(wire)
         operation = Operation(self.number, self.kind, numel, dtype, start, sender, reduction)
         self._agreement.know(operation)
 
     def before(self) -> None:
         """Make sure that every rank is about to issue this operation. See [Note: agreement]."""
-        self._agreement.before(self.number, self.axis)
+        if self.number != NO_NUMBER:
+            self._agreement.before(self.number, self.axis)
 
     def retire(self) -> None:
         """No rank issues this operation again."""
@@ -336,7 +349,7 @@ class Stamp:
 
     @property
     def is_checked(self) -> bool:
-        return not self._agreement.is_silent
+        return self.number != NO_NUMBER and not self._agreement.is_silent
 
     def check(self, seen: Tensor) -> None:
         """Look at the stamps ``[W, n]`` that came with a gather and are not all this one's."""
@@ -345,9 +358,6 @@ class Stamp:
     def check_sum(self, seen: Tensor) -> None:
         """Look at the sum of the stamps ``[n]`` of a reduction, which is not this one's."""
         self._agreement.compare_sum(self.number, seen.tolist(), self.axis)
-
-    def forget_recent(self) -> None:
-        self._agreement.forget_recent()
 
     @property
     def broken(self) -> str | None:

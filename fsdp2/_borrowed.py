@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _packing, _torch
 from fsdp2._comm import GradientScale, Wire
 from fsdp2._errors import UnsupportedError
+from fsdp2._gradients import local_gradient
 from fsdp2._layout import GatherItem, GatherLayout, ReduceLayout
 from fsdp2._mesh import DataMesh
 from fsdp2._param import FSDPParam
@@ -43,7 +44,11 @@ def whole_tensor(
             )
         local = stand_in.to_local()
         whole: Tensor = _GatherShard.apply(local, param, data, wire, settings)  # type: ignore[no-untyped-call]  # torch's own
-        return placement.wrap_unsharded(whole.to(param.compute_dtype))
+        whole = whole.to(param.compute_dtype)
+        if placement.tensor_parallel is None:
+            return whole
+        wrapped: Tensor = _WrapUnsharded.apply(whole, param)  # type: ignore[no-untyped-call]  # torch's own
+        return wrapped
     if placement.is_unsharded(stand_in):
         if _torch.is_under_transforms():
             _check_transformed(stand_in, param)
@@ -67,6 +72,22 @@ def _check_transformed(stand_in: Tensor, param: FSDPParam) -> None:
             f"{param.fqn}: a {stand_in.dtype} tensor stands in for it inside a torch.func "
             f"transform, where none is cast. Pass it as {param.compute_dtype}."
         )
+
+
+class _WrapUnsharded(torch.autograd.Function):
+    """A DTensor over the parameter's own axes; its gradient comes back as a group takes it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, param: FSDPParam) -> Tensor:
+        ctx.param = param
+        spec = param.placement.unsharded_spec(local.dtype)
+        assert spec is not None
+        return _torch.new_dtensor(local.view_as(local), spec)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return local_gradient(grad, ctx.param) if isinstance(grad, DTensor) else grad, None
 
 
 class _GatherShard(torch.autograd.Function):

@@ -187,10 +187,17 @@ class Wire:
         return buffer
 
     @property
+    def custom(self) -> tuple[Any, Any]:
+        """The all-gather and the reduce-scatter of the user's; None in place of one of ours."""
+        return (
+            None if isinstance(self.gather, DefaultAllGather) else self.gather,
+            None if isinstance(self.scatter, DefaultReduceScatter) else self.scatter,
+        )
+
+    @property
     def is_custom(self) -> bool:
         """True if a collective of the user's is set."""
-        ours = (DefaultAllGather, DefaultReduceScatter)
-        return not (isinstance(self.gather, ours[0]) and isinstance(self.scatter, ours[1]))
+        return self.custom != (None, None)
 
     def stage(self, sent: torch.Tensor, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output ``[W * C]`` of an all-gather, and ``sent`` where it has to lie.

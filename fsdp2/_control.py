@@ -235,14 +235,12 @@ class ControlSurface:
         groups = groups_in(self)
         _refuse_custom("set_allocate_memory_from_process_group_for_comm", groups)
         for group in groups:
-            pg = group.data.shard.pg
-            own = enable and pg is not None
-            group.wire.gather = (
-                _comm.GroupMemoryAllGather(pg) if own else _comm.DefaultAllGather()  # type: ignore[arg-type]  # checked
-            )
-            group.wire.scatter = (
-                _comm.GroupMemoryReduceScatter(pg) if own else _comm.DefaultReduceScatter()  # type: ignore[arg-type]  # checked
-            )
+            pg, wire = group.data.shard.pg, group.wire
+            if enable and pg is not None:
+                wire.gather = _comm.GroupMemoryAllGather(pg)
+                wire.scatter = _comm.GroupMemoryReduceScatter(wire.scatter_group or pg)
+            else:
+                wire.gather, wire.scatter = _comm.DefaultAllGather(), _comm.DefaultReduceScatter()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gather this unit's parameters through symmetric memory.

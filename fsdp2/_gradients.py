@@ -89,19 +89,22 @@ class GradientBuffer:
         return reduced[start:]
 
     def fill(self, reduced: Tensor) -> list[Tensor]:
-        """Take over reduced values ``[numel]``; return the members' gradients."""
+        """Take over reduced values ``[numel]``; return the members' gradients, for ``settle``."""
         for flat in self._flats.values():
             if flat is not reduced:
                 narrows = reduced.is_complex() and not flat.is_complex()
                 flat.copy_(reduced.real if narrows else reduced, non_blocking=True)
-        for local, view in self._copies:
-            local.copy_(view)
         for local, position in self._sums:
             total = _packing.sum_of_slots(reduced, self._layout, position)
             narrows = total.is_complex() and not local.is_complex()
             local.copy_(total.real if narrows else total, non_blocking=True)
-        self.is_filling = False
         return self._grads
+
+    def settle(self) -> None:
+        """Finish the gradients from what ``fill`` copied, which is there now."""
+        for local, view in self._copies:
+            local.copy_(view)
+        self.is_filling = False
 
 
 def accumulate(param: torch.nn.Parameter, grad: Tensor) -> None:

@@ -32,7 +32,7 @@ from fsdp2._errors import ConfigError, StateError
 from fsdp2._events import Clock
 from fsdp2._extension import ExtensionTail, has_extension, is_extended, smaller_mesh_refused
 from fsdp2._layout import STAMP_NUMEL, GatherItem, GatherLayout, ShardLayout
-from fsdp2._mesh import DataMesh
+from fsdp2._mesh import DataMesh, MeshAxis
 from fsdp2._param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED, FSDPParam, StateMachine
 from fsdp2._placement import shrink
 from fsdp2._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
@@ -67,6 +67,8 @@ class ParamGroup:
         home = torch.device("cpu") if self._is_away else device
         self.reducer = Reducer(self.params, data, device, home, policy.reduce_dtype)
         self.reducer.pinned = self._is_pinned
+        self.owes_reduction = False
+        self._is_enrolled = False
         self._stamp = self._stamp_of(data, "gather")
         self._smaller_stamp: Stamp | None = None
         self.restamp_reductions(data)
@@ -98,9 +100,18 @@ class ParamGroup:
     def _stamp_of(self, data: DataMesh, kind: str) -> Stamp | None:
         """Return a stamp for what the group gathers over a shard axis; None if none is needed."""
         axis = data.shard
-        if self.device.type != "cpu" or axis.size == 1 or not axis.is_real:
-            return None
-        return Stamp(axis, kind, self.fqn, weakref.WeakMethod(self._beside))
+        return self._make_stamp(axis, kind) if self._is_checked(axis) else None
+
+    def _is_checked(self, axis: MeshAxis) -> bool:
+        """True if ranks can see what others send over an axis. See [Note: agreement]."""
+        on_host = self.device.type == "cpu" and _torch.has_real_memory()
+        return on_host and axis.size > 1 and axis.is_real
+
+    def _make_stamp(self, axis: MeshAxis, kind: str) -> Stamp:
+        stamp = Stamp(axis, kind, weakref.WeakMethod(self._beside))
+        if self._is_enrolled:
+            stamp.enroll(self.fqn)
+        return stamp
 
     def _beside(self) -> list[Stamp]:
         return self.stamps
@@ -110,11 +121,11 @@ class ParamGroup:
         for stamp in self.reducer.stamps:
             stamp.retire()
         stamps = []
-        if self.device.type == "cpu":
-            for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
-                if axis.size > 1 and axis.is_real:
-                    stamps.append(Stamp(axis, kind, self.fqn, weakref.WeakMethod(self._beside)))
+        for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
+            if self._is_checked(axis):
+                stamps.append(self._make_stamp(axis, kind))
         self.reducer.stamps = tuple(stamps)
+        self.reducer.erase_stamps()
         self.reducer.invalidate()
 
     def separate_reductions(self, enable: bool) -> None:
@@ -125,11 +136,29 @@ class ParamGroup:
         shard = data.shard if pg is None else dataclasses.replace(data.shard, pg=pg)
         self.restamp_reductions(dataclasses.replace(data, shard=shard))
 
-    def rename(self, fqn: str) -> None:
-        """Take the name that the unit has in its tree."""
-        self.fqn = fqn
+    def enroll(self, fqn: str) -> None:
+        """Take the name that the unit has in its tree, and numbers for its collectives.
+
+        Not earlier: whoever copies a model on one rank alone, and never runs it, takes no numbers.
+        """
+        self.fqn, self._is_enrolled = fqn, True
         for stamp in self.stamps:
-            stamp.rename(fqn)
+            stamp.enroll(fqn)
+        for buffer in (self._home, self._waiting):
+            if buffer is not None:
+                buffer.take_stamp()
+                self._know(buffer)
+        self.reducer.invalidate()
+
+    def forget_step(self) -> None:
+        """Drop what an unfinished step left."""
+        self.reducer.discard()
+        self.owes_reduction = False
+        self.forget_stand_ins()
+
+    def forget_stand_ins(self) -> None:
+        """Drop tensors of the user's that stood in for parameters of a forward that raised."""
+        self._stand_ins, self._placed = [], []
 
     @property
     def stamps(self) -> list[Stamp]:
@@ -174,7 +203,7 @@ class ParamGroup:
         smaller = None if size is None else self.data.split(size)
         if smaller is not self._smaller:
             self.reshard()
-            self._smaller = smaller
+            self._smaller, self._waiting = smaller, None
             self._smaller_stamp = None if smaller is None else self._stamp_of(smaller, "gather")
             self._plan(own_sources(self.params))
 
@@ -341,18 +370,18 @@ class ParamGroup:
 
     def _toggle(self, params: list[FSDPParam]) -> None:
         """Carry a changed ``requires_grad`` to every form of each parameter."""
-        for param in params:
-            self.reducer.check_toggle(param)
+        self._check_toggle(params)
         for param in params:
             param.toggle()
         self.reducer.invalidate()
+        self.reducer.prepare(self.settings)  # at once: other ranks may stand in for it
 
     def _adopt(self, replaced: dict[FSDPParam, Tensor | None]) -> None:
         """Take over parameters that were replaced. See [Note: one plan]."""
         rank = self.data.shard.rank
         for param, new in replaced.items():
             if new is not None and new.requires_grad is not param.trainable:
-                self.reducer.check_toggle(param)
+                self._check_toggle([param])
         sources = [source_of(p, replaced.get(p, p.sharded), rank) for p in self.params]
         self.reshard()
         if _events.listeners:
@@ -364,10 +393,20 @@ class ParamGroup:
         self._plan(sources)
         self.streams.order_after_compute("gather")
 
+    def _check_toggle(self, params: Sequence[FSDPParam]) -> None:
+        """Raise StateError if ``requires_grad`` must not change now: the same on every rank."""
+        if self.owes_reduction or self.reducer.has_partial:
+            raise StateError(
+                f"{params[0].fqn}: requires_grad changed while gradients of its group are "
+                "accumulated without sync. Set it back and run a backward with gradient sync "
+                "first, or call reset_iter_state()."
+            )
+
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear sharded gradients that are not registered, and those that wait for a reduction."""
-        if self.reducer.is_waiting:
+        if self.reducer.is_waiting or self.owes_reduction:
             self.reducer.discard()
+            self.owes_reduction = False
         if self.machine.state is SHARDED:
             return
         for param in self.params:
@@ -532,6 +571,7 @@ class ParamGroup:
 
     def reduce(self, with_graph: bool) -> Reduction | None:
         """Pack local gradients. Returns the reduction to start, or None while sync is off."""
+        self.owes_reduction = not self.settings.reduce_grads
         reduction = self.reducer.reduce(self.settings, self.streams, with_graph)
         if reduction is not None and _events.listeners:
             _events.emit("reduce", self.fqn, self.clock.phase, reduction.nbytes)
@@ -541,6 +581,7 @@ class ParamGroup:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
         kept = ("data", "policy", "device", "offload", "settings", "fqn", "params")
         state = {name: getattr(self, name) for name in kept}
+        state["sends"] = (*self.wire.custom, self.reducer.hook)
         return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -548,6 +589,11 @@ class ParamGroup:
             state["data"], state["policy"], state["device"], state["offload"]
         )
         self.settings, self.fqn = state["settings"], state["fqn"]
+        gather, scatter, self.reducer.hook = state["sends"]
+        self.wire.gather, self.wire.scatter = (
+            gather or self.wire.gather,
+            scatter or self.wire.scatter,
+        )
         size = state["smaller"]
         if size is not None:
             self._smaller = self.data.split(size)

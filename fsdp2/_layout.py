@@ -26,7 +26,8 @@ ALIGN_NBYTES = 16
 MAX_SLOTTED_NUMEL = 16384
 """Elements that a replicated parameter may take in a row, with a slot for each rank."""
 
-STAMP_BITS = 16
+NUMBER_BITS, DIGEST_BITS = 16, 12
+STAMP_BITS = NUMBER_BITS + DIGEST_BITS
 STAMP_NUMEL = 2 * STAMP_BITS
 """Elements that say which operation a buffer belongs to: bits and their complements."""
 

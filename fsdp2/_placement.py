@@ -77,16 +77,6 @@ class ParamPlacement:
             and tuple(tensor.shape) == self.global_shape
         )
 
-    def wrap_unsharded(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the unsharded tensor around its local part, differentiably."""
-        spec = self.tensor_parallel
-        if spec is None:
-            return local
-        shape, stride = torch.Size(self.global_shape), self.global_stride
-        return DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
-        )
-
     def describe(self) -> str:
         """Say, for a message, which tensors can take the parameter's place."""
         spec = self.tensor_parallel

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _packing, _torch
 from fsdp2._agreement import Stamp
 from fsdp2._comm import GradientScale, Wire
-from fsdp2._errors import StateError, UnsupportedError
+from fsdp2._errors import UnsupportedError
 from fsdp2._gradients import GradientBuffer, accumulate, local_gradient
 from fsdp2._layout import STAMP_NUMEL, ReduceLayout
 from fsdp2._mesh import DataMesh
@@ -111,11 +111,11 @@ class Reducer:
             self.accumulated[:, start : start + numel] = 0
             self.accumulated[:, layout.tail_start + position] = 0
 
-    def check_toggle(self, param: FSDPParam) -> None:
-        """Raise StateError if ``requires_grad`` of a parameter must not change now."""
-        pending = param.unsharded is not None and param.unsharded.grad is not None
-        if pending or self.accumulated is not None or self.partial is not None:
-            raise StateError(_toggled_while_accumulating(param.fqn))
+    def erase_stamps(self) -> None:
+        """Drop the stamps of gradients that wait: the next reduction has other ones."""
+        for waiting in (self.accumulated, self.partial):
+            if waiting is not None:
+                waiting[..., self.plan().layout.stamp_start :] = 0
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
@@ -148,6 +148,8 @@ class Reducer:
         shards = [param.placement.layout for param in members]
         size = self._data.shard.size
         layout = ReduceLayout.plan(indices, shards, size, dtype, len(self.stamps))
+        for stamp in self.stamps:
+            stamp.tell_apart(indices)
         codes = [value for stamp in self.stamps for value in stamp.code]
         complete = _packing.tail([True] * len(indices), codes, layout, grad_dtype, self._device)
         self._buffer = None
@@ -158,7 +160,7 @@ class Reducer:
         found = frozenset(dtypes)
         return Plan(layout, members, grad_dtype, found, codes, complete)
 
-    def _prepare(self, settings: Settings) -> Plan:
+    def prepare(self, settings: Settings) -> Plan:
         """Return the plan, with the scale that the settings ask for."""
         plan = self.plan()
         scaled = self._scaled_for
@@ -203,7 +205,7 @@ class Reducer:
         Raises:
             UnsupportedError: a gradient carries a graph (``backward(create_graph=True)``).
         """
-        plan = self._prepare(settings)
+        plan = self.prepare(settings)
         layout = plan.layout
         if not layout.members:
             return None
@@ -271,13 +273,6 @@ class Reducer:
         return buffer
 
 
-def _toggled_while_accumulating(fqn: str) -> str:
-    return (
-        f"{fqn}: requires_grad changed while gradients of its group are accumulated without sync. "
-        "Set it back and run a backward with gradient sync first, or call reset_iter_state()."
-    )
-
-
 class Reduction:
     """One group's gradients under way. Calls must come in the order start, advance, finish."""
 
@@ -302,6 +297,7 @@ class Reduction:
         self._reduced: Tensor | None = self._buffer.flat(plan.layout.dtype, packed.device)
         self._is_borrowed = self._reduced is None  # then it lies in the wire's memory
         self._flight: InFlight | None = None
+        self._held: Tensor | None = None
         self._counts: list[float] | None = None
         self._grads: list[Tensor] | None = None
         self._waits_for_copy = owner._home != packed.device
@@ -346,6 +342,7 @@ class Reduction:
     def _sum_replicas(self) -> Launched:
         assert self._reduced is not None
         owner = self._owner
+        self._held = owner.partial  # until compute has waited: it may lie in compute's memory
         if owner.partial is not None:
             self._reduced.add_(owner.partial)
             owner.partial = None
@@ -398,6 +395,7 @@ class Reduction:
 
     def _deliver(self) -> None:
         """Set or add the gradients; where nobody had one, leave what is there."""
+        self._buffer.settle()
         counts, grads, self._grads = self._counts, self._grads, None
         for position, grad in enumerate(grads or ()):
             if counts is None or counts[position] != 0:
@@ -411,4 +409,4 @@ class Reduction:
                 self._deliver()
             else:
                 self._flight.wait()
-        self._flight = self._packed = self._reduced = None
+        self._flight = self._packed = self._reduced = self._held = None

@@ -208,6 +208,9 @@ class Runtime:
         for unit in reversed(self.units):
             if unit.groups and self._has_to_reduce(unit):
                 self.reduce(unit)
+            elif unit.open_calls > 0:  # without sync: whoever had no gradient owes one too
+                for group in unit.groups:
+                    group.owes_reduction = True
             unit.open_calls = 0
             self._reshard_after_backward(unit)
         self._prefetched.clear()
@@ -223,12 +226,10 @@ class Runtime:
 
         A rank on which none of its parameters was used reduces zeros: others may have gradients.
         """
+        has_run = unit.open_calls > 0
         return any(
             group.reducer.has_local_gradients
-            or (
-                group.settings.reduce_grads
-                and (unit.open_calls > 0 or group.reducer.accumulated is not None)
-            )
+            or (group.settings.reduce_grads and (has_run or group.owes_reduction))
             for group in unit.groups
         )
 
@@ -286,10 +287,8 @@ class Runtime:
         if broken is not None:  # what is in flight may never end
             self.fail()
             for group in groups:
-                group.reducer.discard()
+                group.forget_step()
             raise StateError(broken)
-        for stamp in stamps:
-            stamp.forget_recent()
         for reduction in self._reductions:
             reduction.wait()
         self._reductions.clear()
@@ -301,7 +300,7 @@ class Runtime:
             unit.open_calls = 0
             unit.reshard()
             for group in unit.groups:
-                group.reducer.discard()
+                group.forget_step()
         self.streams.reset()
         self._prefetched.clear()
         self.schedule.abandon()
@@ -347,7 +346,7 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
         if unit is not root and unit.post_optim_event is not None:
             root.post_optim_event, unit.post_optim_event = unit.post_optim_event, None
         for group in unit.groups:
-            group.rename(name)
+            group.enroll(name)
             group.clock, group.streams = runtime.clock, runtime.streams
     for governor, conditional in governed.items():
         governor.govern(conditional)

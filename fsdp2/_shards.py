@@ -74,6 +74,18 @@ class ShardBuffer:
         nbytes = item.shard.piece_numel * item.storage_dtype.itemsize
         return Piece(self.flat, self.layout.shard_offsets[index], nbytes)
 
+    def _expect_stamp(self) -> None:
+        assert self.stamp is not None
+        code = torch.tensor(self.stamp.code).to(self.layout.items[-1].compute_dtype)
+        self._expected = bytes(code.view(torch.uint8).tolist()) * self.axis.size
+
+    def take_stamp(self) -> None:
+        """Send and expect the number that the stamp has now."""
+        if self.stamp is not None:
+            if self.flat.untyped_storage().nbytes():  # else it is written with the shards
+                self.write_stamp()
+            self._expect_stamp()
+
     def bind(self, full: Tensor) -> None:
         """Let gathered pieces land in a full buffer, which has its memory now."""
         layout = self.layout
@@ -82,9 +94,7 @@ class ShardBuffer:
             nbytes = layout.piece_nbytes(len(layout.items) - 1)
             start = layout.full_offsets[-1]
             self._seen = full[start : start + self.axis.size * nbytes]
-            code = torch.tensor(self.stamp.code, device=full.device)
-            own = code.to(layout.items[-1].compute_dtype).view(torch.uint8)
-            self._expected = bytes(own.tolist()) * self.axis.size
+            self._expect_stamp()
 
     @property
     def sent_nbytes(self) -> int:

@@ -239,6 +239,11 @@ def hidden_from_modes() -> AbstractContextManager[Any]:
     return manager
 
 
+def has_real_memory() -> bool:
+    """True unless tensors made now are fake (an estimate of memory, a trace)."""
+    return type(torch.empty(0)) is torch.Tensor
+
+
 def bytes_of(tensor: torch.Tensor, nbytes: int) -> bytes:
     """Return the first bytes of a contiguous tensor in host memory.
 

@@ -33,6 +33,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
             return copied_list
         if hasattr(value, "_fields"):
             return type(value)(*items)
+        if hasattr(value, "n_sequence_fields"):  # torch.return_types, made of one iterable
+            return type(value)(items)
         return tuple(items) if type(value) is tuple else tuple.__new__(type(value), items)
     if isinstance(value, Mapping):
         changed = {key: map_tensors(function, item) for key, item in value.items()}

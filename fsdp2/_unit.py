@@ -12,6 +12,7 @@ conditional one is conditional too.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn as nn
 
 from fsdp2 import _torch
+from fsdp2._errors import StateError
 from fsdp2._events import IDLE
 from fsdp2._group import ParamGroup
 from fsdp2._policy import MixedPrecisionPolicy, Settings
@@ -136,6 +138,7 @@ class Unit:
     def reshard_unless_gathering(self) -> None:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
         for group in self.groups:
+            group.forget_stand_ins()
             if not group.is_gathering:
                 group.reshard()
 
@@ -160,10 +163,12 @@ class Unit:
     def reshard_if_idle(self, *_: Any, **__: Any) -> None:
         """Register sharded parameters before ``state_dict`` and ``load_state_dict`` (a hook)."""
         if self.runtime is not None:
-            self.runtime.recover_if_failed()
+            with contextlib.suppress(StateError):  # ranks that diverged can still save their state
+                self.runtime.recover_if_failed()
         if self.runtime is None or self.runtime.clock.phase is IDLE:
             for group in self.own_groups:
-                group.reshard()
+                if not group.is_gathering or self.runtime is None or not self.runtime.failed:
+                    group.reshard()
 
     def adopt_if_idle(self, *_: Any, **__: Any) -> None:
         """Take over what ``load_state_dict(assign=True)`` registered (a hook).

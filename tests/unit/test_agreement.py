@@ -158,19 +158,6 @@ def test_a_retired_operation_is_not_expected_again() -> None:
     assert not agreement.stood_in_for
 
 
-def test_after_a_failure_the_recent_past_is_forgotten() -> None:
-    """Ranks may have failed at different places, and meet in an exchange."""
-    agreement = Recorded()
-    numbers = knowing(agreement)
-    for number in numbers * (CONTEXT + 2):
-        agreement.before(number, axis_of(2))
-    known = agreement.exchanges
-    agreement.forget_recent()
-    agreement.before(numbers[0], axis_of(2))  # as in the very first step
-    agreement.before(numbers[2], axis_of(2))
-    assert agreement.exchanges + len(agreement.stood_in_for) > known
-
-
 # --- comparison -----------------------------------------------------------------------------------
 
 

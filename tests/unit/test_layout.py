@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fsdp2._layout import (
     ALIGN_NBYTES,
+    MAX_SLOTTED_NUMEL,
     GatherItem,
     GatherLayout,
     ReduceLayout,
@@ -233,7 +234,8 @@ def test_reduce_layout_places_members_behind_each_other(group: list[Spec], size:
     end = 0
     for position, (shard, start) in enumerate(zip(layout.shards, layout.offsets, strict=True)):
         assert start == end
-        assert layout.slotted[position] == (shard.is_replicated and size > 1)  # they are all small
+        is_small = shard.numel * size <= MAX_SLOTTED_NUMEL
+        assert layout.slotted[position] == (shard.is_replicated and size > 1 and is_small)
         end += shard.piece_numel * (size if layout.slotted[position] else 1)
         assert layout.width(position) == end - start
     assert layout.tail_start == end

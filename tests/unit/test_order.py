@@ -634,17 +634,17 @@ def test_bytes_of_a_step() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-unshard <root> 296
-unshard a 376
-reshard a 384
-unshard b 368
-reshard b 368
-unshard b 368
-unshard a 376
-reshard b 368
-reduce b 384
-reshard a 384
-reduce a 392
-reshard <root> 304
-reduce <root> 312""",
+unshard <root> 488
+unshard a 568
+reshard a 576
+unshard b 560
+reshard b 560
+unshard b 560
+unshard a 568
+reshard b 560
+reduce b 576
+reshard a 576
+reduce a 584
+reshard <root> 496
+reduce <root> 504""",
     )
