@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from fsdp2._events import Event, listen
 from fsdp2._hooks import unit_of
+from fsdp2._layout import STAMP_NUMEL
 from tests._models import Case, seeded
 from tests._parity import assert_same, bits, names_of, whole
 from tests._pool import ranks
@@ -114,7 +115,7 @@ def test_frozen_parameters_have_no_part_in_a_reduction(world_size: int) -> None:
         rows = [-(-p.shape[0] // world_size) for p in adapters]
         numel = sum(count * p.shape[1] for count, p in zip(rows, adapters, strict=True))
         assert event.fqn == unit_of(layer).fqn
-        assert event.nbytes == 4 * world_size * (numel + len(adapters))
+        assert event.nbytes == 4 * world_size * (numel + len(adapters) + STAMP_NUMEL)
     assert unit_of(program.model).fqn == ""
 
 
