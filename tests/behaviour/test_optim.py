@@ -10,6 +10,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -518,7 +519,7 @@ def test_state_dicts_interchange(name: str) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 @ranks(2)
-def test_distributed_checkpoints(tmp_path_factory: Any, rank: int, full: bool) -> None:
+def test_distributed_checkpoints(rank: int, full: bool) -> None:
     """torch.distributed.checkpoint's functions read and write its state, whole or sharded."""
     options = StateDictOptions(full_state_dict=full)
     twins = Twins(PADDED, lr=0.1)
@@ -538,21 +539,15 @@ def test_distributed_checkpoints(tmp_path_factory: Any, rank: int, full: bool) -
 
 
 @ranks(2)
-def test_checkpoint_files(tmp_path_factory: Any) -> None:
+def test_checkpoint_files(tmp_path: Path) -> None:
     """A checkpoint on disk that one optimizer wrote is read in place by the other."""
-    import tempfile
-
-    import torch.distributed as dist
-
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
     twins = Twins(PADDED, lr=0.1)
     twins.step(2)
-    dcp.save({"o": twins.optimizer.state_dict()}, checkpoint_id=folder[0])
+    dcp.save({"o": twins.optimizer.state_dict()}, checkpoint_id=tmp_path)
     before = copy.deepcopy(twins.plain_optimizer.state_dict())
     twins.step(1)
     target = twins.optimizer.state_dict()
-    dcp.load({"o": target}, checkpoint_id=folder[0])
+    dcp.load({"o": target}, checkpoint_id=tmp_path)
     twins.optimizer.load_state_dict(target)
     assert_same_state(twins.optimizer.state_dict(), before)
     twins.plain_optimizer.load_state_dict(before)
