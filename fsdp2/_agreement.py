@@ -340,8 +340,12 @@ class Stamp:
 
     def before(self) -> None:
         """Make sure that every rank is about to issue this operation. See [Note: agreement]."""
-        if self.number != NO_NUMBER:
-            self._agreement.before(self.number, self.axis)
+        agreement, number = self._agreement, self.number
+        recent = agreement.recent
+        if agreement.predicted.get(recent) == number:  # what is certain takes no other call
+            agreement.recent = (*recent[1:], number)
+        elif number != NO_NUMBER:
+            agreement.before(number, self.axis)
 
     def retire(self) -> None:
         """No rank issues this operation again."""

@@ -107,20 +107,21 @@ class GradientBuffer:
         self.is_filling = False
 
 
-def accumulate(param: torch.nn.Parameter, grad: Tensor) -> None:
-    """Do to a leaf what autograd does when it has computed a gradient: hooks, then ``grad``."""
-    has_hooks = _torch.has_hooks(param)
-    if has_hooks:
-        grad = _torch.apply_gradient_hooks(param, grad)
-    existing = param.grad
-    if existing is None:
-        param.grad = grad
-    elif isinstance(existing, DTensor) and isinstance(grad, DTensor):
-        _torch.local_tensor(existing).add_(_torch.local_tensor(grad))
-    else:
-        existing.add_(grad)
-    if has_hooks:
-        _torch.run_post_accumulate_hooks(param)
+def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
+    """Do to leaves what autograd does when it has computed gradients: hooks, then ``grad``."""
+    have_hooks = _torch.have_hooks(params)
+    for param, grad in zip(params, grads, strict=True):
+        if have_hooks:
+            grad = _torch.apply_gradient_hooks(param, grad)
+        existing = param.grad
+        if existing is None:
+            param.grad = grad
+        elif isinstance(existing, DTensor) and isinstance(grad, DTensor):
+            _torch.local_tensor(existing).add_(_torch.local_tensor(grad))
+        else:
+            existing.add_(grad)
+        if have_hooks:
+            _torch.run_post_accumulate_hooks(param)
 
 
 def local_gradient(grad: DTensor, param: FSDPParam) -> Tensor:

@@ -162,9 +162,9 @@ class Reducer:
 
     def prepare(self, settings: Settings) -> Plan:
         """Return the plan, with the scale that the settings ask for."""
-        plan = self.plan()
-        scaled = self._scaled_for
-        if scaled is None or scaled[0] is not plan or scaled[1] is not settings:
+        scaled, plan = self._scaled_for, self._plan
+        if scaled is None or plan is None or scaled[0] is not plan or scaled[1] is not settings:
+            plan = self.plan()
             self._scaled_for = (plan, settings)
             layout, data = plan.layout, self._data
             self.scale = GradientScale.choose(
@@ -396,10 +396,12 @@ class Reduction:
     def _deliver(self) -> None:
         """Set or add the gradients; where nobody had one, leave what is there."""
         self._buffer.settle()
-        counts, grads, self._grads = self._counts, self._grads, None
-        for position, grad in enumerate(grads or ()):
-            if counts is None or counts[position] != 0:
-                accumulate(self._plan.members[position].sharded, grad)
+        counts, grads, self._grads = self._counts, self._grads or [], None
+        params = [member.sharded for member in self._plan.members]
+        if counts is not None:
+            used = [position for position, count in enumerate(counts) if count != 0]
+            params, grads = [params[p] for p in used], [grads[p] for p in used]
+        accumulate(params, grads)
 
     def wait(self) -> None:
         """Make the gradients safe to use by compute, and free the buffers."""

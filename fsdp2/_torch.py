@@ -177,9 +177,12 @@ def apply_gradient_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tenso
     return grad
 
 
-def has_hooks(param: torch.Tensor) -> bool:
-    """True if something is to be called when a leaf gets its gradient."""
-    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+def have_hooks(params: Sequence[torch.Tensor]) -> bool:
+    """True if something is to be called when one of these leaves gets its gradient."""
+    for param in params:  # noqa: SIM110  # a generator costs more
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            return True
+    return False
 
 
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:

@@ -224,8 +224,8 @@ def test_hooks_run_in_autograds_order() -> None:
     param.register_post_accumulate_grad_hook(
         lambda p: seen.append(f"accumulated {p.grad.tolist()}")
     )
-    accumulate(param, torch.ones(2))
-    accumulate(param, torch.ones(2))
+    accumulate([param], [torch.ones(2)])
+    accumulate([param], [torch.ones(2)])
     assert seen == ["hook", "accumulated [2.0, 2.0]", "hook", "accumulated [4.0, 4.0]"]
 
 
