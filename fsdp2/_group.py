@@ -166,6 +166,21 @@ class ParamGroup:
         stamps = [self._stamp, self._smaller_stamp, *self.reducer.stamps]
         return [stamp for stamp in stamps if stamp is not None]
 
+    @property
+    def home_buffer(self) -> ShardBuffer | None:
+        """The shards, where optimizers find them; None without parameters."""
+        return self._home
+
+    @property
+    def smaller_mesh(self) -> DataMesh | None:
+        """The mesh that parameters wait on between forward and backward, if not the whole one."""
+        return self._smaller
+
+    @property
+    def awaits_stand_ins(self) -> bool:
+        """True if ``inspect`` found tensors that stand in for parameters."""
+        return bool(self._stand_ins)
+
     # Planning and adoption.
 
     def shard(self, params: Sequence[FSDPParam]) -> None:

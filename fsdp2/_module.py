@@ -21,7 +21,7 @@ from fsdp2 import _torch
 from fsdp2._control import ControlSurface, own_unit, units_in
 from fsdp2._errors import ConfigError
 from fsdp2._group import ParamGroup
-from fsdp2._hooks import call_compiled, forward_raised, unit_of
+from fsdp2._hooks import UNIT_ATTRIBUTE, call_compiled, forward_raised, unit_of
 from fsdp2._pipelining import StageState
 from fsdp2._unit import Unit
 
@@ -75,8 +75,15 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
             return object.__new__(cls)
         return cls._fsdp2_original(*args, **kwargs)
 
-    @_torch.never_traced
+    @_torch.inlined_or_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self.__dict__.get(UNIT_ATTRIBUTE)
+        if unit is not None and unit.traced is not None:
+            return unit.traced.call(super().__call__, args, kwargs)
+        return self._call_eagerly(args, kwargs)
+
+    @_torch.never_traced
+    def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unit = unit_of(self)
         if unit is None:  # an empty instance, see __new__
             return super().__call__(*args, **kwargs)

@@ -250,6 +250,14 @@ class Runtime:
         if self._reductions:
             self.wait_for_reductions()
 
+    def rest(self) -> None:
+        """Wait for what is in flight, and for the optimizer: a step begins that is not ours."""
+        if self._reductions:
+            self.wait_for_reductions()
+        event, self.root.post_optim_event = self.root.post_optim_event, None
+        if event is not None:
+            event.wait()
+
     def wait_for_reductions(self) -> None:
         """Make every reduced gradient safe to use."""
         if self.streams.async_op:

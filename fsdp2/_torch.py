@@ -415,6 +415,15 @@ def eager_unless_inlined(function: Function) -> Function:
     return function
 
 
+def inlined_or_eager(function: Function) -> Function:
+    """As ``eager_unless_inlined``, but what ``function`` calls is compiled, if that is not traced.
+
+    For what stands around a user's module: on its own it is not worth a graph.
+    """
+    _skip_frames(function, with_callees=False)
+    return function
+
+
 def _skip_frames(function: Callable[..., Any], with_callees: bool) -> None:
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -427,6 +436,71 @@ def _skip_frames(function: Callable[..., Any], with_callees: bool) -> None:
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return what ``module.compile()`` made, which runs the module's hooks and forward."""
     return module._compiled_call_impl
+
+
+def in_graph(*functions: Callable[..., Any]) -> None:
+    """Let the compiler put calls of these functions into its graph, and not look into them."""
+    for function in functions:
+        torch.compiler.allow_in_graph(function)
+
+
+def find_compiler(
+    backend: Any, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Any]:
+    """Return what ``torch.compile`` would call with each graph. No public way exists."""
+    if backend == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-any-return]  # untyped
+    return torch._TorchCompileWrapper(backend, mode, options, dynamic)  # type: ignore[no-any-return]  # untyped
+
+
+def writes_in_checkpoints() -> AbstractContextManager[Any]:
+    """Let the compiler trace writes to modules inside ``torch.utils.checkpoint``.
+
+    Its recomputation leaves them out, which is right for parameters that are registered before a
+    module runs and forgotten after it.
+    """
+    import torch._dynamo.config as config
+
+    patched: AbstractContextManager[Any] = config.patch(
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True
+    )
+    return patched
+
+
+def recompute_in_backward(node: torch.fx.Node) -> None:
+    """Let the partitioner compute a node of a compiler's graph again in backward.
+
+    The tags are those of selective checkpointing. The number is larger than that of any region of a
+    user's checkpoint, because what is used in a later region would be saved instead.
+    """
+    node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = 1 << 30
+
+
+# Functional collectives: the operations that compilers know. Process groups go by their names.
+
+
+def functional_all_gather(sent: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Return what all ranks of a group sent, one behind the other."""
+    ops = torch.ops._c10d_functional
+    gathered: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(sent, size, group))
+    return gathered
+
+
+def functional_reduce_scatter(
+    sent: torch.Tensor, op: str, size: int, group: str
+) -> torch.Tensor:
+    """Return this rank's part of what all ranks sent, joined."""
+    ops = torch.ops._c10d_functional
+    reduced: torch.Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(sent, op, size, group))
+    return reduced
+
+
+def functional_all_reduce(sent: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """Return what all ranks sent, joined."""
+    ops = torch.ops._c10d_functional
+    reduced: torch.Tensor = ops.wait_tensor(ops.all_reduce(sent, op, group))
+    return reduced
 
 
 # Observation and composition.

@@ -29,6 +29,7 @@ from fsdp2._streams import Streams
 if TYPE_CHECKING:
     from fsdp2._hooks import Call
     from fsdp2._runtime import Runtime
+    from fsdp2._traced import TracedUnit
 
 
 class Unit:
@@ -60,6 +61,7 @@ class Unit:
         self.open_calls = 0
         self.may_lose_gradients = False
         self.is_called_outside = False  # around the compiled call, see _hooks
+        self.traced: TracedUnit | None = None  # while a functional step runs, see _traced
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,254 @@
+"""``compile``: a sharded model and its collectives as one forward and one backward graph.
+
+Owns the call of the compiler, what a functional step needs around it, and the refusal of what
+cannot be traced. The step itself is in ``_traced``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fsdp2 import _torch
+from fsdp2._errors import ConfigError, StateError, UnsupportedError
+from fsdp2._events import IDLE
+from fsdp2._group import ParamGroup
+from fsdp2._hooks import unit_of
+from fsdp2._policy import CPUOffloadPolicy
+from fsdp2._runtime import Runtime, attach
+from fsdp2._traced import TracedUnit, outer_gather, plan_of, unshard
+from fsdp2._unit import Unit
+
+
+def compile(model: nn.Module, **torch_compile_kwargs: Any) -> CompiledModel:
+    """Compile a sharded model whole, with its collectives in the graphs.
+
+    With ``fullgraph=True`` a training step is one forward and one backward graph. In them each
+    group has one all-gather, one more in backward if it reshards after forward, and one
+    reduce-scatter (and one all-reduce on a replicate axis). Gradients arrive as sharded DTensors
+    in ``grad``, reduced, after every backward: ``set_requires_gradient_sync(False)`` saves no
+    communication here, and changes no sum. The model itself still runs eagerly when it is called,
+    in any order with the compiled one.
+
+    Args:
+        model: a model to which, or below which, ``fully_shard`` was applied.
+        torch_compile_kwargs: what ``torch.compile`` takes. The backend ``"eager"`` has no
+            partitioner, so it keeps whole parameters from forward to backward.
+
+    Returns:
+        A module that runs the compiled model. Its parameters, names, state dict and methods are
+        those of ``model``.
+
+    Raises:
+        ConfigError: nothing in the model is sharded.
+        UnsupportedError: a unit has what no graph can hold. The model was not changed.
+    """
+    return CompiledModel(model, torch_compile_kwargs)
+
+
+class CompiledModel(nn.Module):
+    """What ``compile`` returns: the model, but for what a call of it does."""
+
+    _own = ("_compiled_model",)
+
+    def __init__(self, model: nn.Module, torch_compile_kwargs: dict[str, Any]) -> None:
+        self.__dict__["_compiled_model"] = FunctionalStep(model, torch_compile_kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward."""
+        return self.__dict__["_compiled_model"].run(args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_compiled_model"].model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_compiled_model"].model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__dict__["_compiled_model"].model, name)
+
+    def __dir__(self) -> list[str]:
+        return list(dir(self.__dict__["_compiled_model"].model))
+
+    def __repr__(self) -> str:
+        return f"CompiledModel({self.__dict__['_compiled_model'].model!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        step = self.__dict__["_compiled_model"]
+        return compile_again, (step.model, step.kwargs)
+
+
+def compile_again(model: nn.Module, kwargs: dict[str, Any]) -> CompiledModel:
+    """Rebuild a copied or unpickled ``CompiledModel``."""
+    return CompiledModel(model, kwargs)
+
+
+def _delegate(name: str) -> Any:
+    def method(self: CompiledModel, *args: Any, **kwargs: Any) -> Any:
+        model = self.__dict__["_compiled_model"].model
+        result = getattr(model, name)(*args, **kwargs)
+        return self if result is model else result
+
+    method.__name__ = name
+    method.__doc__ = getattr(nn.Module, name).__doc__
+    return method
+
+
+for _name, _value in vars(nn.Module).items():
+    if callable(_value) and not _name.startswith("__") and _name not in vars(CompiledModel):
+        setattr(CompiledModel, _name, _delegate(_name))
+
+
+class FunctionalStep:
+    """A compiled model, and the state of its units around a call."""
+
+    def __init__(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+        self.model = model
+        self.kwargs = kwargs
+        self._units: list[TracedUnit] = []
+        self._runtimes: list[Runtime] = []
+        self._find_units()
+        options = dict(kwargs)
+        if not options.get("disable", False):
+            inner = _torch.find_compiler(
+                options.pop("backend", "inductor"),
+                options.pop("mode", None),
+                options.pop("options", None),
+                options.get("dynamic"),
+            )
+            _torch.in_graph(unshard, outer_gather)
+            options["backend"] = Backend(inner)
+        self._compiled: Callable[..., Any] = torch.compile(self._call, **options)
+
+    def _call(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the model: this is what is compiled."""
+        output = model(*args, **kwargs)
+        for unit in self._several:
+            unit.forget()
+        return output
+
+    def _find_units(self) -> None:
+        """Find the units of the model and refuse what cannot be traced.
+
+        Raises:
+            ConfigError, UnsupportedError: see ``compile``.
+        """
+        units = units_below(self.model)
+        if not units:
+            raise ConfigError(
+                f"compile: found no sharded module in {type(self.model).__name__}. Apply "
+                "fully_shard first, or call torch.compile."
+            )
+        names = {id(module): name for name, module in self.model.named_modules()}
+        for unit in units:
+            name = unit.fqn or names.get(id(unit.modules[0]), "")
+            for group in unit.own_groups:
+                check_group(group, name or "<root>")
+        self._checked = units
+
+    def _attach(self) -> None:
+        """Find the roots, as a first forward would."""
+        units = units_below(self.model)
+        for module in self.model.modules():
+            unit = unit_of(module)
+            if unit is not None and unit.runtime is None:
+                attach(unit, unit_of)
+        self._units = [TracedUnit(unit) for unit in units]
+        self._several = [unit for unit in self._units if unit.has_several_modules]
+        runtimes = [unit.runtime for unit in units if unit.runtime is not None]
+        self._runtimes = list(dict.fromkeys(runtimes))
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one compiled forward."""
+        if not self._units:
+            self._attach()
+        self._begin()
+        try:
+            for unit in self._units:
+                unit.take_parameters_off()
+                unit.unit.traced, unit.unit.is_called_outside = unit, True
+            with _torch.writes_in_checkpoints():
+                return self._compiled(self.model, *args, **kwargs)
+        finally:
+            for unit in self._units:
+                unit.unit.traced, unit.unit.is_called_outside = None, False
+                unit.put_parameters_back()
+
+    def _begin(self) -> None:
+        """Bring every unit to rest, and follow what changed since the last step.
+
+        Raises:
+            StateError: called from inside a forward or backward of the model.
+        """
+        for runtime in self._runtimes:
+            runtime.recover_if_failed()
+            if runtime.clock.phase is not IDLE:
+                raise StateError(
+                    f"{runtime.root.fqn or '<root>'}: a compiled model was called inside a forward "
+                    "or backward of its own units. Compile the outermost module, or call "
+                    "compile() on a block."
+                )
+            runtime.rest()
+        for unit in self._units:
+            unit.unit.inspect()
+            unit.unit.reshard()
+            for group in unit.unit.groups:
+                check_group(group, group.fqn)
+                if group.awaits_stand_ins:
+                    group.forget_stand_ins()
+                    raise UnsupportedError(
+                        f"{group.fqn or '<root>'}: tensors stand in for its parameters "
+                        "(functional_call), and a compiled model gathers its own. Use the model "
+                        "itself for that."
+                    )
+            unit.begin()
+
+
+def units_below(model: nn.Module) -> list[Unit]:
+    """Return every unit in a model, which need not be sharded itself."""
+    return list(dict.fromkeys(u for m in model.modules() if (u := unit_of(m)) is not None))
+
+
+def check_group(group: ParamGroup, name: str) -> None:
+    """Raise UnsupportedError if a group has what no graph can hold."""
+    found = None
+    extended = [param.fqn for param in group.params if param.is_extended]
+    if extended:
+        found = f"parameter {extended[0]} has an all-gather extension, which runs user code"
+    elif isinstance(group.offload, CPUOffloadPolicy):
+        found = "a CPUOffloadPolicy keeps its shards off the device"
+    elif group.wire.custom != (None, None):
+        found = "a custom all-gather or reduce-scatter was set"
+    elif group.reducer.hook is not None:
+        found = "an all-reduce hook was set"
+    elif any(param.placement.data_axes for param in group.params):
+        found = "dp_mesh_dims was given, so its parameters are DTensors on the data axes too"
+    if found is not None:
+        raise UnsupportedError(
+            f"{name or '<root>'}: cannot be compiled whole, because {found}. Call compile() on "
+            "the blocks instead: fsdp2's hooks then run eagerly around them."
+        )
+
+
+class Backend:
+    """The compiler, behind a look at each graph."""
+
+    def __init__(self, compiler: Callable[..., Any]) -> None:
+        self._compiler = compiler
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Tag the gathers that backward repeats, and compile."""
+        tag(graph)
+        return self._compiler(graph, inputs)
+
+
+def tag(graph: torch.fx.GraphModule) -> None:
+    """Let backward gather again where a unit reshards after forward, in all graphs inside too."""
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.target is unshard and plan_of(node.args[0]).recompute:
+                    _torch.recompute_in_backward(node)
