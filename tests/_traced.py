@@ -1,0 +1,97 @@
+"""Compiled whole models beside unsharded ones: `TracedPair`, and the graphs that were made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import fsdp2
+from tests._models import Batch, Case, loss_of
+from tests._parity import Pair
+
+
+class Graphs:
+    """A backend that keeps the forward and the backward graphs, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.forward: list[torch.fx.GraphModule] = []
+        self.backward: list[torch.fx.GraphModule] = []
+        self.frames = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+        self.frames += 1
+        compile_both = aot_autograd(
+            fw_compiler=self._keep(self.forward),
+            bw_compiler=self._keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        return compile_both(graph, inputs)
+
+    def _keep(self, graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
+        from functorch.compile import make_boxed_func
+
+        def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        return keep
+
+    @property
+    def counts(self) -> str:
+        return f"{len(self.forward)} forward, {len(self.backward)} backward"
+
+    def describe(self) -> str:
+        """Say how many graphs there are, and which collectives are in each."""
+        lines = [
+            f"{name}: {collectives(graph)}"
+            for name, graphs in (("forward", self.forward), ("backward", self.backward))
+            for graph in graphs
+        ]
+        return "\n".join(lines)
+
+
+def collectives(graph: torch.fx.GraphModule) -> str:
+    """Count the collectives of a graph."""
+    found: dict[str, int] = {}
+    for node in graph.graph.nodes:
+        name = str(node.target)
+        if "c10d" in name and "wait_tensor" not in name:
+            short = name.split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor")
+            found[short] = found.get(short, 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in found.items()) or "none"
+
+
+def saved(graph: torch.fx.GraphModule, outputs: int) -> list[torch.Tensor]:
+    """Return what a forward graph returns behind its outputs: what backward needs."""
+    (node,) = (node for node in graph.graph.nodes if node.op == "output")
+    return [
+        value.meta["val"]
+        for value in node.args[0][outputs:]
+        if isinstance(value, torch.fx.Node) and isinstance(value.meta.get("val"), Tensor)
+    ]
+
+
+class TracedPair(Pair):
+    """A compiled sharded model, and an unsharded one on the global batch."""
+
+    def __init__(
+        self, case: Case | str, *, backend: Any = None, dynamic: bool | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(case, **kwargs)
+        self.graphs = Graphs()
+        self.compiled = fsdp2.compile(
+            self.model, backend=backend or self.graphs, fullgraph=True, dynamic=dynamic
+        )
+        self.eagerly = False
+
+    def run(self, model: nn.Module, batch: Batch) -> Tensor:
+        if model is self.model and not self.eagerly:
+            model = self.compiled
+        return loss_of(model(*batch.args, **batch.kwargs))
