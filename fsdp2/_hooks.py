@@ -328,11 +328,23 @@ class ForwardMethod:
         self.name = name
         self.replaced = module.__dict__.get(name)
 
-    @_torch.never_traced
+    @_torch.inlined_or_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self.module.__dict__[UNIT_ATTRIBUTE]
+        if unit.traced is not None:
+            return unit.traced.call(self._method(), args, kwargs)
+        return self._call_eagerly(args, kwargs)
+
+    def _method(self) -> Callable[..., Any]:
+        if self.replaced is not None:
+            return self.replaced  # type: ignore[no-any-return]  # the user's
+        return getattr(type(self.module), self.name).__get__(self.module)  # type: ignore[no-any-return]  # the user's
+
+    @_torch.never_traced
+    def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, unit = self.module, unit_of(self.module)
         assert unit is not None
-        method = self.replaced or getattr(type(module), self.name).__get__(module)
+        method = self._method()
         depth = len(unit.calls)
         try:
             args, kwargs = pre_forward(unit, args, kwargs)

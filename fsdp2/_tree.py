@@ -27,6 +27,8 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         items = [map_tensors(function, item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
+        if type(value) is list:  # a compiler cannot trace what follows, so not for these
+            return items
         if isinstance(value, list):
             copied_list = copy.copy(value)
             copied_list[:] = items
@@ -57,7 +59,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 def _replace_items(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
     """Return a copy of a mapping with some items changed, of the same type where it can be had."""
-    if not isinstance(mapping, MutableMapping):
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
         return {**mapping, **changed}
     kept = {key: mapping[key] for key in changed}
     replaced = copy.copy(mapping)

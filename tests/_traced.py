@@ -68,14 +68,11 @@ def collectives(graph: torch.fx.GraphModule) -> str:
     return ", ".join(f"{count} {name}" for name, count in found.items()) or "none"
 
 
-def saved(graph: torch.fx.GraphModule, outputs: int) -> list[torch.Tensor]:
-    """Return what a forward graph returns behind its outputs: what backward needs."""
+def saved(graph: torch.fx.GraphModule, outputs: int) -> list[Tensor]:
+    """Return what a forward graph makes and keeps for backward, behind its outputs; no inputs."""
     (node,) = (node for node in graph.graph.nodes if node.op == "output")
-    return [
-        value.meta["val"]
-        for value in node.args[0][outputs:]
-        if isinstance(value, torch.fx.Node) and isinstance(value.meta.get("val"), Tensor)
-    ]
+    kept = [value for value in node.args[0][outputs:] if isinstance(value, torch.fx.Node)]
+    return [value.meta["val"] for value in kept if value.op != "placeholder"]
 
 
 class TracedPair(Pair):

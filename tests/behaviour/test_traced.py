@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
+from typing import Any
 
-from tests._models import CASES
-from tests._traced import TracedPair
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from tests._models import (
+    CASES,
+    HIDDEN,
+    WIDTH,
+    Batch,
+    Block,
+    Case,
+    Stack,
+    each_block,
+    floats,
+    seeded,
+)
+from tests._parity import (
+    assert_same,
+    assert_same_gradients,
+    assert_same_parameters,
+    assert_sharded,
+    make_mesh,
+    names_of,
+    shard,
+)
 from tests._pool import ranks
+from tests._tensor_parallel import (
+    FeedForward,
+    Transformer,
+    Twin,
+    colwise_then_rowwise,
+    mesh_of,
+    sequence_parallel,
+    tokens,
+)
+from tests._traced import Graphs, TracedPair, saved
 
 
 @pytest.mark.slow
@@ -16,3 +52,332 @@ def test_every_case(name: str) -> None:
     pair = TracedPair(name)
     pair.train(steps=3)
     assert pair.graphs.counts == "1 forward, 1 backward"
+
+
+BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float16)
+BF16_OUT = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+
+
+class EagerTwin(TracedPair):
+    """A compiled sharded model beside the same one run eagerly: policies round alike."""
+
+    def __init__(self, name: str, **kwargs: Any) -> None:
+        super().__init__(name, **kwargs)
+        shard(self.reference, self.case, mesh=kwargs.get("mesh"), **without_mesh(kwargs))
+        self.reference_optimizer = self._optimizers()[1]
+
+    def run_reference(self, batch: Batch) -> Tensor:
+        return self.run(self.reference, self.local(batch))
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        loss, expected = self.run(self.model, self.local(batch)), self.run_reference(batch)
+        assert_same(loss, expected, "loss", self.rtol)
+        return loss, expected
+
+
+def without_mesh(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name in ("mp_policy",)}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"), [("containers", BF16), ("stack", FP16), ("root_only", BF16_OUT)]
+)
+@ranks(2, limit_s=200)
+def test_mixed_precision(name: str, policy: fsdp2.MixedPrecisionPolicy) -> None:
+    pair = EagerTwin(name, mp_policy=policy)
+    pair.first_rtol = pair.later_rtol = 2e-2
+    for _ in range(3):
+        pair.backward()
+        pair.step()
+    assert_same_parameters(pair.model, pair.reference, 2e-2)
+    assert pair.graphs.counts == "1 forward, 1 backward"
+
+
+@pytest.mark.parametrize("name", ["stack", "scalars", "mixed_dtypes"])
+@ranks(4, limit_s=200)
+def test_a_replicate_axis(name: str) -> None:
+    pair = TracedPair(name, mesh=make_mesh(2, 2))
+    pair.train(steps=2)
+
+
+@pytest.mark.parametrize("choice", [True, False, 2])
+@ranks(4, limit_s=200)
+def test_each_way_to_reshard(choice: bool | int) -> None:
+    pair = TracedPair("nested_units", reshard_after_forward=choice)
+    pair.train(steps=3)
+    print(pair.graphs.describe())
+
+
+class Checkpointed(Stack):
+    """Recomputes every block outside of its unit, or what is inside of it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(InsideCheckpointed if where == "inside" else Block)
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x) if self.where == "inside" else checkpoint(block, x, use_reentrant=False)
+        return self.out(x)
+
+
+class InsideCheckpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@ranks(2, limit_s=200)
+def test_activation_checkpointing(where: str) -> None:
+    pair = TracedPair(Case(lambda: Checkpointed(where), each_block, floats))
+    pair.train(steps=3)
+    assert pair.graphs.counts == "1 forward, 1 backward"
+    print(pair.graphs.describe())
+
+
+@ranks(2, limit_s=200)
+def test_batch_sizes_may_change() -> None:
+    """One graph serves every batch size, if dynamic shapes are asked for."""
+    pair = TracedPair("stack", dynamic=True)
+    for rows in (12, 24, 8):
+        pair.backward(pair.case.batch(rows))
+        pair.step()
+    pair.check()
+    assert pair.graphs.counts == "1 forward, 1 backward"
+
+
+@ranks(2, limit_s=200)
+def test_evaluation_and_eager_steps_in_between() -> None:
+    """Compiled and eager steps of one model mix; evaluation takes one more graph."""
+    pair = TracedPair("scalars")
+    for eagerly in (False, True, False, False, True):
+        pair.eagerly = eagerly
+        pair.backward()
+        pair.step()
+        pair.compiled.eval()
+        assert not pair.model.training
+        with torch.no_grad():
+            pair.losses(pair.batch())
+        pair.compiled.train()
+    pair.check()
+    assert pair.graphs.counts == "2 forward, 1 backward"
+
+
+@ranks(2, limit_s=200)
+def test_backwards_in_another_order_than_forwards() -> None:
+    """An eager and a compiled forward of one model may wait for their backwards together."""
+    pair = TracedPair("stack")
+    first, second = pair.batch(), pair.batch()
+    losses = []
+    for batch, pair.eagerly in ((first, True), (second, False), (first, False)):
+        losses.append(pair.losses(batch))
+    for loss, expected in losses:
+        loss.backward()
+        expected.backward()
+    pair.step()
+    pair.check()
+
+
+@ranks(2, limit_s=200)
+def test_several_microbatches() -> None:
+    """Gradients of several backwards add up, with sync or without, which changes nothing here."""
+    pair = TracedPair("stack")
+    for _ in range(2):
+        pair.model.set_requires_gradient_sync(False)
+        pair.backward()
+        pair.model.set_requires_gradient_sync(True)
+        pair.backward()
+        pair.step()
+    pair.check()
+    assert pair.graphs.counts == "1 forward, 1 backward"
+
+
+@ranks(2)
+def test_gradients_that_wait_for_sync_are_not_lost() -> None:
+    pair = TracedPair("stack")
+    pair.eagerly = True
+    pair.model.set_requires_gradient_sync(False)
+    pair.backward()
+    pair.model.set_requires_gradient_sync(True)
+    with pytest.raises(fsdp2.StateError, match="accumulated without sync"):
+        pair.compiled(*pair.local(pair.batch()).args)
+    pair.backward()
+    pair.step()
+    pair.check()
+
+
+@ranks(2, limit_s=200)
+def test_an_exception_leaves_the_model_sharded() -> None:
+    pair = TracedPair("stack")
+    pair.backward()
+    pair.step()
+    with pytest.raises(RuntimeError):
+        pair.compiled(torch.randn(4, 5))
+    pair.check()
+    pair.train(steps=2)
+
+
+@ranks(2, limit_s=200)
+def test_state_and_optimizers_in_between() -> None:
+    """The compiled model has the model's names and state; loading into it is seen by its graphs."""
+    pair = TracedPair("few_rows", optimizer=torch.optim.Adam)
+    names = list(names_of(pair.model))
+    assert [name for name, _ in pair.compiled.named_parameters()] == names
+    assert list(pair.compiled.state_dict()) == list(pair.reference.state_dict())
+    assert next(pair.compiled.parameters()) is next(pair.model.parameters())
+    kept = {name: value.clone() for name, value in pair.compiled.state_dict().items()}
+    kept_reference = copy.deepcopy(pair.reference.state_dict())
+    pair.backward()
+    pair.step()
+    for assign in (False, True):
+        pair.compiled.load_state_dict({n: v.clone() for n, v in kept.items()}, assign=assign)
+        pair.reference.load_state_dict(kept_reference)
+        pair.backward()
+        assert_same_gradients(pair.model, pair.reference)
+        pair.compiled.zero_grad()
+        pair.reference.zero_grad()
+    assert pair.graphs.counts == "1 forward, 1 backward"
+    again = copy.deepcopy(pair.compiled)
+    assert next(again.parameters()) is not next(pair.model.parameters())
+    again.load_state_dict(pair.compiled.state_dict())
+    batch = pair.local(pair.batch())
+    assert_same(again(*batch.args), pair.compiled(*batch.args), "output")
+
+
+@ranks(2, limit_s=200)
+def test_what_is_trained_may_change() -> None:
+    """Freezing takes new graphs once, and going back takes the old ones."""
+    pair = TracedPair("stack")
+    for _ in range(2):
+        for flag in (True, False):
+            for model in (pair.model, pair.reference):
+                model.blocks[1].up.weight.requires_grad_(flag)  # type: ignore[index, union-attr]
+            pair.backward()
+            pair.step()
+    assert pair.graphs.counts == "2 forward, 2 backward"
+
+
+@ranks(2, limit_s=200)
+def test_the_divisor_of_gradients() -> None:
+    pair = TracedPair("stack")
+    for unit in (*pair.model.blocks, pair.model):  # type: ignore[misc]  # a ModuleList
+        unit.set_gradient_divide_factor(1.0)
+    pair.backward()
+    for parameter in pair.reference.parameters():
+        parameter.grad *= 2.0
+    pair.step()
+    pair.check()
+
+
+class WithMethod(Stack):
+    """Calls a method of its blocks that is registered beside forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block.run(x)
+        return self.out(x)
+
+
+class MethodBlock(Block):
+    def run(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+@ranks(2, limit_s=200)
+def test_registered_forward_methods() -> None:
+    pair = TracedPair(Case(lambda: WithMethod(MethodBlock), each_block, floats))
+    for block in pair.model.blocks:  # type: ignore[union-attr]  # a ModuleList
+        fsdp2.register_fsdp_forward_method(block, "run")
+    pair.train(steps=2)
+    assert pair.graphs.counts == "1 forward, 1 backward"
+
+
+@ranks(2, limit_s=200)
+def test_gradient_hooks_of_users() -> None:
+    """Hooks on a parameter see its reduced gradient, as they do eagerly."""
+    pair = TracedPair("stack")
+    seen: list[str] = []
+    weight = pair.model.inp.weight
+    weight.register_hook(lambda grad: seen.append(f"hook {type(grad).__name__}"))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(f"after {p.grad is not None}"))
+    pair.train(steps=2)
+    assert seen == ["hook DTensor", "after True"] * 2
+
+
+@ranks(4, limit_s=200)
+def test_tensor_parallel() -> None:
+    """DTensor parameters are DTensors in the graph too, over their own axes alone."""
+    twin = Twin(Transformer(), mesh_of(data=2, tensor=2), sequence_parallel, batch=tokens)
+    graphs = Graphs()
+    twin.model = fsdp2.compile(twin.model, backend=graphs, fullgraph=True)
+    twin.train(steps=2)
+    assert graphs.counts == "1 forward, 1 backward"
+
+
+@ranks(4, limit_s=200)
+def test_uneven_tensor_parallel() -> None:
+    twin = Twin(FeedForward(12, 29), mesh_of(data=2, tensor=2), colwise_then_rowwise)
+    twin.model = fsdp2.compile(twin.model, backend="aot_eager", fullgraph=True)
+    twin.train(steps=2)
+
+
+@pytest.mark.parametrize("choice", [True, 2, False])
+@ranks(4, limit_s=200)
+def test_what_is_saved_for_backward(choice: bool | int) -> None:
+    """No whole weight is kept from forward to backward, unless the unit does not reshard."""
+    pair = TracedPair("stack", reshard_after_forward=choice)
+    pair.backward(pair.case.batch(4))  # one row a rank: activations are smaller than weights
+    (graph,) = pair.graphs.forward
+    largest = max(saved(graph, outputs=1), key=lambda value: value.numel())
+    weight = WIDTH * HIDDEN  # of a block's first layer
+    piece = CASES["stack"].build().blocks[0]  # type: ignore[index, union-attr]  # a ModuleList
+    half = sum(-(-p.shape[0] // 4) * 2 * p[0].numel() for p in piece.parameters())
+    assert largest.numel() == {True: HIDDEN, 2: half, False: weight}[choice]
+
+
+def forward_hook(model: Any) -> None:
+    model.blocks[1].set_all_reduce_hook(lambda tensor: None)
+
+
+class Gather(fsdp2.AllGather):
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("not called")
+
+
+def custom_gather(model: Any) -> None:
+    model.blocks[1].set_custom_all_gather(Gather())
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(forward_hook, "an all-reduce hook"), (custom_gather, "a custom all-gather")],
+)
+@pytest.mark.parametrize("late", [False, True])
+@ranks(2)
+def test_what_no_graph_can_hold_is_refused_by_name(change: Any, found: str, late: bool) -> None:
+    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    compiled = fsdp2.compile(model, backend="eager") if late else None
+    change(model)
+    with pytest.raises(fsdp2.UnsupportedError, match=rf"blocks\.1: .*{found}"):
+        if compiled is None:
+            fsdp2.compile(model)
+        else:
+            compiled(torch.randn(4, WIDTH))
+    assert_sharded(model)
+
+
+@ranks(2)
+def test_offloading_is_refused() -> None:
+    model = shard(
+        seeded(CASES["stack"].build), CASES["stack"], offload_policy=fsdp2.CPUOffloadPolicy()
+    )
+    with pytest.raises(fsdp2.UnsupportedError, match="<root>: .*CPUOffloadPolicy"):
+        fsdp2.compile(model)
+    with pytest.raises(fsdp2.ConfigError, match="no sharded module in Linear"):
+        fsdp2.compile(torch.nn.Linear(2, 2))

@@ -1,0 +1,86 @@
+"""Passes over a compiler's graphs: when collectives start, and when they are waited for.
+
+Owns the order of nodes. It must not know groups or parameters: it sees the operations of functional
+collectives only, so it serves the forward and the backward graph alike.
+
+[Note: prefetch in a graph]
+A graph runs its nodes in order. As traced, every all-gather is waited for at once. ``overlap``
+moves *starts* up and *waits* down: the all-gather of a unit starts where the unit before it begins
+to use its own, so that one is in flight beside the compute and no more than two are whole; a
+reduction is waited for where its result is used, which is at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Graph, Node
+
+_GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
+
+
+def overlap(graph: Graph) -> None:
+    """Start each all-gather one group ahead, and wait for every collective where it is needed."""
+    sink_waits(graph)
+    prefetch_gathers(graph)
+    graph.lint()
+
+
+def sink_waits(graph: Graph) -> None:
+    """Move every wait, and what is only computed from it, down to the first use."""
+    for node in reversed(list(graph.nodes)):
+        if not is_wait(node) or not node.users:
+            continue
+        position = _positions(graph)
+        first = min(node.users, key=position.__getitem__)
+        if first is not node.next:
+            first.prepend(node)
+
+
+def prefetch_gathers(graph: Graph) -> None:
+    """Move every all-gather, and what only it needs, up to the wait of the one before."""
+    starts = [node for node in graph.nodes if is_gather(node)]
+    for before, node in zip(starts, starts[1:], strict=False):
+        target = next(iter(before.users))  # its wait
+        inputs = list(_needed(node, {target}))
+        if any(needed is target for needed in inputs):
+            continue  # it gathers what was just gathered: the second half of a gather in two
+        position = _positions(graph)
+        if position[target] > position[node]:
+            continue
+        for needed in [*sorted(inputs, key=position.__getitem__), node]:
+            if position[needed] > position[target]:
+                target.prepend(needed)
+
+
+def _needed(node: Node, stop: set[Node], seen: set[Node] | None = None) -> Iterator[Node]:
+    """Yield what a node is computed from."""
+    seen = set() if seen is None else seen
+    for needed in node.all_input_nodes:
+        if needed not in seen:
+            seen.add(needed)
+            if needed not in stop:
+                yield from _needed(needed, stop, seen)
+            yield needed
+
+
+def _positions(graph: Graph) -> dict[Node, int]:
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def _name(node: Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
+        return target._schema.name.split("::")[1]
+    return ""
+
+
+def is_gather(node: Node) -> bool:
+    """True if a node starts an all-gather."""
+    return _name(node) in _GATHERS
+
+
+def is_wait(node: Node) -> bool:
+    """True if a node waits for a collective."""
+    return _name(node) == "wait_tensor"
