@@ -4,7 +4,7 @@ from fsdp2 import optim as optim
 from fsdp2._api import fully_shard, register_fsdp_forward_method
 from fsdp2._clip import clip_grad_norm_
 from fsdp2._comm import AllGather, Comm, ReduceScatter
-from fsdp2._compile import CompiledModel, compile
+from fsdp2._compile import CompiledModel, compile  # noqa: A004  # torch's name for it
 from fsdp2._control import share_comm_ctx
 from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
 from fsdp2._module import FSDPModule, UnshardHandle

@@ -7,6 +7,7 @@ cannot be traced. The step itself is in ``_traced``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +21,13 @@ from fsdp2._hooks import unit_of
 from fsdp2._policy import CPUOffloadPolicy
 from fsdp2._runtime import Runtime, attach
 from fsdp2._traced import TracedUnit, outer_gather, plan_of, unshard
+from fsdp2._traced_pass import overlap as overlap_collectives
 from fsdp2._unit import Unit
 
 
-def compile(model: nn.Module, **torch_compile_kwargs: Any) -> CompiledModel:
+def compile(  # noqa: A001  # torch's name for it
+    model: nn.Module, *, overlap: bool = False, bucket: bool = True, **torch_compile_kwargs: Any
+) -> CompiledModel:
     """Compile a sharded model whole, with its collectives in the graphs.
 
     With ``fullgraph=True`` a training step is one forward and one backward graph. In them each
@@ -35,6 +39,9 @@ def compile(model: nn.Module, **torch_compile_kwargs: Any) -> CompiledModel:
 
     Args:
         model: a model to which, or below which, ``fully_shard`` was applied.
+        overlap: start each all-gather one group ahead in the graphs, and wait for collectives where
+            their results are needed. For the backends ``"inductor"`` and ``"aot_eager"``.
+        bucket: False gives each parameter collectives of its own, for compilers that bucket them.
         torch_compile_kwargs: what ``torch.compile`` takes. The backend ``"eager"`` has no
             partitioner, so it keeps whole parameters from forward to backward.
 
@@ -43,19 +50,26 @@ def compile(model: nn.Module, **torch_compile_kwargs: Any) -> CompiledModel:
         those of ``model``.
 
     Raises:
-        ConfigError: nothing in the model is sharded.
+        ConfigError: nothing in the model is sharded; ``overlap`` with another backend.
         UnsupportedError: a unit has what no graph can hold. The model was not changed.
     """
-    return CompiledModel(model, torch_compile_kwargs)
+    return CompiledModel(model, Choices(torch_compile_kwargs, overlap, bucket))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What ``compile`` was given."""
+
+    torch_compile_kwargs: dict[str, Any]
+    overlap: bool = False
+    bucket: bool = True
 
 
 class CompiledModel(nn.Module):
     """What ``compile`` returns: the model, but for what a call of it does."""
 
-    _own = ("_compiled_model",)
-
-    def __init__(self, model: nn.Module, torch_compile_kwargs: dict[str, Any]) -> None:
-        self.__dict__["_compiled_model"] = FunctionalStep(model, torch_compile_kwargs)
+    def __init__(self, model: nn.Module, choices: Choices) -> None:
+        self.__dict__["_compiled_model"] = FunctionalStep(model, choices)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward."""
@@ -78,12 +92,7 @@ class CompiledModel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         step = self.__dict__["_compiled_model"]
-        return compile_again, (step.model, step.kwargs)
-
-
-def compile_again(model: nn.Module, kwargs: dict[str, Any]) -> CompiledModel:
-    """Rebuild a copied or unpickled ``CompiledModel``."""
-    return CompiledModel(model, kwargs)
+        return CompiledModel, (step.model, step.choices)
 
 
 def _delegate(name: str) -> Any:
@@ -105,22 +114,30 @@ for _name, _value in vars(nn.Module).items():
 class FunctionalStep:
     """A compiled model, and the state of its units around a call."""
 
-    def __init__(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+    def __init__(self, model: nn.Module, choices: Choices) -> None:
         self.model = model
-        self.kwargs = kwargs
+        self.choices = choices
         self._units: list[TracedUnit] = []
+        self._several: list[TracedUnit] = []
         self._runtimes: list[Runtime] = []
-        self._find_units()
-        options = dict(kwargs)
+        check_units(model)
+        options = dict(choices.torch_compile_kwargs)
         if not options.get("disable", False):
-            inner = _torch.find_compiler(
-                options.pop("backend", "inductor"),
+            backend = options.pop("backend", "inductor")
+            if choices.overlap and backend not in ("inductor", "aot_eager"):
+                raise ConfigError(
+                    f"compile: expected backend to be 'inductor' or 'aot_eager' with overlap=True, "
+                    f"found {backend!r}. Leave overlap out, and let that backend order collectives."
+                )
+            compiler = _torch.find_compiler(
+                backend,
                 options.pop("mode", None),
                 options.pop("options", None),
                 options.get("dynamic"),
+                overlap_collectives if choices.overlap else None,
             )
             _torch.in_graph(unshard, outer_gather)
-            options["backend"] = Backend(inner)
+            options["backend"] = Backend(compiler)
         self._compiled: Callable[..., Any] = torch.compile(self._call, **options)
 
     def _call(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -130,25 +147,6 @@ class FunctionalStep:
             unit.forget()
         return output
 
-    def _find_units(self) -> None:
-        """Find the units of the model and refuse what cannot be traced.
-
-        Raises:
-            ConfigError, UnsupportedError: see ``compile``.
-        """
-        units = units_below(self.model)
-        if not units:
-            raise ConfigError(
-                f"compile: found no sharded module in {type(self.model).__name__}. Apply "
-                "fully_shard first, or call torch.compile."
-            )
-        names = {id(module): name for name, module in self.model.named_modules()}
-        for unit in units:
-            name = unit.fqn or names.get(id(unit.modules[0]), "")
-            for group in unit.own_groups:
-                check_group(group, name or "<root>")
-        self._checked = units
-
     def _attach(self) -> None:
         """Find the roots, as a first forward would."""
         units = units_below(self.model)
@@ -156,7 +154,7 @@ class FunctionalStep:
             unit = unit_of(module)
             if unit is not None and unit.runtime is None:
                 attach(unit, unit_of)
-        self._units = [TracedUnit(unit) for unit in units]
+        self._units = [TracedUnit(unit, self.choices.bucket) for unit in units]
         self._several = [unit for unit in self._units if unit.has_several_modules]
         runtimes = [unit.runtime for unit in units if unit.runtime is not None]
         self._runtimes = list(dict.fromkeys(runtimes))
@@ -210,6 +208,24 @@ class FunctionalStep:
 def units_below(model: nn.Module) -> list[Unit]:
     """Return every unit in a model, which need not be sharded itself."""
     return list(dict.fromkeys(u for m in model.modules() if (u := unit_of(m)) is not None))
+
+
+def check_units(model: nn.Module) -> None:
+    """Refuse a model without units, and units that cannot be traced.
+
+    Raises:
+        ConfigError, UnsupportedError: see ``compile``.
+    """
+    units = units_below(model)
+    if not units:
+        raise ConfigError(
+            f"compile: found no sharded module in {type(model).__name__}. Apply fully_shard first, "
+            "or call torch.compile."
+        )
+    names = {id(module): name for name, module in model.named_modules()}
+    for unit in units:
+        for group in unit.own_groups:
+            check_group(group, unit.fqn or names.get(id(unit.modules[0]), ""))
 
 
 def check_group(group: ParamGroup, name: str) -> None:

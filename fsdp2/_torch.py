@@ -445,12 +445,65 @@ def in_graph(*functions: Callable[..., Any]) -> None:
 
 
 def find_compiler(
-    backend: Any, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+    backend: Any,
+    mode: str | None,
+    options: dict[str, Any] | None,
+    dynamic: bool | None,
+    change: Callable[[torch.fx.Graph], None] | None = None,
 ) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Any]:
-    """Return what ``torch.compile`` would call with each graph. No public way exists."""
+    """Return what ``torch.compile`` would call with each graph. No public way exists.
+
+    ``change`` sees the forward and the backward graph before they are lowered (``"inductor"``) or
+    run (``"aot_eager"``).
+    """
     if backend == "inductor":
-        return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-any-return]  # untyped
-    return torch._TorchCompileWrapper(backend, mode, options, dynamic)  # type: ignore[no-any-return]  # untyped
+        compiler = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        return compiler if change is None else _changed_inductor(compiler, change)
+    if change is None:
+        return torch._TorchCompileWrapper(backend, mode, options, dynamic)
+    return _changed_aot_eager(change)
+
+
+def _changed_inductor(
+    compiler: Callable[..., Any], change: Callable[[torch.fx.Graph], None]
+) -> Callable[..., Any]:
+    def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        import torch._inductor.config as config
+
+        with config.patch(post_grad_custom_post_pass=change):
+            return compiler(graph, inputs)
+
+    return compile_graph
+
+
+def _changed_aot_eager(change: Callable[[torch.fx.Graph], None]) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def keep(graph: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
+        change(graph.graph)
+        graph.recompile()
+
+        def run(arguments: list[Any]) -> Any:
+            held = list(arguments)
+            arguments.clear()  # the caller keeps none of them alive
+            return graph(*held)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # says that it takes a list
+        return run
+
+    made: Callable[..., Any] = aot_autograd(
+        fw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
+    return made
+
+
+def collective_of(node: torch.fx.Node) -> str:
+    """Return the name of the functional collective that a node is, or an empty string."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
+        return target._schema.name.split("::")[1]
+    return ""
 
 
 def writes_in_checkpoints() -> AbstractContextManager[Any]:
@@ -487,9 +540,7 @@ def functional_all_gather(sent: torch.Tensor, size: int, group: str) -> torch.Te
     return gathered
 
 
-def functional_reduce_scatter(
-    sent: torch.Tensor, op: str, size: int, group: str
-) -> torch.Tensor:
+def functional_reduce_scatter(sent: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
     """Return this rank's part of what all ranks sent, joined."""
     ops = torch.ops._c10d_functional
     reduced: torch.Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(sent, op, size, group))

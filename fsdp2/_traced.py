@@ -82,6 +82,7 @@ class TracedPlan:
     grad_dtype: torch.dtype
     scale: tuple[float, float]
     op: str
+    bucketed: bool = True
 
     @property
     def size(self) -> int:
@@ -103,10 +104,13 @@ class TracedPlan:
             start = starts[members[0]]
             offsets = tuple((starts[i] - start) // width for i in members)
             numel = offsets[-1] + items[members[-1]].shard.piece_numel
-            regions.append(
-                Region(start, numel, storage, compute, is_replicated, members, offsets)
-            )
+            regions.append(Region(start, numel, storage, compute, is_replicated, members, offsets))
         return tuple(regions)
+
+    @property
+    def sends_each(self) -> bool:
+        """True if every parameter has collectives of its own."""
+        return not self.bucketed and self.size > 1 and self.neighbours is None
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
@@ -209,7 +213,7 @@ def _unshard(
     plan: TracedPlan, waiting: Tensor | None, flats: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     wholes: list[Tensor | None] = [None] * plan.count
-    gathered = _gather(plan, waiting, flats)
+    gathered = None if plan.sends_each else _gather(plan, waiting, flats)
     column = 0
     for region, flat in zip(plan.regions, flats, strict=True):
         if region.is_replicated:
@@ -221,8 +225,11 @@ def _unshard(
         width = region.compute_dtype.itemsize if plan.wire_dtype == torch.uint8 else 1
         for index, start in zip(region.items, region.offsets, strict=True):
             shard = plan.layout.items[index].shard
-            begin = column + start * width
-            pieces = gathered[:, begin : begin + shard.piece_numel * width]
+            if gathered is None:
+                pieces = _gather_one(plan, flat[start : start + shard.piece_numel], region)
+            else:
+                begin = column + start * width
+                pieces = gathered[:, begin : begin + shard.piece_numel * width]
             if plan.wire_dtype != region.compute_dtype:
                 pieces = pieces.contiguous().view(region.compute_dtype)
             wholes[index] = _join(pieces, shard)
@@ -245,6 +252,14 @@ def _gather(plan: TracedPlan, waiting: Tensor | None, flats: Sequence[Tensor]) -
     if plan.size == 1:
         return sent.clone().view(1, -1)
     return _all_gather(sent, plan.size, plan.shard_group)
+
+
+def _gather_one(plan: TracedPlan, piece: Tensor, region: Region) -> Tensor:
+    """Return every rank's piece of one parameter, in wire dtype."""
+    sent = piece.to(region.compute_dtype, copy=True)  # of its own: compilers bucket such ones
+    if plan.wire_dtype == torch.uint8:
+        sent = sent.view(torch.uint8)
+    return _all_gather(sent, plan.size, plan.shard_group) if sent.numel() else sent.view(1, 0)
 
 
 def _join(pieces: Tensor, shard: ShardLayout) -> Tensor:
@@ -284,15 +299,17 @@ def reduce(plan: TracedPlan, grads: Sequence[Tensor | None]) -> Tensor:
         if layout.shards[position].piece_numel
     ]
     columns.append(_tail([grad is not None for grad in found], layout, like))
-    packed = torch.cat(columns, dim=1)
-    before, after = plan.scale
-    if before != 1.0:
-        packed = packed * before
-    reduced = packed.view(-1)
+    if plan.sends_each:
+        return torch.cat([_reduce_packed(plan, column.reshape(-1)) for column in columns])
+    return _reduce_packed(plan, torch.cat(columns, dim=1).view(-1))
+
+
+def _reduce_packed(plan: TracedPlan, packed: Tensor) -> Tensor:
+    """Return this rank's part of the sum or mean of what all ranks packed, ``[W * n]``."""
+    layout, (before, after) = plan.reduce, plan.scale
+    reduced = packed * before if before != 1.0 else packed
     if layout.size > 1:
-        reduced = _torch.functional_reduce_scatter(
-            reduced, plan.op, layout.size, plan.shard_group
-        )
+        reduced = _torch.functional_reduce_scatter(reduced, plan.op, layout.size, plan.shard_group)
     if plan.replicate_group:
         reduced = _torch.functional_all_reduce(reduced, plan.op, plan.replicate_group)
     return reduced * after if after != 1.0 else reduced
@@ -344,8 +361,9 @@ def _all_gather(sent: Tensor, size: int, group: str) -> Tensor:
 class TracedGroup:
     """The inputs of a group's functions, and what becomes of its gradients."""
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: ParamGroup, bucketed: bool) -> None:
         self.group = group
+        self._bucketed = bucketed
         self.key = ""
         self.recompute = False
         self.waits = False
@@ -422,6 +440,7 @@ class TracedGroup:
             grad_dtype=reduction.grad_dtype,
             scale=(scale.before, scale.after),
             op="avg" if scale.op == ReduceOp.AVG else "sum",
+            bucketed=self._bucketed,
         )
 
     def _make_sink(self, layout: ReduceLayout) -> nn.Parameter | None:
@@ -479,9 +498,9 @@ def _name_of(axis: Any) -> str:
 class TracedUnit:
     """What a unit does in a functional step. See [Note: the functional step]."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, bucketed: bool = True) -> None:
         self.unit = unit
-        self.groups = tuple(TracedGroup(group) for group in unit.groups)
+        self.groups = tuple(TracedGroup(group, bucketed) for group in unit.groups)
         self.has_several_modules = len(unit.modules) > 1
         policy = unit.policy
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
@@ -508,9 +527,7 @@ class TracedUnit:
 
     # In the trace.
 
-    def call(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the unit with whole parameters."""
         gathers = not self._is_whole()
         if gathers:

@@ -12,10 +12,12 @@ reduction is waited for where its result is used, which is at the end.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
-import torch
 from torch.fx import Graph, Node
+
+from fsdp2 import _torch
 
 _GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
 
@@ -41,7 +43,7 @@ def sink_waits(graph: Graph) -> None:
 def prefetch_gathers(graph: Graph) -> None:
     """Move every all-gather, and what only it needs, up to the wait of the one before."""
     starts = [node for node in graph.nodes if is_gather(node)]
-    for before, node in zip(starts, starts[1:], strict=False):
+    for before, node in itertools.pairwise(starts):
         target = next(iter(before.users))  # its wait
         inputs = list(_needed(node, {target}))
         if any(needed is target for needed in inputs):
@@ -69,18 +71,11 @@ def _positions(graph: Graph) -> dict[Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
-def _name(node: Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
-        return target._schema.name.split("::")[1]
-    return ""
-
-
 def is_gather(node: Node) -> bool:
     """True if a node starts an all-gather."""
-    return _name(node) in _GATHERS
+    return _torch.collective_of(node) in _GATHERS
 
 
 def is_wait(node: Node) -> bool:
     """True if a node waits for a collective."""
-    return _name(node) == "wait_tensor"
+    return _torch.collective_of(node) == "wait_tensor"

@@ -21,6 +21,7 @@ class Graphs:
         self.forward: list[torch.fx.GraphModule] = []
         self.backward: list[torch.fx.GraphModule] = []
         self.frames = 0
+        self.change: Callable[[torch.fx.Graph], None] | None = None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         from torch._dynamo.backends.common import aot_autograd
@@ -39,6 +40,9 @@ class Graphs:
 
         def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
             graphs.append(graph)
+            if self.change is not None:
+                self.change(graph.graph)
+                graph.recompile()
             return make_boxed_func(graph.forward)
 
         return keep
@@ -79,12 +83,24 @@ class TracedPair(Pair):
     """A compiled sharded model, and an unsharded one on the global batch."""
 
     def __init__(
-        self, case: Case | str, *, backend: Any = None, dynamic: bool | None = None, **kwargs: Any
+        self,
+        case: Case | str,
+        *,
+        backend: Any = None,
+        dynamic: bool | None = None,
+        overlap: bool = False,
+        bucket: bool = True,
+        **kwargs: Any,
     ) -> None:
         super().__init__(case, **kwargs)
         self.graphs = Graphs()
         self.compiled = fsdp2.compile(
-            self.model, backend=backend or self.graphs, fullgraph=True, dynamic=dynamic
+            self.model,
+            backend=backend or self.graphs,
+            fullgraph=True,
+            dynamic=dynamic,
+            overlap=overlap,
+            bucket=bucket,
         )
         self.eagerly = False
 

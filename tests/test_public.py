@@ -47,6 +47,7 @@ def test_all() -> None:
 AllGather
 CPUOffloadPolicy
 Comm
+CompiledModel
 ConfigError
 DataParallelMeshDims
 FSDPError
@@ -59,6 +60,7 @@ StateError
 UnshardHandle
 UnsupportedError
 clip_grad_norm_
+compile
 fully_shard
 register_fsdp_forward_method
 share_comm_ctx""",

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2._traced_pass import overlap
 from tests._models import (
     CASES,
     HIDDEN,
@@ -106,7 +108,27 @@ def test_a_replicate_axis(name: str) -> None:
 def test_each_way_to_reshard(choice: bool | int) -> None:
     pair = TracedPair("nested_units", reshard_after_forward=choice)
     pair.train(steps=3)
-    print(pair.graphs.describe())
+    if choice is True:
+        assert_expected_inline(
+            pair.graphs.describe(),
+            """\
+forward: 5 all_gather
+backward: 5 all_gather, 5 reduce_scatter""",
+        )
+    elif choice is False:
+        assert_expected_inline(
+            pair.graphs.describe(),
+            """\
+forward: 5 all_gather
+backward: 5 reduce_scatter""",
+        )
+    else:  # over the neighbours' peers, then over the neighbours, who gather again
+        assert_expected_inline(
+            pair.graphs.describe(),
+            """\
+forward: 10 all_gather
+backward: 5 all_gather, 5 reduce_scatter""",
+        )
 
 
 class Checkpointed(Stack):
@@ -134,7 +156,12 @@ def test_activation_checkpointing(where: str) -> None:
     pair = TracedPair(Case(lambda: Checkpointed(where), each_block, floats))
     pair.train(steps=3)
     assert pair.graphs.counts == "1 forward, 1 backward"
-    print(pair.graphs.describe())
+    assert_expected_inline(
+        pair.graphs.describe(),
+        """\
+forward: 4 all_gather
+backward: 3 all_gather, 4 reduce_scatter""",
+    )
 
 
 @ranks(2, limit_s=200)
@@ -364,11 +391,9 @@ def test_what_no_graph_can_hold_is_refused_by_name(change: Any, found: str, late
     model = shard(seeded(CASES["stack"].build), CASES["stack"])
     compiled = fsdp2.compile(model, backend="eager") if late else None
     change(model)
+    x = torch.randn(4, WIDTH)
     with pytest.raises(fsdp2.UnsupportedError, match=rf"blocks\.1: .*{found}"):
-        if compiled is None:
-            fsdp2.compile(model)
-        else:
-            compiled(torch.randn(4, WIDTH))
+        fsdp2.compile(model) if compiled is None else compiled(x)
     assert_sharded(model)
 
 
@@ -377,7 +402,98 @@ def test_offloading_is_refused() -> None:
     model = shard(
         seeded(CASES["stack"].build), CASES["stack"], offload_policy=fsdp2.CPUOffloadPolicy()
     )
-    with pytest.raises(fsdp2.UnsupportedError, match="<root>: .*CPUOffloadPolicy"):
+    with pytest.raises(fsdp2.UnsupportedError, match=r"<root>: .*CPUOffloadPolicy"):
         fsdp2.compile(model)
     with pytest.raises(fsdp2.ConfigError, match="no sharded module in Linear"):
         fsdp2.compile(torch.nn.Linear(2, 2))
+
+
+def order_of(graph: Any) -> str:
+    """Write the collectives of a graph, their waits and the products between them, in order."""
+    short = {
+        "all_gather_into_tensor": "gather",
+        "reduce_scatter_tensor": "reduce",
+        "wait_tensor": "wait",
+        "addmm": "mm",
+        "mm": "mm",
+    }
+    words: list[str] = []
+    for node in graph.graph.nodes:
+        parts = str(node.target).split(".")
+        word = short.get(parts[1]) if len(parts) > 2 else None
+        if word == "wait":
+            word = f"wait_{short[str(node.args[0].target).split('.')[1]]}"
+        if word is not None and (word != "mm" or "mm" not in words[-1:]):
+            words.append(word)
+    return " ".join(words)
+
+
+@ranks(2, limit_s=200)
+def test_overlap() -> None:
+    """The pass starts a gather one group ahead, and waits for reductions at the end."""
+    orders = []
+    for change in (None, overlap):
+        pair = TracedPair("stack")
+        pair.graphs.change = change
+        pair.train(steps=2)
+        orders += [order_of(pair.graphs.forward[0]), order_of(pair.graphs.backward[0])]
+    assert_expected_inline(
+        "\n".join(orders),
+        """\
+gather wait_gather mm gather wait_gather mm gather wait_gather mm gather wait_gather mm
+mm gather wait_gather mm reduce wait_reduce gather wait_gather mm reduce wait_reduce gather wait_gather mm reduce wait_reduce mm reduce wait_reduce
+gather gather wait_gather mm gather wait_gather mm gather wait_gather mm wait_gather mm
+mm gather gather wait_gather mm reduce gather wait_gather mm reduce wait_gather mm reduce mm reduce wait_reduce wait_reduce wait_reduce wait_reduce""",  # noqa: E501  # one graph a line
+    )
+
+
+@ranks(2, limit_s=200)
+def test_collectives_for_each_parameter() -> None:
+    pair = TracedPair("scalars", bucket=False)
+    pair.train(steps=2)
+    assert_expected_inline(  # backward needs no bias, and gathers none
+        pair.graphs.describe(),
+        """\
+forward: 28 all_gather
+backward: 15 all_gather, 38 reduce_scatter""",
+    )
+
+
+@pytest.mark.parametrize("name", ["mixed_dtypes", "non_contiguous", "few_rows"])
+@ranks(3, limit_s=200)
+def test_collectives_for_each_odd_parameter(name: str) -> None:
+    TracedPair(name, bucket=False).train(steps=2)
+
+
+@ranks(2, limit_s=200)
+def test_overlap_with_a_backend() -> None:
+    pair = TracedPair("stack", backend="aot_eager", overlap=True)
+    pair.train(steps=2)
+    with pytest.raises(fsdp2.ConfigError, match="'inductor' or 'aot_eager' with overlap=True"):
+        fsdp2.compile(pair.model, backend="eager", overlap=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"bucket": False}])
+@pytest.mark.parametrize("name", ["stack", "scalars"])
+@ranks(2, limit_s=500)
+def test_inductor(name: str, options: dict[str, Any]) -> None:
+    pair = TracedPair(name, backend="inductor", **options)
+    pair.first_rtol = pair.later_rtol = 5e-4
+    pair.train(steps=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["stack", "tied_lm", "mixed_dtypes", "kwargs", "one_group"])
+@ranks(2, 4, limit_s=300)
+def test_five_steps_with_backends(name: str, backend: str) -> None:
+    TracedPair(name, backend=backend).train(steps=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [True, False, 2])
+@pytest.mark.parametrize("name", CASES)
+@ranks(4, limit_s=300)
+def test_every_case_with_each_way_to_reshard(name: str, choice: bool | int) -> None:
+    TracedPair(name, reshard_after_forward=choice).train(steps=2)
