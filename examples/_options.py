@@ -46,6 +46,7 @@ class Options:
     mesh: tuple[int, ...]
     device_type: str
     dtype: str
+    backend: str | None
     size: str
     model: ModelConfig
     steps: int
@@ -118,6 +119,13 @@ def _build_parser() -> _Parser:
         default="fp32",
         help="bf16: compute in it, reduce in fp32",
     )
+    where(
+        "--compile",
+        nargs="?",
+        const="inductor",
+        choices=("inductor", "aot_eager"),
+        help="compile the whole model, collectives included",
+    )
     where("--deterministic", action="store_true", help="CUDA: only kernels that repeat bit for bit")
     what = parser.add_argument_group("what it trains; the default depends on --size").add_argument
     what("--size", choices=tuple(PRESETS), default="small")
@@ -178,6 +186,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         mesh=given.mesh or (ranks,),
         device_type=device_type,
         dtype=given.dtype,
+        backend=given.compile,
         size=given.size,
         model=ModelConfig(preset.width, preset.layers, preset.heads, given.sequence_length),
         steps=given.steps,

@@ -27,6 +27,7 @@ from _options import Options
 from fsdp2 import (
     FSDPModule,
     MixedPrecisionPolicy,
+    compile,  # noqa: A004  # torch's name for it
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -131,6 +132,10 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.model = Transformer(options.model).to(device)
         shard_transformer(self.model, mesh, options.dtype)
+        # Training and evaluation run the compiled forward; everything else uses the model itself.
+        self.forward: nn.Module = self.model
+        if options.backend is not None:
+            self.forward = compile(self.model, backend=options.backend, fullgraph=True)
         self.optimizer = build_optimizer(self.model, options)
         self.step = 0
         self.saved_step = -1
@@ -200,7 +205,7 @@ class Trainer:
         return loss_total / self.world_size, asked_total > 0
 
     def _loss(self, batch: Batch) -> Tensor:
-        loss = self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
+        loss = self.forward(batch.tokens.to(self.device), batch.targets.to(self.device))
         assert isinstance(loss, Tensor)
         return loss
 

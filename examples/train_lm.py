@@ -3,6 +3,7 @@
     python examples/train_lm.py                       # 2 ranks on a CPU, about two minutes
     python examples/train_lm.py --mesh 2x2            # replicate over 2, shard over 2
     python examples/train_lm.py --resume              # go on from the last checkpoint
+    python examples/train_lm.py --compile             # one graph forward, one backward
     torchrun --nproc-per-node 8 examples/train_lm.py --size base --dtype bf16
 
 Started by hand, this file checks its arguments and starts torchrun on itself; started by torchrun,

@@ -192,6 +192,20 @@ def test_bf16_stays_near_fp32(workplace: Workplace, whole_run: str) -> None:
         assert loss == pytest.approx(whole[step], rel=0.05), step
 
 
+@pytest.mark.slow
+def test_compiled_resumes_what_ran_eagerly(
+    workplace: Workplace, whole_run: str, half_run: str
+) -> None:
+    """A compiled run goes on from an eager run's checkpoint, ends where that one does, samples."""
+    workplace.copy_checkpoints("half", "compiled")
+    printed = expect_success(workplace.run("compiled", "--resume", "--compile", "aot_eager"))
+    assert "--- sample ---\ndef read_lines(path):\n" in printed
+    whole, compiled = workplace.losses("whole"), workplace.losses("compiled")
+    assert list(compiled) == list(range(HALF + 1, STEPS + 1))
+    for step, loss in compiled.items():
+        assert loss == pytest.approx(whole[step], rel=1e-4), step
+
+
 def test_interrupt_saves_and_ends_with_130(workplace: Workplace) -> None:
     process = start_python(
         [str(EXAMPLES / "train_lm.py"), *workplace.arguments("interrupted", "--steps", "1000000")]
