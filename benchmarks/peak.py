@@ -99,10 +99,10 @@ def find_peak(library: str, ranks: int, *, bf16: bool, split_root: bool = False)
                 del loss
                 with record_function(DONE):
                     pass
-    return _read(profiler)
+    return read(profiler)
 
 
-def _read(profiler: profile) -> Peak:
+def read(profiler: profile) -> Peak:
     """Sum up the allocator's events of the last step."""
     live = highest = after_forward = 0
     assert profiler.profiler is not None

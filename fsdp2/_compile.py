@@ -129,10 +129,13 @@ class FunctionalStep:
                     f"compile: expected backend to be 'inductor' or 'aot_eager' with overlap=True, "
                     f"found {backend!r}. Leave overlap out, and let that backend order collectives."
                 )
+            mode, inductor = options.pop("mode", None), options.pop("options", None)
+            for unit in units_below(model):
+                check_mode(mode, inductor, unit.device)
             compiler = _torch.find_compiler(
                 backend,
-                options.pop("mode", None),
-                options.pop("options", None),
+                mode,
+                inductor,
                 options.get("dynamic"),
                 overlap_collectives if choices.overlap else None,
             )
@@ -246,6 +249,18 @@ def check_group(group: ParamGroup, name: str) -> None:
         raise UnsupportedError(
             f"{name or '<root>'}: cannot be compiled whole, because {found}. Call compile() on "
             "the blocks instead: fsdp2's hooks then run eagerly around them."
+        )
+
+
+def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.device) -> None:
+    """Raise UnsupportedError if the compiler is asked to record CUDA graphs."""
+    if device.type != "cuda":
+        return
+    if mode in ("reduce-overhead", "max-autotune") or (options or {}).get("triton.cudagraphs"):
+        raise UnsupportedError(
+            f"compile: mode {mode!r} with options {options} records CUDA graphs, and whether "
+            "collectives replay right in them was not shown yet. Use mode='default' or "
+            "'max-autotune-no-cudagraphs'."
         )
 
 

@@ -7,7 +7,7 @@ collectives only, so it serves the forward and the backward graph alike.
 A graph runs its nodes in order. As traced, every all-gather is waited for at once. ``overlap``
 moves *starts* up and *waits* down: the all-gather of a unit starts where the unit before it begins
 to use its own, so that one is in flight beside the compute and no more than two are whole; a
-reduction is waited for where its result is used, which is at the end.
+reduction is waited for where the next one starts, or its result is used.
 """
 
 from __future__ import annotations
@@ -30,12 +30,21 @@ def overlap(graph: Graph) -> None:
 
 
 def sink_waits(graph: Graph) -> None:
-    """Move every wait, and what is only computed from it, down to the first use."""
+    """Move every wait down to the first use of its result, or to where the next reduction starts.
+
+    A reduction holds its input until it is waited for: one is in flight, and the next one's packed.
+    """
+    next_reduction: Node | None = None
     for node in reversed(list(graph.nodes)):
+        if is_reduction(node):
+            next_reduction = node
         if not is_wait(node) or not node.users:
             continue
+        targets = list(node.users)
+        if next_reduction is not None and is_reduction(node.all_input_nodes[0]):
+            targets.append(next_reduction)
         position = _positions(graph)
-        first = min(node.users, key=position.__getitem__)
+        first = min(targets, key=position.__getitem__)
         if first is not node.next:
             first.prepend(node)
 
@@ -74,6 +83,11 @@ def _positions(graph: Graph) -> dict[Node, int]:
 def is_gather(node: Node) -> bool:
     """True if a node starts an all-gather."""
     return _torch.collective_of(node) in _GATHERS
+
+
+def is_reduction(node: Node) -> bool:
+    """True if a node starts a reduction over the shard axis."""
+    return _torch.collective_of(node) == "reduce_scatter_tensor"
 
 
 def is_wait(node: Node) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2._compile import check_mode
 from fsdp2._traced_pass import overlap
 from tests._models import (
     CASES,
@@ -408,6 +409,17 @@ def test_offloading_is_refused() -> None:
         fsdp2.compile(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [("reduce-overhead", None), ("max-autotune", None), (None, {"triton.cudagraphs": True})],
+)
+def test_cuda_graphs_are_refused(mode: str | None, options: dict[str, bool] | None) -> None:
+    check_mode(mode, options, torch.device("cpu"))
+    check_mode("max-autotune-no-cudagraphs", None, torch.device("cuda"))
+    with pytest.raises(fsdp2.UnsupportedError, match="CUDA graphs"):
+        check_mode(mode, options, torch.device("cuda"))
+
+
 def order_of(graph: Any) -> str:
     """Write the collectives of a graph, their waits and the products between them, in order."""
     short = {
@@ -430,7 +442,7 @@ def order_of(graph: Any) -> str:
 
 @ranks(2, limit_s=200)
 def test_overlap() -> None:
-    """The pass starts a gather one group ahead, and waits for reductions at the end."""
+    """The pass starts a gather one group ahead, and waits for a reduction where the next starts."""
     orders = []
     for change in (None, overlap):
         pair = TracedPair("stack")
@@ -443,7 +455,7 @@ def test_overlap() -> None:
 gather wait_gather mm gather wait_gather mm gather wait_gather mm gather wait_gather mm
 mm gather wait_gather mm reduce wait_reduce gather wait_gather mm reduce wait_reduce gather wait_gather mm reduce wait_reduce mm reduce wait_reduce
 gather gather wait_gather mm gather wait_gather mm gather wait_gather mm wait_gather mm
-mm gather gather wait_gather mm reduce gather wait_gather mm reduce wait_gather mm reduce mm reduce wait_reduce wait_reduce wait_reduce wait_reduce""",  # noqa: E501  # one graph a line
+mm gather gather wait_gather mm reduce gather wait_gather mm wait_reduce reduce wait_gather mm wait_reduce reduce mm wait_reduce reduce wait_reduce""",  # noqa: E501  # one graph a line
     )
 
 
