@@ -6,14 +6,15 @@ Variants: the plain model compiled; torch's FSDP2 with compiled blocks (its hook
 ours eager; ours with compiled blocks; `fsdp2.compile`, and the same with `overlap=True`. Graphs are
 those that the compiler's backend made, of forwards and of backwards; collectives are those that the
 process group ran in one step. `held` is what a forward leaves for backward and `peak` the most of
-a step, above its start, from the allocator's own events on one rank (see `peak`). CPU and step times
-are as in `gloo`: paired, medians over rounds with quartiles. Times: never gated.
+a step, above its start, from the allocator's own events on one rank (see `peak`). CPU and step
+times are as in `gloo`: paired, medians over rounds with quartiles. Times: never gated.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import os
 import time
 from collections.abc import Callable
@@ -153,6 +154,7 @@ def look(model: nn.Module, x: torch.Tensor) -> Found:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in range(peak.WARMUP + 1):
             model.zero_grad(set_to_none=True)
+            gc.collect()
             with record_function(peak.STARTED):
                 pass
             loss = model(x).sum()

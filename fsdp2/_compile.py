@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -111,6 +112,21 @@ for _name, _value in vars(nn.Module).items():
         setattr(CompiledModel, _name, _delegate(_name))
 
 
+def _call(model: nn.Module, several: list[TracedUnit], *args: Any, **kwargs: Any) -> Any:
+    """Run the model: this is what is compiled."""
+    output = model(*args, **kwargs)
+    for unit in several:  # of several modules: only now are all of them done
+        unit.forget()
+    return output
+
+
+def own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with code of its own: compilers count the graphs of each code object."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+
+
 class FunctionalStep:
     """A compiled model, and the state of its units around a call."""
 
@@ -141,14 +157,8 @@ class FunctionalStep:
             )
             _torch.in_graph(unshard, outer_gather)
             options["backend"] = Backend(compiler)
-        self._compiled: Callable[..., Any] = torch.compile(self._call, **options)
-
-    def _call(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the model: this is what is compiled."""
-        output = model(*args, **kwargs)
-        for unit in self._several:
-            unit.forget()
-        return output
+        self._compiled: Callable[..., Any] = torch.compile(own_copy(_call), **options)
+        self._may_write = _torch.writes_in_checkpoints()
 
     def _attach(self) -> None:
         """Find the roots, as a first forward would."""
@@ -171,8 +181,8 @@ class FunctionalStep:
             for unit in self._units:
                 unit.take_parameters_off()
                 unit.unit.traced, unit.unit.is_called_outside = unit, True
-            with _torch.writes_in_checkpoints():
-                return self._compiled(self.model, *args, **kwargs)
+            with self._may_write:
+                return self._compiled(self.model, self._several, *args, **kwargs)
         finally:
             for unit in self._units:
                 unit.unit.traced, unit.unit.is_called_outside = None, False

@@ -21,6 +21,7 @@ Legend: W = ranks of the shard axis, C = elements that a rank sends, S = element
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -125,15 +126,19 @@ class TracedPlan:
 
 _plans: dict[str, TracedPlan] = {}
 _keys: dict[TracedPlan, str] = {}
+_incomplete: set[str] = set()
+"""Plans of which some graph has no gradient for some parameter, seen when it was traced."""
 
 
 def key_of(plan: TracedPlan, fqn: str) -> str:
     """Return the name by which a graph refers to a plan: a string, which no compiler makes dynamic.
 
-    A plan that comes back (a setting changed there and back) has its old name, and its old graph.
+    It follows from what the plan says, so a compiler that keeps graphs on disk finds no other one
+    under it. A plan that comes back (a setting changed there and back) has its old graph.
     """
     if plan not in _keys:
-        _keys[plan] = f"{fqn or '<root>'}#{len(_keys)}"
+        digest = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+        _keys[plan] = f"{fqn or '<root>'}#{digest}"
         _plans[_keys[plan]] = plan
     return _keys[plan]
 
@@ -292,6 +297,8 @@ def reduce(plan: TracedPlan, grads: Sequence[Tensor | None]) -> Tensor:
     """Reduce the local gradients of a group's parameters; return this rank's row, ``[S]``."""
     layout = plan.reduce
     found = [grads[index] for index in layout.members]
+    if any(grad is None for grad in found):
+        _incomplete.add(_keys[plan])
     like = next(grad for grad in grads if grad is not None)
     columns = [
         _column(grad, plan, position, like)
@@ -453,21 +460,36 @@ class TracedGroup:
 
     @_torch.always_eager
     def _deliver(self, sink: Tensor) -> None:
-        """Take the reduced gradients from the sink, and give them to the sharded parameters."""
+        """Take the reduced gradients from the sink, and give them to the sharded parameters.
+
+        Raises:
+            StateError: what is trained changed since the forward.
+        """
         reduced, sink.grad = sink.grad, None
         assert reduced is not None
         reducer = self.group.reducer
         plan = reducer.plan()
+        if plan.layout != plan_of(self.key).reduce:
+            raise StateError(
+                f"{self.group.fqn or '<root>'}: requires_grad changed between a compiled forward "
+                "and its backward. Change it before the forward."
+            )
         buffer = reducer.acquire()
         grads = buffer.fill(reduced)
         buffer.settle()
         params = [member.sharded for member in plan.members]
-        if not self.group.settings.reduce_unused:
+        if self._must_look():
             counts = reduced[plan.layout.tail_start : plan.layout.stamp_start].tolist()
-            if not all(counts):
-                used = [position for position, count in enumerate(counts) if count != 0]
-                params, grads = [params[p] for p in used], [grads[p] for p in used]
+            used = [position for position, count in enumerate(counts) if count != 0]
+            params, grads = [params[p] for p in used], [grads[p] for p in used]
         accumulate(params, grads)
+
+    def _must_look(self) -> bool:
+        """True if some parameters may have had no gradient on any rank.
+
+        Looking costs a synchronisation on a device, and nobody has to who has all of them.
+        """
+        return self.key in _incomplete and not self.group.settings.reduce_unused
 
     # In the trace.
 
