@@ -331,20 +331,17 @@ class ForwardMethod:
     @_torch.inlined_or_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.module.__dict__[UNIT_ATTRIBUTE]
-        if unit.traced is not None:
-            return unit.traced.call(self._method(), args, kwargs)
-        return self._call_eagerly(args, kwargs)
-
-    def _method(self) -> Callable[..., Any]:
+        if unit.traced is None:
+            return self._call_eagerly(args, kwargs)
         if self.replaced is not None:
-            return self.replaced  # type: ignore[no-any-return]  # the user's
-        return getattr(type(self.module), self.name).__get__(self.module)  # type: ignore[no-any-return]  # the user's
+            return unit.traced.call(self.replaced, args, kwargs)
+        return unit.traced.call(getattr(type(self.module), self.name), (self.module, *args), kwargs)
 
     @_torch.never_traced
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, unit = self.module, unit_of(self.module)
         assert unit is not None
-        method = self._method()
+        method = self.replaced or getattr(type(module), self.name).__get__(module)
         depth = len(unit.calls)
         try:
             args, kwargs = pre_forward(unit, args, kwargs)

@@ -48,6 +48,20 @@ from tests._tensor_parallel import (
 from tests._traced import Graphs, TracedPair, saved
 
 
+@ranks(2, limit_s=200)
+def test_five_steps() -> None:
+    """Losses and gradients are the unsharded model's; each group has one collective of each kind."""
+    pair = TracedPair("few_rows")
+    pair.train(steps=5)
+    assert_expected_inline(  # the root stays whole for its backward
+        pair.graphs.describe(),
+        """\
+forward: 4 all_gather
+backward: 3 all_gather, 4 reduce_scatter""",
+    )
+    assert pair.graphs.frames == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @ranks(1, 2, 3, limit_s=200)
@@ -84,7 +98,12 @@ def without_mesh(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"), [("containers", BF16), ("stack", FP16), ("root_only", BF16_OUT)]
+    ("name", "policy"),
+    [
+        ("containers", BF16),
+        pytest.param("stack", FP16, marks=pytest.mark.slow),
+        pytest.param("root_only", BF16_OUT, marks=pytest.mark.slow),
+    ],
 )
 @ranks(2, limit_s=200)
 def test_mixed_precision(name: str, policy: fsdp2.MixedPrecisionPolicy) -> None:
@@ -97,14 +116,19 @@ def test_mixed_precision(name: str, policy: fsdp2.MixedPrecisionPolicy) -> None:
     assert pair.graphs.counts == "1 forward, 1 backward"
 
 
-@pytest.mark.parametrize("name", ["stack", "scalars", "mixed_dtypes"])
+@pytest.mark.parametrize(
+    "name",
+    ["scalars", *(pytest.param(n, marks=pytest.mark.slow) for n in ("stack", "mixed_dtypes"))],
+)
 @ranks(4, limit_s=200)
 def test_a_replicate_axis(name: str) -> None:
     pair = TracedPair(name, mesh=make_mesh(2, 2))
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize("choice", [True, False, 2])
+@pytest.mark.parametrize(
+    "choice", [2, *(pytest.param(c, marks=pytest.mark.slow) for c in (True, False))]
+)
 @ranks(4, limit_s=200)
 def test_each_way_to_reshard(choice: bool | int) -> None:
     pair = TracedPair("nested_units", reshard_after_forward=choice)
@@ -151,7 +175,7 @@ class InsideCheckpointed(Block):
         return x + checkpoint(super().forward, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("where", ["outside", pytest.param("inside", marks=pytest.mark.slow)])
 @ranks(2, limit_s=200)
 def test_activation_checkpointing(where: str) -> None:
     pair = TracedPair(Case(lambda: Checkpointed(where), each_block, floats))
@@ -287,6 +311,7 @@ def test_what_is_trained_may_change() -> None:
     assert pair.graphs.counts == "2 forward, 2 backward"
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_the_divisor_of_gradients() -> None:
     pair = TracedPair("stack")
@@ -323,6 +348,7 @@ def test_registered_forward_methods() -> None:
     assert pair.graphs.counts == "1 forward, 1 backward"
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_gradient_hooks_of_users() -> None:
     """Hooks on a parameter see its reduced gradient, as they do eagerly."""
@@ -345,6 +371,7 @@ def test_tensor_parallel() -> None:
     assert graphs.counts == "1 forward, 1 backward"
 
 
+@pytest.mark.slow
 @ranks(4, limit_s=200)
 def test_uneven_tensor_parallel() -> None:
     twin = Twin(FeedForward(12, 29), mesh_of(data=2, tensor=2), colwise_then_rowwise)
@@ -352,7 +379,9 @@ def test_uneven_tensor_parallel() -> None:
     twin.train(steps=2)
 
 
-@pytest.mark.parametrize("choice", [True, 2, False])
+@pytest.mark.parametrize(
+    "choice", [True, *(pytest.param(c, marks=pytest.mark.slow) for c in (2, False))]
+)
 @ranks(4, limit_s=200)
 def test_what_is_saved_for_backward(choice: bool | int) -> None:
     """No whole weight is kept from forward to backward, unless the unit does not reshard."""
@@ -471,12 +500,14 @@ backward: 15 all_gather, 38 reduce_scatter""",
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixed_dtypes", "non_contiguous", "few_rows"])
 @ranks(3, limit_s=200)
 def test_collectives_for_each_odd_parameter(name: str) -> None:
     TracedPair(name, bucket=False).train(steps=2)
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_overlap_with_a_backend() -> None:
     pair = TracedPair("stack", backend="aot_eager", overlap=True)
