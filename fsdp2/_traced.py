@@ -380,6 +380,7 @@ class TracedGroup:
         self.wraps: tuple[Any, ...] = ()
         self._made_for: tuple[Any, ...] = ()
 
+    @torch.inference_mode(False)
     def refresh(self, keeps: bool) -> None:
         """Follow what changed since the last step: dtypes, ``requires_grad``, settings, memory.
 

@@ -90,6 +90,7 @@ class TracedPair(Pair):
         dynamic: bool | None = None,
         overlap: bool = False,
         bucket: bool = True,
+        fullgraph: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(case, **kwargs)
@@ -97,7 +98,7 @@ class TracedPair(Pair):
         self.compiled = fsdp2.compile(
             self.model,
             backend=backend or self.graphs,
-            fullgraph=True,
+            fullgraph=fullgraph,
             dynamic=dynamic,
             overlap=overlap,
             bucket=bucket,

@@ -24,6 +24,7 @@ from tests._models import (
     Stack,
     each_block,
     floats,
+    loss_of,
     seeded,
 )
 from tests._parity import (
@@ -50,7 +51,7 @@ from tests._traced import Graphs, TracedPair, saved
 
 @ranks(2, limit_s=200)
 def test_five_steps() -> None:
-    """Losses and gradients are the unsharded model's; each group has one collective of each kind."""
+    """Losses and gradients are the unsharded model's; a group has one collective of each kind."""
     pair = TracedPair("few_rows")
     pair.train(steps=5)
     assert_expected_inline(  # the root stays whole for its backward
@@ -173,6 +174,74 @@ class Checkpointed(Stack):
 class InsideCheckpointed(Block):
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Breaking(Stack):
+    """Breaks the graph between units, and one of its blocks does inside of its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = BreakingBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.inp(x))
+        torch._dynamo.graph_break()
+        return self.out(self.blocks[2](self.blocks[1](x)))
+
+
+class BreakingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.up(self.norm(x)))
+        torch._dynamo.graph_break()
+        return self.down(self.mid(x))
+
+
+@ranks(2, limit_s=200)
+def test_graph_breaks_change_no_number() -> None:
+    """What is not in a graph runs the same functions eagerly."""
+    pair = TracedPair(Case(Breaking, each_block, floats), fullgraph=False)
+    pair.train(steps=3)
+    assert pair.graphs.frames > 1
+
+
+@pytest.mark.slow
+@ranks(2, limit_s=200)
+def test_without_a_compiler() -> None:
+    """The functional step trains as it stands, too."""
+    pair = TracedPair("scalars")
+    pair.compiled = fsdp2.compile(pair.model, disable=True)
+    pair.train(steps=3)
+
+
+@pytest.mark.slow
+@ranks(2, limit_s=200)
+def test_a_root_that_is_no_unit() -> None:
+    """Units are compiled with what is around them, sharded or not."""
+    pair = TracedPair("stack")
+    model = seeded(pair.case.build)
+    for block in each_block(model):
+        fsdp2.fully_shard(block)
+    compiled = fsdp2.compile(model, backend=pair.graphs, fullgraph=True)
+    batch = pair.batch()
+    loss_of(compiled(*pair.local(batch).args)).backward()
+    pair.run_reference(batch).backward()
+    for block, expected in zip(each_block(model), each_block(pair.reference), strict=True):
+        assert_same_gradients(block, expected)
+    assert pair.graphs.counts == "1 forward, 1 backward"
+
+
+@pytest.mark.slow
+@ranks(2, limit_s=200)
+def test_meshes_that_only_replicate() -> None:
+    TracedPair("scalars", mesh=make_mesh(2, 1)).train(steps=2)
+
+
+@ranks(2, limit_s=200)
+def test_a_first_call_in_inference_mode() -> None:
+    pair = TracedPair("stack")
+    with torch.inference_mode():
+        pair.losses(pair.batch())
+    pair.train(steps=2)
 
 
 @pytest.mark.parametrize("where", ["outside", pytest.param("inside", marks=pytest.mark.slow)])
