@@ -232,6 +232,24 @@ def test_a_root_that_is_no_unit() -> None:
 
 @pytest.mark.slow
 @ranks(2, limit_s=200)
+def test_conditional_units() -> None:
+    """What the unit above gathers for a conditional one is there when that one runs."""
+    pair = TracedPair("stack")
+    model = seeded(pair.case.build)
+    for index, block in enumerate(each_block(model)):
+        fsdp2.fully_shard(block, conditional=index == 1)
+    fsdp2.fully_shard(model)
+    compiled = fsdp2.compile(model, backend=pair.graphs, fullgraph=True)
+    for _ in range(2):
+        batch = pair.batch()
+        loss_of(compiled(*pair.local(batch).args)).backward()
+        pair.run_reference(batch).backward()
+        assert_same_gradients(model, pair.reference)
+    assert pair.graphs.counts == "1 forward, 1 backward"
+
+
+@pytest.mark.slow
+@ranks(2, limit_s=200)
 def test_meshes_that_only_replicate() -> None:
     TracedPair("scalars", mesh=make_mesh(2, 1)).train(steps=2)
 
