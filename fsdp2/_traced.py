@@ -301,8 +301,8 @@ def reduce(plan: TracedPlan, grads: Sequence[Tensor | None]) -> Tensor:
         _incomplete.add(_keys[plan])
     like = next(grad for grad in grads if grad is not None)
     columns = [
-        _column(grad, plan, position, like)
-        for position, grad in enumerate(found)
+        _column(found[position], plan, position, like)
+        for position in sorted(range(len(found)), key=layout.offsets.__getitem__)
         if layout.shards[position].piece_numel
     ]
     columns.append(_tail([grad is not None for grad in found], layout, like))
