@@ -21,8 +21,9 @@ from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._policy import CPUOffloadPolicy
 from fsdp2._runtime import Runtime, attach
-from fsdp2._traced import TracedUnit, outer_gather, plan_of, unshard
+from fsdp2._traced import TracedUnit
 from fsdp2._traced_pass import overlap as overlap_collectives
+from fsdp2._traced_plan import outer_gather, plan_of, unshard
 from fsdp2._unit import Unit
 
 
