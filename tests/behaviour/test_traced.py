@@ -254,6 +254,7 @@ def test_meshes_that_only_replicate() -> None:
     TracedPair("scalars", mesh=make_mesh(2, 1)).train(steps=2)
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_a_first_call_in_inference_mode() -> None:
     pair = TracedPair("stack")
@@ -385,6 +386,7 @@ def test_state_and_optimizers_in_between() -> None:
     assert_same(again(*batch.args), pair.compiled(*batch.args), "output")
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_what_is_trained_may_change() -> None:
     """Freezing takes new graphs once, and going back takes the old ones."""
@@ -448,6 +450,7 @@ def test_gradient_hooks_of_users() -> None:
     assert seen == ["hook DTensor", "after True"] * 2
 
 
+@pytest.mark.slow
 @ranks(4, limit_s=200)
 def test_tensor_parallel() -> None:
     """DTensor parameters are DTensors in the graph too, over their own axes alone."""
@@ -575,6 +578,7 @@ mm gather gather wait_gather mm reduce gather wait_gather mm wait_reduce reduce 
     )
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_collectives_for_each_parameter() -> None:
     pair = TracedPair("scalars", bucket=False)
