@@ -21,6 +21,15 @@ from fsdp2 import _torch
 from fsdp2._errors import ConfigError, UnsupportedError
 from fsdp2._mesh import MeshAxis
 
+EXCHANGE_NBYTES = 32768
+"""From here on gloo reduce-scatters by an all-to-all: its own sends everything twice."""
+
+STRAIGHT_NBYTES = 131072
+"""Bytes of an unsharded parameter from which a collective of its own costs less than a copy.
+
+Measured on gloo (docs/decisions/0013); on a device nothing is straight unless the user says so.
+"""
+
 
 class Comm(ABC):
     """A collective and the memory that it works on.
@@ -96,8 +105,55 @@ class DefaultAllGather(AllGather):
         return work
 
 
+class Exchange:
+    """A reduce-scatter by an all-to-all and a local sum, in the order of ranks.
+
+    Sums are in the dtype of the output, so a narrower dtype may travel. It is done when it has been
+    waited for.
+    """
+
+    def __init__(
+        self, output: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, op: Any
+    ) -> None:
+        self._output = output
+        self._received: torch.Tensor | None = torch.empty_like(sent)
+        self._is_mean = op == dist.ReduceOp.AVG
+        self._work: Any = dist.all_to_all_single(
+            self._received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True
+        )
+
+    def is_completed(self) -> bool:
+        """True if nothing has to travel any more."""
+        return self._work is None or bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Wait for the parts and add them up."""
+        if self._received is None:
+            return
+        if self._work is not None:
+            self._work.wait()
+        output, parts = self._output, self._received.view(-1, self._output.numel())
+        join = torch.mean if self._is_mean else torch.sum
+        join(parts, 0, dtype=output.dtype, out=output)
+        self._received = self._work = None
+
+
+class Several:
+    """Collectives that were issued one behind the other, as one work."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
 class DefaultReduceScatter(ReduceScatter):
-    """torch.distributed's, on memory of torch's allocator."""
+    """torch.distributed's, or an exchange where that is better; on memory of torch's allocator."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -112,10 +168,21 @@ class DefaultReduceScatter(ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
+        is_cast = input_tensor.dtype != output_tensor.dtype
+        if is_cast or (input_tensor.nbytes >= EXCHANGE_NBYTES and _exchanges(group, input_tensor)):
+            exchange: Any = Exchange(output_tensor, input_tensor, group, op)
+            if not async_op:
+                exchange.wait()
+            return exchange if async_op else None
         work: dist.Work | None = _torch.reduce_scatter_single(
             output_tensor, input_tensor, op, group, async_op
         )
         return work
+
+
+def _exchanges(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
+    """True if the backend's own reduce-scatter sends more than an all-to-all."""
+    return tensor.device.type == "cpu" and _torch.is_gloo(group)
 
 
 class GroupMemory:
@@ -172,12 +239,18 @@ class SymmetricMemoryAllGather(DefaultAllGather):
 
 
 class Wire:
-    """What one group sends over: an ``AllGather`` and a ``ReduceScatter``, or what acts as one."""
+    """What one group sends over: an ``AllGather`` and a ``ReduceScatter``, or what acts as one.
+
+    ``straight_nbytes``: see ``STRAIGHT_NBYTES``; ``gradient_dtype``: what gradients travel in, if
+    not in the reduce dtype. Whoever changes a wire tells its group (``ParamGroup.rewire``).
+    """
 
     def __init__(self) -> None:
         self.gather: Any = DefaultAllGather()
         self.scatter: Any = DefaultReduceScatter()
         self.scatter_group: dist.ProcessGroup | None = None
+        self.straight_nbytes: int | None = STRAIGHT_NBYTES
+        self.gradient_dtype: torch.dtype | None = None
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -199,6 +272,16 @@ class Wire:
         """True if a collective of the user's is set."""
         return self.custom != (None, None)
 
+    @property
+    def gathers_straight(self) -> bool:
+        """True if an all-gather may work on any memory; one of its own has to be packed."""
+        return type(self.gather) is DefaultAllGather
+
+    @property
+    def scatters_straight(self) -> bool:
+        """The same for a reduce-scatter."""
+        return type(self.scatter) is DefaultReduceScatter
+
     def stage(self, sent: torch.Tensor, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output ``[W * C]`` of an all-gather, and ``sent`` where it has to lie.
 
@@ -212,20 +295,41 @@ class Wire:
 
     def all_gather(
         self, output: torch.Tensor, sent: torch.Tensor, axis: MeshAxis, async_op: bool
-    ) -> dist.Work | None:
+    ) -> Any:
         """Fill ``output`` ``[W * C]`` with every rank's ``sent`` ``[C]``, in rank order."""
         assert axis.pg is not None
-        work: dist.Work | None = self.gather(output, sent, axis.pg, async_op)
-        return work
+        return self.gather(output, sent, axis.pg, async_op)
+
+    def all_gather_each(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], axis: MeshAxis, async_op: bool
+    ) -> Any:
+        """Gather several pairs of output and input, in order."""
+        if len(pairs) == 1:
+            return self.all_gather(*pairs[0], axis, async_op)
+        with _torch.coalesced(axis.pg, pairs[0][0].device):
+            return _joined([self.all_gather(*pair, axis, async_op) for pair in pairs])
 
     def reduce_scatter(
         self, output: torch.Tensor, sent: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
-    ) -> dist.Work | None:
+    ) -> Any:
         """Fill ``output`` ``[S]`` with this rank's part of all ``sent`` ``[W * S]``, joined."""
         group = self.scatter_group or axis.pg
         assert group is not None
-        work: dist.Work | None = self.scatter(output, sent, group, op, async_op)
-        return work
+        return self.scatter(output, sent, group, op, async_op)
+
+    def reduce_scatter_each(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
+    ) -> Any:
+        """Reduce several pairs of output and input, in order."""
+        if len(pairs) == 1:
+            return self.reduce_scatter(*pairs[0], op, axis, async_op)
+        same = pairs[0][0].dtype == pairs[0][1].dtype  # else each is an exchange, with a sum
+        with _torch.coalesced(self.scatter_group or axis.pg if same else None, pairs[0][0].device):
+            return _joined([self.reduce_scatter(*pair, op, axis, async_op) for pair in pairs])
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
@@ -233,6 +337,11 @@ class Wire:
         """Replace ``tensor`` by what all ranks of the axis hold, joined."""
         work: dist.Work | None = dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)
         return work
+
+
+def _joined(works: Sequence[Any]) -> Several | None:
+    running = [work for work in works if work is not None]
+    return Several(running) if running else None
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,7 @@ class ControlSurface:
         check_comm("set_custom_all_gather", comm)
         for group in groups_in(self):
             group.wire.gather = comm
+            group.rewire()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter | Callable[..., Any]) -> None:
         """Reduce this unit's gradients by ``comm(output, input, group, op, async_op)``.
@@ -222,8 +223,15 @@ class ControlSurface:
         A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
         """
         check_comm("set_custom_reduce_scatter", comm)
-        for group in groups_in(self):
+        groups = groups_in(self)
+        if any(group.wire.gradient_dtype is not None for group in groups):
+            raise ConfigError(
+                "set_custom_reduce_scatter: found a dtype set with set_gradient_wire_dtype, which "
+                "is for the library's own. Call set_gradient_wire_dtype(None) first."
+            )
+        for group in groups:
             group.wire.scatter = comm
+            group.rewire()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Say whether this unit's buffers come from the process group's own allocator, if any.
@@ -241,6 +249,7 @@ class ControlSurface:
                 wire.scatter = _comm.GroupMemoryReduceScatter(wire.scatter_group or pg)
             else:
                 wire.gather, wire.scatter = _comm.DefaultAllGather(), _comm.DefaultReduceScatter()
+            group.rewire()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gather this unit's parameters through symmetric memory.
@@ -260,6 +269,7 @@ class ControlSurface:
         for group, gather in zip(groups, made, strict=True):
             if gather is not None:
                 group.wire.gather = gather
+                group.rewire()
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -282,6 +292,55 @@ class ControlSurface:
         """
         count = check_count("max_input_buffers", max_input_buffers)
         configure(self, recurse, input_buffers=count)
+
+    def set_copy_free_min_bytes(self, min_bytes: int | None, *, recurse: bool = True) -> None:
+        """Say how large a parameter must be to travel in collectives of its own.
+
+        Such a one is gathered from its shard right into the memory where it is used, and reduced
+        right from its gradient if its rows divide evenly over the ranks. Smaller ones share one
+        collective, which costs copies. Every rank sets the same.
+
+        Args:
+            min_bytes: bytes of the whole parameter in the dtype that it is computed in. ``None``:
+                all parameters of a unit share one collective, as they do with collectives of the
+                user's own. The default is 131072 on a CPU and ``None`` on a device.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: ``min_bytes`` is neither None nor an int of at least 1.
+        """
+        if min_bytes is not None:
+            min_bytes = check_count("min_bytes", min_bytes)
+        for group in groups_in(self, recurse):
+            group.send_straight(min_bytes)
+
+    def set_gradient_wire_dtype(self, dtype: torch.dtype | None, *, recurse: bool = True) -> None:
+        """Say in which dtype gradients travel in the reduce-scatter; their sum stays as it is.
+
+        The sum is made in the reduce dtype, from parts in ``dtype``: an all-to-all and a local sum,
+        on every backend. So bf16 halves what fp32 sends, and loses one rounding for each rank's
+        part, none in the sum. The all-reduce over a replicate axis stays in the reduce dtype.
+
+        Args:
+            dtype: a floating dtype; ``None``: the reduce dtype, as it is by default.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: ``dtype`` is not one, or a custom reduce-scatter is set.
+        """
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            raise ConfigError(
+                f"set_gradient_wire_dtype: expected a floating dtype or None, found {dtype!r}."
+            )
+        groups = groups_in(self, recurse)
+        if dtype is not None and not all(group.wire.scatters_straight for group in groups):
+            raise ConfigError(
+                "set_gradient_wire_dtype: found a reduce-scatter of your own, or one on special "
+                "memory, which sends what it is given. Use one or the other."
+            )
+        for group in groups:
+            group.wire.gradient_dtype = dtype
+            group.rewire()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's all-gathers wait for ``event`` only, not for all that compute

@@ -67,6 +67,8 @@ class ParamGroup:
         home = torch.device("cpu") if self._is_away else device
         self.reducer = Reducer(self.params, data, device, home, policy.reduce_dtype)
         self.reducer.pinned = self._is_pinned
+        if device.type != "cpu":
+            self.wire.straight_nbytes = None
         self.owes_reduction = False
         self._is_enrolled = False
         self._stamp = self._stamp_of(data, "gather")
@@ -76,6 +78,7 @@ class ParamGroup:
         self._home: ShardBuffer | None = None
         self._waiting: ShardBuffer | None = None
         self._full: Tensor | None = None
+        self._has_full_memory = False
         self._stand_ins: list[StandIn] = []
         self._placed: list[StandIn] = []
         self._values: list[int] | None = None
@@ -89,7 +92,7 @@ class ParamGroup:
     @wire.setter
     def wire(self, wire: Wire) -> None:
         self.reducer.wire = wire
-        self.reducer.invalidate()
+        self.rewire()
 
     @property
     def _is_pinned(self) -> bool:
@@ -127,6 +130,20 @@ class ParamGroup:
         self.reducer.stamps = tuple(stamps)
         self.reducer.erase_stamps()
         self.reducer.invalidate()
+
+    def rewire(self) -> None:
+        """Take notice of what changed on the wire: every rank does so between the same steps."""
+        for buffer in (self._home, self._waiting):
+            if buffer is not None:
+                self._know(buffer)
+        self.reducer.invalidate()
+
+    def send_straight(self, nbytes: int | None) -> None:
+        """Let parameters of at least ``nbytes`` travel in a collective of their own."""
+        if nbytes != self.wire.straight_nbytes:
+            self.reshard()
+            self.wire.straight_nbytes = nbytes
+            self._plan(own_sources(self.params))
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a process group of its own, or over that of the gathers. Collective."""
@@ -290,18 +307,18 @@ class ParamGroup:
         sizes = () if self._smaller is None else (self._smaller.shard.size,)
         return self._stamped(items, self.data.shard.size, sizes, self._stamp)
 
-    @staticmethod
     def _stamped(
-        items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None
+        self, items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None
     ) -> GatherLayout:
         """Plan a layout with room for a stamp, if there is one, behind the parameters."""
-        layout = GatherLayout.plan(items, size, others)
+        straight = self.wire.straight_nbytes
+        layout = GatherLayout.plan(items, size, others, straight)
         stamp_item = layout.stamp_item
         if stamp_item is None and not items:  # all parameters are extended
             bytes_only = ShardLayout((size * STAMP_NUMEL,), (1,), 0, size)
-            stamp_item = GatherItem(bytes_only, torch.uint8, torch.uint8)
+            stamp_item = GatherItem(bytes_only, torch.uint8, torch.uint8, is_stamp=True)
         if stamp is not None and stamp_item is not None:
-            layout = GatherLayout.plan([*items, stamp_item], size, others)
+            layout = GatherLayout.plan([*items, stamp_item], size, others, straight)
         return layout
 
     def _know(self, buffer: ShardBuffer) -> None:
@@ -310,8 +327,8 @@ class ParamGroup:
         if stamp is not None and (buffer.tail_nbytes or not self._tail.items):
             dtype = layout.items[-1].compute_dtype
             start = layout.send_offsets[-1] // dtype.itemsize
-            numel = buffer.sent_nbytes // dtype.itemsize
-            stamp.know(self.wire, numel, dtype, start)
+            numels = buffer.sent_numels(self.wire)
+            stamp.know(self.wire, numels, layout.wire_dtype, dtype, start)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -477,6 +494,9 @@ class ParamGroup:
             _events.emit("unshard", self.fqn, self.clock.phase, nbytes)
         if source.stamp is not None:
             source.stamp.before()
+        if source.gathers_straight(self.wire):
+            self._allocate_full(source)
+            self.streams.order_after_compute("gather")  # whose memory it was
         gather = self._gather_extended if self._tail.items else source.gather
         self._gathering = self.streams.launch(
             "gather", lambda: gather(self.wire, self.streams.async_op)
@@ -504,7 +524,8 @@ class ParamGroup:
         assert source is not None
         self._gathering.wait()
         buffers, self._gathering = self._gathering.buffers, None
-        self._full.untyped_storage().resize_(source.layout.full_nbytes)
+        if not self._has_full_memory:
+            self._allocate_full(source)
         source.unpack(*buffers)
         if self._tail.items:
             self._unpack_extended(buffers)
@@ -516,13 +537,18 @@ class ParamGroup:
         if _events.listeners:
             _events.emit("wait_for_unshard", self.fqn, self.clock.phase)
 
+    def _allocate_full(self, source: ShardBuffer) -> None:
+        assert self._full is not None
+        self._full.untyped_storage().resize_(source.layout.full_nbytes)
+        self._has_full_memory = True
+
     def _unpack_extended(self, buffers: tuple[Tensor, ...]) -> None:
         assert self._full is not None
         try:
             self._tail.unpack(buffers[2])
         except BaseException:
             self.streams.retire("gather", buffers)
-            self._full.untyped_storage().resize_(0)
+            self._free_full()
             raise
         self.reducer.see_dtypes()
 
@@ -532,6 +558,7 @@ class ParamGroup:
             self._gathering.wait()
             self.streams.retire("gather", self._gathering.buffers)
             self._gathering = None
+            self._free_full()
         if self.machine.state is SHARDED or not self.params:
             return
         waiting = self._waiting
@@ -540,7 +567,7 @@ class ParamGroup:
         self.machine.move(SHARDED, self.fqn)
         self._values = None
         self._register(SHARDED)
-        self._free_full()
+        self._give_up_full()
 
     def reshard_post_forward(self) -> None:
         """Reshard to the smaller mesh, if there is one, else fully."""
@@ -559,11 +586,16 @@ class ParamGroup:
         self.streams.order_after_compute("gather")
         self.machine.move(SHARDED_POST_FORWARD, self.fqn)
         self._register(SHARDED_POST_FORWARD)
-        self._free_full()
+        self._give_up_full()
 
     def _free_full(self) -> None:
         assert self._full is not None
         self._full.untyped_storage().resize_(0)
+        self._has_full_memory = False
+
+    def _give_up_full(self) -> None:
+        assert self._full is not None
+        self._free_full()
         if self._tail.items:
             self._tail.free()
         if _events.listeners:
@@ -582,6 +614,7 @@ class ParamGroup:
         kept = ("data", "policy", "device", "offload", "settings", "fqn", "params")
         state = {name: getattr(self, name) for name in kept}
         state["sends"] = (*self.wire.custom, self.reducer.hook)
+        state["sent_as"] = (self.wire.straight_nbytes, self.wire.gradient_dtype)
         return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -594,6 +627,7 @@ class ParamGroup:
             gather or self.wire.gather,
             scatter or self.wire.scatter,
         )
+        self.wire.straight_nbytes, self.wire.gradient_dtype = state["sent_as"]
         size = state["smaller"]
         if size is not None:
             self._smaller = self.data.split(size)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp2 import _packing, _torch
 from fsdp2._agreement import Stamp
 from fsdp2._comm import Wire
-from fsdp2._layout import GatherLayout, align
+from fsdp2._layout import GatherLayout, Packed, align
 from fsdp2._mesh import MeshAxis
 from fsdp2._param import Piece
 from fsdp2._streams import Launched
@@ -53,7 +53,12 @@ class ShardBuffer:
         self.shards = [
             make(self.flat, layout, index, axis.rank) for index in range(len(layout.items))
         ]
-        self.targets: list[Tensor] = []
+        self._together: tuple[Packed, list[Tensor]] = (layout.whole, [])
+        self._apart: tuple[Packed, list[Tensor]] = (layout.packed, [])
+        self._way = self._together
+        self._replicated: list[Tensor] = []
+        self._straight: list[Tensor] = []
+        self._inputs: list[Tensor] = []
         self._seen, self._expected = torch.empty(0), b""
         self.write_stamp()
         self.tail_nbytes = 0
@@ -89,12 +94,28 @@ class ShardBuffer:
     def bind(self, full: Tensor) -> None:
         """Let gathered pieces land in a full buffer, which has its memory now."""
         layout = self.layout
-        self.targets = _packing.gather_targets(full, layout)
+        targets = _packing.gather_targets(full, layout, layout.whole.order)
+        self._way = self._together = (layout.whole, targets)
+        self._apart = (layout.packed, targets[: len(layout.packed.order)])
+        self._replicated = _packing.gather_targets(full, layout, layout.replicated)
+        self._straight = [_packing.straight_target(full, layout, i) for i in layout.straight]
         if self.stamp is not None:
             nbytes = layout.piece_nbytes(len(layout.items) - 1)
             start = layout.full_offsets[-1]
             self._seen = full[start : start + self.axis.size * nbytes]
             self._expect_stamp()
+
+    def gathers_straight(self, wire: Wire) -> bool:
+        """True if a gather writes to the full buffer, which then must have its memory."""
+        return bool(self._straight) and self.tail_nbytes == 0 and wire.gathers_straight
+
+    def sent_numels(self, wire: Wire) -> list[int]:
+        """Elements in wire dtype that a rank sends in each collective."""
+        layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
+        if self.tail_nbytes or not layout.straight or not wire.gathers_straight:
+            return [self.sent_nbytes // itemsize]
+        sizes = [layout.packed_nbytes, *(layout.piece_nbytes(index) for index in layout.straight)]
+        return [size // itemsize for size in sizes]
 
     @property
     def sent_nbytes(self) -> int:
@@ -109,8 +130,11 @@ class ShardBuffer:
         Raises:
             StateError: another rank gathered something else. See [Note: agreement].
         """
-        if self.targets:
-            _packing.unpack(gathered, sent, self.layout, self.targets)
+        packed, targets = self._way
+        if targets:
+            _packing.unpack(gathered, self.layout, packed, targets)
+        if self._replicated:
+            _packing.unpack_replicated(sent, self.layout, self._replicated)
         stamp = self.stamp
         if stamp is None or not stamp.is_checked:
             return
@@ -136,7 +160,7 @@ class ShardBuffer:
     def gather(
         self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
     ) -> Launched:
-        """Issue the all-gather of every sharded piece.
+        """Issue the all-gather of every sharded piece: straight ones into the full buffer.
 
         The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer. With
         ``write_tail``, which fills ``tail_nbytes`` more bytes to send, what was gathered of these
@@ -156,15 +180,35 @@ class ShardBuffer:
             kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
             _packing.cast_shards(flat, kept, layout)
             sent = self._as_wire(kept)
+        self._way = self._apart if self.gathers_straight(wire) else self._together
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
         if axis.size == 1 or self._wire_numel == 0:
             rows = sent.view(1, self._wire_numel).expand(axis.size, -1)
             return Launched((rows, kept), None)
-        gathered, sent = wire.stage(sent, axis)
-        work = wire.all_gather(gathered, sent, axis, async_op)
         lost = None if self.stamp is None else self.stamp.lost
+        if self._way is self._together:
+            gathered, sent = wire.stage(sent, axis)
+            work = wire.all_gather(gathered, sent, axis, async_op)
+        else:
+            inputs = self._inputs_of(sent)
+            gathered = sent.new_empty(axis.size * inputs[0].numel())
+            pairs = list(zip([gathered, *self._straight], inputs, strict=True))
+            work = wire.all_gather_each(pairs if inputs[0].numel() else pairs[1:], axis, async_op)
         return Launched((gathered.view(axis.size, -1), kept), work, lost)
+
+    def _inputs_of(self, sent: Tensor) -> list[Tensor]:
+        """View what each collective sends, the packed part first, in what is sent altogether."""
+        is_kept = self._views is not None and sent is self._views[1]
+        if is_kept and self._inputs:
+            return self._inputs
+        layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
+        parts = [(0, layout.packed_nbytes)]
+        parts += [(layout.send_offsets[i], layout.piece_nbytes(i)) for i in layout.straight]
+        inputs = [sent.narrow(0, at // itemsize, nbytes // itemsize) for at, nbytes in parts]
+        if is_kept:
+            self._inputs = inputs
+        return inputs
 
     def _gather_with_tail(
         self,

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -204,6 +205,27 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """Public names; torch 2.13 renamed them and warns at each use of the old ones."""
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """True if a group's collectives on host memory are gloo's."""
+    known = _on_gloo.get(group)
+    if known is None:
+        backends = dist.get_backend_config(group).split(",")
+        known = any(backend in ("gloo", "cpu:gloo") for backend in backends)
+        _on_gloo[group] = known
+    return known
+
+
+_on_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Issue what is inside as one operation, where a device's backend can. No public way exists."""
+    if group is None or device.type == "cpu":
+        return contextlib.nullcontext()
+    manager: AbstractContextManager[Any] = vars(dist)["_coalescing_manager"](group, device)
+    return manager
 
 
 def allocate_from_group(
