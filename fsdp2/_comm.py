@@ -17,12 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2 import _torch
+from fsdp2 import _direct, _torch
 from fsdp2._errors import ConfigError, UnsupportedError
 from fsdp2._mesh import MeshAxis
-
-EXCHANGE_NBYTES = 32768
-"""From here on gloo reduce-scatters by an all-to-all: its own sends everything twice."""
 
 STRAIGHT_NBYTES = 131072
 """Bytes of an unsharded parameter from which a collective of its own costs less than a copy.
@@ -85,7 +82,7 @@ class ReduceScatter(Comm):
 
 
 class DefaultAllGather(AllGather):
-    """torch.distributed's, on memory of torch's allocator."""
+    """torch.distributed's, or direct sends where these are better; on torch's own memory."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -99,57 +96,15 @@ class DefaultAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        if _direct.applies(group, input_tensor) and _direct.is_small(group):
+            gather: Any = _direct.DirectGather(output_tensor, input_tensor, group)
+            if not async_op:
+                gather.wait()
+            return gather if async_op else None
         work: dist.Work | None = _torch.all_gather_single(
             output_tensor, input_tensor, group, async_op
         )
         return work
-
-
-class Exchange:
-    """A reduce-scatter by an all-to-all and a local sum, in the order of ranks.
-
-    Sums are in the dtype of the output, so a narrower dtype may travel. It is done when it has been
-    waited for.
-    """
-
-    def __init__(
-        self, output: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, op: Any
-    ) -> None:
-        self._output = output
-        self._received: torch.Tensor | None = torch.empty_like(sent)
-        self._is_mean = op == dist.ReduceOp.AVG
-        self._work: Any = dist.all_to_all_single(
-            self._received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True
-        )
-
-    def is_completed(self) -> bool:
-        """True if nothing has to travel any more."""
-        return self._work is None or bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        """Wait for the parts and add them up."""
-        if self._received is None:
-            return
-        if self._work is not None:
-            self._work.wait()
-        output, parts = self._output, self._received.view(-1, self._output.numel())
-        join = torch.mean if self._is_mean else torch.sum
-        join(parts, 0, dtype=output.dtype, out=output)
-        self._received = self._work = None
-
-
-class Several:
-    """Collectives that were issued one behind the other, as one work."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class DefaultReduceScatter(ReduceScatter):
@@ -169,8 +124,8 @@ class DefaultReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         is_cast = input_tensor.dtype != output_tensor.dtype
-        if is_cast or (input_tensor.nbytes >= EXCHANGE_NBYTES and _exchanges(group, input_tensor)):
-            exchange: Any = Exchange(output_tensor, input_tensor, group, op)
+        if is_cast or _direct.applies(group, input_tensor):
+            exchange: Any = _direct.Exchange(output_tensor, input_tensor, group, op)
             if not async_op:
                 exchange.wait()
             return exchange if async_op else None
@@ -178,11 +133,6 @@ class DefaultReduceScatter(ReduceScatter):
             output_tensor, input_tensor, op, group, async_op
         )
         return work
-
-
-def _exchanges(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
-    """True if the backend's own reduce-scatter sends more than an all-to-all."""
-    return tensor.device.type == "cpu" and _torch.is_gloo(group)
 
 
 class GroupMemory:
@@ -339,9 +289,9 @@ class Wire:
         return work
 
 
-def _joined(works: Sequence[Any]) -> Several | None:
+def _joined(works: Sequence[Any]) -> _direct.Several | None:
     running = [work for work in works if work is not None]
-    return Several(running) if running else None
+    return _direct.Several(running) if running else None
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,11 @@ def bytes_of(tensor: torch.Tensor, nbytes: int) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), nbytes)
 
 
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a contiguous tensor in host memory over another one, as a collective would."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
 def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None:
     """Write ``size`` padded chunks of every tensor's dim 0 into the rows of ``out`` and cast.
 
