@@ -96,7 +96,8 @@ class DefaultAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if _direct.applies(group, input_tensor) and _direct.is_small(group):
+        is_large = input_tensor.nbytes >= _direct.LARGE_NBYTES
+        if is_large and _direct.applies(group, input_tensor) and _direct.is_small(group):
             gather: Any = _direct.DirectGather(output_tensor, input_tensor, group)
             if not async_op:
                 gather.wait()
@@ -123,8 +124,9 @@ class DefaultReduceScatter(ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
+        is_large = input_tensor.nbytes >= _direct.LARGE_NBYTES
         is_cast = input_tensor.dtype != output_tensor.dtype
-        if is_cast or _direct.applies(group, input_tensor):
+        if is_cast or (is_large and _direct.applies(group, input_tensor)):
             exchange: Any = _direct.Exchange(output_tensor, input_tensor, group, op)
             if not async_op:
                 exchange.wait()
@@ -233,20 +235,24 @@ class Wire:
         return type(self.scatter) is DefaultReduceScatter
 
     def stage(self, sent: torch.Tensor, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output ``[W * C]`` of an all-gather, and ``sent`` where it has to lie.
+        """Return the output of an all-gather, and ``sent`` where it has to lie.
 
-        For a swapped all-gather that is its slice of the output, as torch's interface has it.
+        That is ``[W, C]`` for ``[1, C]``, which saves a view, and ``[W * C]`` for ``[C]``. A
+        swapped all-gather gets the latter, and what it sends is a slice of it, as torch's interface
+        has it.
         """
         numel, gather = sent.numel(), self.gather
         if type(gather) is DefaultAllGather:
-            return torch.empty(axis.size * numel, dtype=sent.dtype, device=sent.device), sent
+            shape = (axis.size, numel) if sent.dim() == 2 else (axis.size * numel,)
+            return torch.empty(shape, dtype=sent.dtype, device=sent.device), sent
+        sent = sent.view(-1)
         output = gather.allocate((axis.size * numel,), dtype=sent.dtype, device=sent.device)
         return output, output.narrow(0, axis.rank * numel, numel).copy_(sent)
 
     def all_gather(
         self, output: torch.Tensor, sent: torch.Tensor, axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Fill ``output`` ``[W * C]`` with every rank's ``sent`` ``[C]``, in rank order."""
+        """Fill ``output``, ``W * C`` elements, with every rank's ``sent``, in rank order."""
         assert axis.pg is not None
         return self.gather(output, sent, axis.pg, async_op)
 

@@ -26,8 +26,8 @@ GATHER_TAG, REDUCE_TAG = 0x46530001, 0x46530002
 
 
 def applies(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """True if a collective on ``tensor`` is cheaper this way."""
-    return tensor.nbytes >= LARGE_NBYTES and tensor.device.type == "cpu" and _torch.is_gloo(group)
+    """True if a collective on a large ``tensor`` is cheaper this way."""
+    return tensor.device.type == "cpu" and _torch.is_gloo(group)
 
 
 def is_small(group: dist.ProcessGroup) -> bool:

@@ -559,6 +559,9 @@ class ParamGroup:
             self.streams.retire("gather", self._gathering.buffers)
             self._gathering = None
             self._free_full()
+            for buffer in (self._home, self._waiting):
+                if buffer is not None:
+                    buffer.free_gathered()
         if self.machine.state is SHARDED or not self.params:
             return
         waiting = self._waiting

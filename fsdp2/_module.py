@@ -114,7 +114,9 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
         Clears those of the sharded parameters, and those that backwards without gradient sync left.
         """
         super().zero_grad(set_to_none)
-        for unit in units_in(self, recurse=True):
+        own = own_unit(self)
+        known = own.runtime.units if own.runtime is not None and own.is_root else None
+        for unit in units_in(self, recurse=True) if known is None else known:
             for group in unit.own_groups:
                 group.zero_grad(set_to_none)
 

@@ -90,14 +90,10 @@ def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -
             flat = typed(full, start, item.shard.numel, item.compute_dtype)
             targets.append(flat.as_strided(item.shard.shape, item.shard.stride))
         else:
-            targets.append(straight_target(full, layout, index).view(layout.size, -1))
+            numel = layout.piece_nbytes(index) // layout.wire_dtype.itemsize
+            flat = typed(full, start, layout.size * numel, layout.wire_dtype)
+            targets.append(flat.view(layout.size, numel))
     return targets
-
-
-def straight_target(full: Tensor, layout: GatherLayout, index: int) -> Tensor:
-    """View all pieces of a rank-major parameter, ``[W * C_i]`` in wire dtype."""
-    numel = layout.size * layout.piece_nbytes(index) // layout.wire_dtype.itemsize
-    return typed(full, layout.full_offsets[index], numel, layout.wire_dtype)
 
 
 def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list[Tensor]) -> None:

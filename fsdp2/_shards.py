@@ -59,6 +59,8 @@ class ShardBuffer:
         self._replicated: list[Tensor] = []
         self._straight: list[Tensor] = []
         self._inputs: list[Tensor] = []
+        self._gathered: Tensor | None = None
+        self._sources: list[Tensor] = []
         self._seen, self._expected = torch.empty(0), b""
         self.write_stamp()
         self.tail_nbytes = 0
@@ -98,7 +100,7 @@ class ShardBuffer:
         self._way = self._together = (layout.whole, targets)
         self._apart = (layout.packed, targets[: len(layout.packed.order)])
         self._replicated = _packing.gather_targets(full, layout, layout.replicated)
-        self._straight = [_packing.straight_target(full, layout, i) for i in layout.straight]
+        self._straight = _packing.gather_targets(full, layout, layout.straight)
         if self.stamp is not None:
             nbytes = layout.piece_nbytes(len(layout.items) - 1)
             start = layout.full_offsets[-1]
@@ -131,7 +133,10 @@ class ShardBuffer:
             StateError: another rank gathered something else. See [Note: agreement].
         """
         packed, targets = self._way
-        if targets:
+        if gathered is self._gathered:
+            _torch.copy_all(targets, self._sources)
+            self.free_gathered()
+        elif targets:
             _packing.unpack(gathered, self.layout, packed, targets)
         if self._replicated:
             _packing.unpack_replicated(sent, self.layout, self._replicated)
@@ -155,7 +160,7 @@ class ShardBuffer:
         return None, None if self.layout.casts else self._as_wire(flat)
 
     def _as_wire(self, buffer: Tensor) -> Tensor:
-        return _packing.typed(buffer, 0, self._wire_numel, self.layout.wire_dtype)
+        return _packing.typed(buffer, 0, self._wire_numel, self.layout.wire_dtype).view(1, -1)
 
     def gather(
         self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
@@ -174,7 +179,8 @@ class ShardBuffer:
             to_cast, sent = self._views
         kept = flat
         if to_cast is not None:
-            kept = sent = torch.empty(self._wire_numel, dtype=layout.wire_dtype, device=flat.device)
+            shape = (1, self._wire_numel)
+            kept = sent = torch.empty(shape, dtype=layout.wire_dtype, device=flat.device)
             sent.copy_(to_cast)
         elif sent is None:
             kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
@@ -184,18 +190,47 @@ class ShardBuffer:
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
         if axis.size == 1 or self._wire_numel == 0:
-            rows = sent.view(1, self._wire_numel).expand(axis.size, -1)
+            rows = sent.expand(axis.size, -1)
             return Launched((rows, kept), None)
         lost = None if self.stamp is None else self.stamp.lost
         if self._way is self._together:
-            gathered, sent = wire.stage(sent, axis)
+            gathered = self._landing(sent, wire)
+            if gathered is None:
+                gathered, sent = wire.stage(sent, axis)
             work = wire.all_gather(gathered, sent, axis, async_op)
         else:
             inputs = self._inputs_of(sent)
-            gathered = sent.new_empty(axis.size * inputs[0].numel())
+            gathered = self._landing(inputs[0], wire)
+            if gathered is None:
+                gathered, _ = wire.stage(inputs[0], axis)
             pairs = list(zip([gathered, *self._straight], inputs, strict=True))
             work = wire.all_gather_each(pairs if inputs[0].numel() else pairs[1:], axis, async_op)
-        return Launched((gathered.view(axis.size, -1), kept), work, lost)
+        rows = gathered if gathered.dim() == 2 else gathered.view(axis.size, -1)
+        return Launched((rows, kept), work, lost)
+
+    def _landing(self, sent: Tensor, wire: Wire) -> Tensor | None:
+        """Return where a collective of ours gathers on a CPU: always the same tensor.
+
+        Its memory is there between a gather and its unpacking only, but views of it stay: splitting
+        it costs half of what unpacking small parameters does.
+        """
+        packed, _ = self._way
+        if not (packed.is_one_split and sent.device.type == "cpu" and wire.gathers_straight):
+            return None
+        gathered = self._gathered
+        if gathered is None or gathered.shape[1] != sent.shape[1]:
+            shape = (self.axis.size, sent.shape[1])
+            with torch.inference_mode(False):
+                self._gathered = gathered = torch.empty(shape, dtype=sent.dtype)
+                self._sources = list(gathered.split(packed.sizes, 1))
+        else:
+            gathered.untyped_storage().resize_(gathered.nbytes)
+        return gathered
+
+    def free_gathered(self) -> None:
+        """Free what was gathered, and will not be used any more."""
+        if self._gathered is not None:
+            self._gathered.untyped_storage().resize_(0)
 
     def _inputs_of(self, sent: Tensor) -> list[Tensor]:
         """View what each collective sends, the packed part first, in what is sent altogether."""
@@ -205,7 +240,7 @@ class ShardBuffer:
         layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
         parts = [(0, layout.packed_nbytes)]
         parts += [(layout.send_offsets[i], layout.piece_nbytes(i)) for i in layout.straight]
-        inputs = [sent.narrow(0, at // itemsize, nbytes // itemsize) for at, nbytes in parts]
+        inputs = [sent.narrow(1, at // itemsize, nbytes // itemsize) for at, nbytes in parts]
         if is_kept:
             self._inputs = inputs
         return inputs
@@ -222,7 +257,7 @@ class ShardBuffer:
         axis, nbytes = self.axis, self.layout.gather_nbytes
         start = align(nbytes)
         sent = torch.empty(start + self.tail_nbytes, dtype=torch.uint8, device=flat.device)
-        sent[:nbytes].copy_(flat.view(torch.uint8))
+        sent[:nbytes].copy_(flat.view(-1).view(torch.uint8))
         write_tail(sent[start:])
         work, gathered = None, sent
         if axis.size > 1:

@@ -295,6 +295,11 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor
     return list(torch._foreach_norm(list(tensors), order))
 
 
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors over others of the same shapes."""
+    torch._foreach_copy_(targets, sources)
+
+
 def scale_all_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors of one device in place: a few kernels for all of them on a device."""
     torch._foreach_mul_(list(tensors), factor)

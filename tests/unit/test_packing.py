@@ -57,10 +57,12 @@ def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout, apa
     targets = _packing.gather_targets(full, layout, packed.order)
     parts = [send[: packed.nbytes].view(layout.wire_dtype) for send in sends]
     _packing.unpack(torch.stack(parts), layout, packed, targets)
-    for index in layout.straight if apart else ():
+    straight = layout.straight if apart else ()
+    landing = _packing.gather_targets(full, layout, straight)
+    for index, target in zip(straight, landing, strict=True):
         start, nbytes = layout.send_offsets[index], layout.piece_nbytes(index)
         pieces = [send[start : start + nbytes].view(layout.wire_dtype) for send in sends]
-        _packing.straight_target(full, layout, index).copy_(torch.cat(pieces))
+        target.copy_(torch.stack(pieces))
     replicated = _packing.gather_targets(full, layout, layout.replicated)
     _packing.unpack_replicated(sends[rank], layout, replicated)
 
