@@ -288,6 +288,20 @@ def count_references(tensors: Sequence[torch.Tensor]) -> list[int]:
     return counts
 
 
+def count_owners(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return how many owners each plain tensor has, in Python and in C++."""
+    counts = []
+    for tensor in tensors:
+        counts.append(sys.getrefcount(tensor))
+        counts.append(0 if tensor is None else tensor._use_count())  # type: ignore[attr-defined]
+    return counts
+
+
+def is_packing_saved_tensors() -> bool:
+    """True inside of ``torch.autograd.graph.saved_tensors_hooks``, as under checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written in place."""
     return tensor._version

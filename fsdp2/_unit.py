@@ -69,13 +69,18 @@ class Unit:
     def unshard_for_backward(self) -> None:
         """Issue the gathers that backward needs."""
         for group in self.groups:
-            if group.settings.unshard_in_backward:
+            if group.is_needed_in_backward:
                 group.unshard()
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """True if backward has to gather something here that is not whole: on every rank."""
+        return any(g.is_needed_in_backward and not g.is_unsharded for g in self.groups)
 
     def wait_for_backward(self) -> None:
         """Finish the gathers that backward needs."""
         for group in self.groups:
-            if group.settings.unshard_in_backward:
+            if group.is_needed_in_backward:
                 group.wait_for_unshard()
 
     @property
@@ -133,7 +138,8 @@ class Unit:
     def note_values(self) -> None:
         """Remember which values the parameters were gathered from."""
         for group in self.groups:
-            group.note_values()
+            if group.is_unsharded:
+                group.note_values()
 
     def reshard_unless_gathering(self) -> None:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
@@ -144,7 +150,8 @@ class Unit:
 
     def reshard_post_forward(self) -> None:
         for group in self.groups:
-            group.reshard_post_forward()
+            if not group.is_laid_aside:
+                group.reshard_post_forward()
 
     @property
     def is_unsharded(self) -> bool:
