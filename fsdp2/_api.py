@@ -110,6 +110,7 @@ def fully_shard(
     device = data.device
     params = _make_params(collected)
     hooked: list[tuple[nn.Module, ParamGroup]] = []
+    names = {part: name for top in modules for name, part in top.named_modules()}
 
     def make_group(used: DataMesh, members: list[FSDPParam]) -> ParamGroup:
         group = ParamGroup(used, mp_policy, device, offload_policy)
@@ -124,7 +125,7 @@ def fully_shard(
         parts = {} if conditional else find_parts(modules, params[used])
         for part, members in parts.items():
             group = make_group(used, members)
-            group.is_part = True
+            group.part = names[part]
             hooked.append((part, group))
         taken = {param for members in parts.values() for param in members}
         params[used] = [param for param in params[used] if param not in taken]

@@ -88,7 +88,7 @@ class ParamGroup:
         self._stand_ins: list[StandIn] = []
         self._placed: list[StandIn] = []
         self._values: list[int] | None = None
-        self.is_part = False
+        self.part = ""
         self.is_called = False
         self.is_recomputed = False
         self.ran_without_grad = False
@@ -96,6 +96,11 @@ class ParamGroup:
         self._accumulators: list[Any] = []
         self._at_rest: list[int] | None = None
         self._gathering: InFlight | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """True if the group is a large submodule of a root, whose name there is ``part``."""
+        return bool(self.part)
 
     @property
     def wire(self) -> Wire:
@@ -642,7 +647,7 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
-        kept = ("data", "policy", "device", "offload", "settings", "fqn", "params", "is_part")
+        kept = ("data", "policy", "device", "offload", "settings", "fqn", "params", "part")
         state = {name: getattr(self, name) for name in kept}
         state["sends"] = (*self.wire.custom, self.reducer.hook)
         return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
@@ -652,7 +657,7 @@ class ParamGroup:
             state["data"], state["policy"], state["device"], state["offload"]
         )
         self.settings, self.fqn = state["settings"], state["fqn"]
-        self.is_part = state["is_part"]
+        self.part = state["part"]
         gather, scatter, self.reducer.hook = state["sends"]
         self.wire.gather, self.wire.scatter = (
             gather or self.wire.gather,

@@ -449,7 +449,7 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
         if unit is not root and unit.post_optim_event is not None:
             root.post_optim_event, unit.post_optim_event = unit.post_optim_event, None
         for group in unit.groups:
-            group.enroll(name)
+            group.enroll(".".join(filter(None, (name, group.part))))
             group.clock, group.streams = runtime.clock, runtime.streams
     for governor, conditional in governed.items():
         governor.govern(conditional)
