@@ -125,7 +125,7 @@ def fully_shard(
         parts = {} if conditional else find_parts(modules, params[used])
         for part, members in parts.items():
             group = make_group(used, members)
-            group.part = names[part]
+            group.is_part, group.part = True, names[part]
             hooked.append((part, group))
         taken = {param for members in parts.values() for param in members}
         params[used] = [param for param in params[used] if param not in taken]

@@ -155,15 +155,18 @@ def take_ties(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
 def find_parts(
     modules: Sequence[nn.Module], params: Sequence[FSDPParam]
 ) -> dict[nn.Module, list[FSDPParam]]:
-    """Return large submodules, and the parameters of each, if ``modules`` contain other units.
+    """Return large submodules, and the parameters of each. See ``_parts``.
 
-    A submodule is the largest that contains no unit, and only the parameters that nobody outside
-    of it shares count, and that have no all-gather extension.
+    If ``modules`` contain other units, these are the largest submodules that do not; only the
+    parameters that nobody outside of one shares count, and that have no all-gather extension.
+    Otherwise it is the module itself, if it is the only one and has no submodules.
     """
     parts: dict[nn.Module, list[FSDPParam]] = {}
-    if not _units_below(modules):
-        return parts
-    for module in _unitless(modules):
+    if _units_below(modules):
+        candidates = list(_unitless(modules))
+    else:
+        candidates = [m for m in modules if len(modules) == 1 and not any(m.children())]
+    for module in candidates:
         inside = set(module.modules())
         own = [
             param

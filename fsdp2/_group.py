@@ -88,6 +88,7 @@ class ParamGroup:
         self._stand_ins: list[StandIn] = []
         self._placed: list[StandIn] = []
         self._values: list[int] | None = None
+        self.is_part = False
         self.part = ""
         self.is_called = False
         self.is_recomputed = False
@@ -96,11 +97,6 @@ class ParamGroup:
         self._accumulators: list[Any] = []
         self._at_rest: list[int] | None = None
         self._gathering: InFlight | None = None
-
-    @property
-    def is_part(self) -> bool:
-        """True if the group is a large submodule of a root, whose name there is ``part``."""
-        return bool(self.part)
 
     @property
     def wire(self) -> Wire:
@@ -455,11 +451,6 @@ class ParamGroup:
         return self.machine.state is UNSHARDED and not self.is_laid_aside
 
     @property
-    def is_needed_in_backward(self) -> bool:
-        """True if backward gathers the group where it is not whole."""
-        return self.settings.unshard_in_backward and not self.is_laid_aside
-
-    @property
     def has_stand_ins(self) -> bool:
         """True if tensors of the user's stand in for parameters in the running forward."""
         return bool(self._placed)
@@ -526,7 +517,8 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
-        if self.is_unsharded or not self.params:
+        is_whole = self.machine.state is UNSHARDED and not self.is_laid_aside
+        if is_whole or not self.params:
             self._register(UNSHARDED)
             return
         self.unshard()
@@ -647,7 +639,8 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
-        kept = ("data", "policy", "device", "offload", "settings", "fqn", "params", "part")
+        kept = ["data", "policy", "device", "offload", "settings", "fqn", "params"]
+        kept += ["is_part", "part"]
         state = {name: getattr(self, name) for name in kept}
         state["sends"] = (*self.wire.custom, self.reducer.hook)
         return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
@@ -657,7 +650,7 @@ class ParamGroup:
             state["data"], state["policy"], state["device"], state["offload"]
         )
         self.settings, self.fqn = state["settings"], state["fqn"]
-        self.part = state["part"]
+        self.is_part, self.part = state["is_part"], state["part"]
         gather, scatter, self.reducer.hook = state["sends"]
         self.wire.gather, self.wire.scatter = (
             gather or self.wire.gather,

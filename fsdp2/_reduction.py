@@ -357,19 +357,12 @@ class Reduction:
         lost = owner.stamps[-1].lost if owner.stamps else None
         return Launched((reduced,), work, lost)
 
-    @property
-    def is_awaited(self) -> bool:
-        """True if hooks of the user's run when the gradients arrive."""
-        hook = self._owner.hook is not None
-        return hook or _torch.have_hooks([member.sharded for member in self._plan.members])
-
-    def free_input(self) -> None:
-        """Drop the local gradients, once the reduce-scatter has ended. On a CPU."""
-        assert self._flight is not None
-        if self._data.replicate.size == 1:
+    def free_if_done(self) -> None:
+        """Drop the local gradients now if the reduce-scatter has ended. On a CPU."""
+        if self._packed is not None and self._flight is not None and self._flight.is_done:
             self._flight.wait()
-        self._flight.buffers = ()
-        self._packed = None
+            self._flight.buffers = ()
+            self._packed = None
 
     def finish(self) -> None:
         """Scale, and set the sharded gradients."""

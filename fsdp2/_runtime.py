@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 
+SMALL_NBYTES = 1 << 20
+"""Bytes of a reduction's input below which its memory does not matter."""
+
 
 class _EndOfBackward:
     """The engine's callback. It lives exactly as long as the backward that it ends."""
@@ -81,7 +84,6 @@ class Runtime:
         self._with_graph = False
         self._prefetched: list[Unit] = []
         self._reductions: deque[Reduction] = deque()
-        self._arrived: list[Reduction] = []
         self._callback: weakref.ref[_EndOfBackward] | None = None
 
     def use(self, streams: Streams) -> None:
@@ -172,8 +174,9 @@ class Runtime:
 
     def remember(self, unit: Unit) -> tuple[Unit, ...]:
         """Note that a unit's forward is over; return those before it, the last one first."""
-        before, depth = self.last_units, unit.settings.overlap.prefetch
-        self.last_units = (unit,) if depth <= 1 else (unit, *before[: depth - 1])
+        before = self.last_units
+        depth = unit.settings.overlap.prefetch
+        self.last_units = (unit,) if depth < 2 else (unit, *before[: depth - 1])
         return before
 
     def prefetch_backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
@@ -183,7 +186,7 @@ class Runtime:
             following = previous[: unit.settings.overlap.prefetch]
         for other in following:
             if other is not unit:
-                self._prefetch([g for g in other.groups if g.is_needed_in_backward], other)
+                self._prefetch(other.groups_for_backward, other)
 
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""
@@ -195,11 +198,8 @@ class Runtime:
                 self._reduce(group)
 
     def _reduce(self, group: ParamGroup) -> None:
-        chosen = group.settings.input_buffers
-        limit = group.settings.overlap.reductions if chosen is None else chosen
-        self._settle(group)
-        while self._reductions and len(self._reductions) >= limit:
-            self._relieve()
+        while self._is_full_for(group):
+            self._complete(self._reductions.popleft())
         reduction = group.reduce(self._with_graph)
         if reduction is None:
             return
@@ -210,35 +210,28 @@ class Runtime:
             reduction.advance()
             reduction.finish()
         self._reductions.append(reduction)
-        if limit == 0:
-            self._relieve()
-
-    def _settle(self, group: ParamGroup) -> None:
-        """End the group's earlier reduction, if one is under way: it has one at a time."""
-        for reduction in self._arrived:
-            if reduction.is_of(group.reducer):
-                self._arrived.remove(reduction)
-                reduction.finish()
-                reduction.wait()
-                return
-        if any(reduction.is_of(group.reducer) for reduction in self._reductions):
-            while not self._reductions[0].is_of(group.reducer):
-                self._relieve()
+        if group.settings.input_buffers is None and group.settings.overlap.reductions == 0:
             self._complete(self._reductions.popleft())
 
-    def _relieve(self) -> None:
-        """Free what the oldest reduction holds. On a CPU its gradients are set with all others,
+    def _is_full_for(self, group: ParamGroup) -> bool:
+        """True if the oldest reduction must end first: a group has one at a time, and all few."""
+        running = self._reductions
+        if not running:
+            return False
+        settings = group.settings
+        limit = settings.input_buffers
+        if limit is None:  # one more if that takes next to nothing: it waits for the link only
+            limit = settings.overlap.reductions + (running[0].nbytes < SMALL_NBYTES)
+        if len(running) >= limit:
+            return True
+        return any(reduction.is_of(group.reducer) for reduction in running)
 
-        at the end of backward: what is left by then is no larger than they are. Unless hooks of
-        the user's wait for them.
-        """
-        reduction = self._reductions.popleft()
-        if self.streams.async_op and not reduction.is_awaited:
-            reduction.advance()
-            reduction.free_input()
-            self._arrived.append(reduction)
-        else:
-            self._complete(reduction)
+    def free_done(self) -> None:
+        """Free what reductions hold that have ended: at other times on other ranks, so no more."""
+        if self.streams.async_op:
+            for reduction in self._reductions:
+                if reduction.nbytes >= SMALL_NBYTES:
+                    reduction.free_if_done()
 
     def _complete(self, reduction: Reduction) -> None:
         if self.streams.async_op:
@@ -342,15 +335,11 @@ class Runtime:
         for unit in reversed(self.units):
             if any(g.settings.all_reduce_grads and g.reducer.has_partial for g in unit.groups):
                 self.reduce(unit)
-        if self._reductions or self._arrived:
+        if self._reductions:
             self.wait_for_reductions()
 
     def wait_for_reductions(self) -> None:
         """Make every reduced gradient safe to use."""
-        for reduction in self._arrived:
-            reduction.finish()
-            reduction.wait()
-        self._arrived.clear()
         if self.streams.async_op:
             for reduction in self._reductions:
                 reduction.advance()
@@ -388,9 +377,8 @@ class Runtime:
             for group in groups:
                 group.forget_step()
             raise StateError(broken)
-        for reduction in (*self._arrived, *self._reductions):
+        for reduction in self._reductions:
             reduction.wait()
-        self._arrived.clear()
         self._reductions.clear()
         self.calls.clear()
         for unit in self.units:

@@ -66,22 +66,27 @@ class Unit:
         """Where the unit computes."""
         return next((group.device for group in self.own_groups), torch.device("cpu"))
 
-    def unshard_for_backward(self) -> None:
-        """Issue the gathers that backward needs."""
-        for group in self.groups:
-            if group.is_needed_in_backward:
-                group.unshard()
+    @property
+    def groups_for_backward(self) -> list[ParamGroup]:
+        """What backward has to gather where it is not whole."""
+        return [
+            group
+            for group in self.groups
+            if group.settings.unshard_in_backward and not group.is_laid_aside
+        ]
+
+    def gather_for_backward(self) -> None:
+        """Issue the gathers that backward needs, and finish them."""
+        groups = self.groups_for_backward
+        for group in groups:
+            group.unshard()
+        for group in groups:
+            group.wait_for_unshard()
 
     @property
     def gathers_in_backward(self) -> bool:
         """True if backward has to gather something here that is not whole: on every rank."""
-        return any(g.is_needed_in_backward and not g.is_unsharded for g in self.groups)
-
-    def wait_for_backward(self) -> None:
-        """Finish the gathers that backward needs."""
-        for group in self.groups:
-            if group.is_needed_in_backward:
-                group.wait_for_unshard()
+        return not all(group.is_unsharded for group in self.groups_for_backward)
 
     @property
     def is_root(self) -> bool:
@@ -136,7 +141,7 @@ class Unit:
             group.reshard()
 
     def note_values(self) -> None:
-        """Remember which values the parameters were gathered from."""
+        """Remember which values the whole parameters were gathered from."""
         for group in self.groups:
             if group.is_unsharded:
                 group.note_values()

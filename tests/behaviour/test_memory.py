@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import _events
 from fsdp2._events import Event
-from tests._models import Batch, Case, loss_of, seeded
+from tests._models import Batch, Case, loss_of
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
 from tests._pool import ranks
 
@@ -163,6 +163,18 @@ def test_backward_does_not_gather_the_embedding(reshard: bool | None) -> None:
     assert moves(events, "reduce")["embed"] == 1
     pair.model.zero_grad()
     pair.train(steps=1)
+
+
+@ranks(2)
+def test_an_embedding_that_is_a_unit_is_not_gathered_either() -> None:
+    pair = Pair(Case(Language, lambda m: [m.embed, *m.blocks, m.head], batch))
+    pair.train(steps=2)
+    with recording() as events:
+        pair.backward()
+    assert moves(events, "unshard")["embed"] == 1
+    assert moves(events, "unshard")["head"] == 2
+    pair.step()
+    pair.check()
 
 
 @ranks(2)
@@ -460,7 +472,9 @@ def test_a_budget_buys_overlap() -> None:
     for budget in (least, least + 100_000, least + 200_000, 10 * least):
         model.set_memory(budget)
         overlap = unit.settings.overlap
-        assert all(u.settings.overlap == overlap for u in map(fsdp2.fully_shard.state, model.blocks))
+        assert all(
+            u.settings.overlap == overlap for u in map(fsdp2.fully_shard.state, model.blocks)
+        )
         found.append((overlap.prefetch, overlap.reductions))
     assert found == sorted(found)
     assert found[0] == (0, 0)
