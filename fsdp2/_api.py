@@ -58,7 +58,8 @@ def fully_shard(
 
     Parameters of ``module`` that no earlier call took become one group (one for each mesh that they
     lie on): gathered in one collective before forward (and again before backward), and their
-    gradients reduced in one. Call it bottom
+    gradients reduced in one. A submodule of at least a MiB, as an embedding or a head, is a group
+    of its own if ``module`` contains modules that earlier calls took. Call it bottom
     up: on blocks first, on the root last. Afterwards ``parameters()`` yields DTensors under the
     same names, and the module's class is a subclass of ``FSDPModule`` and of its own class.
 
