@@ -10,11 +10,11 @@ makes the input projection and the head groups of their own; in `embedding` the 
 an `nn.Embedding`. `fsdp2` is the setting `balanced`; the others are named. MB are 10^6 bytes.
 
 The limit that an overlap implies, with d groups gathered ahead and r reductions in flight: gradient
-shards + activations + the larger of (1+d) B b_p + (1+r) B b_r, in backward, and (K + (1+d) C) b_p, in
-forward. B is the numel of the largest group (the input projection, or the head), C that of a block,
-K that of a root that stays whole in forward, b_p and b_r are the bytes an element of the compute
-parameter and of the reduced gradient. Activations are what the plain model holds at the end of its
-forward. A library can be below it: where a reduction has ended already, as here, its input is free.
+shards + activations + the larger of (1+d) B b_p + (1+r) B b_r, in backward, and (K + (1+d) C) b_p,
+in forward. B is the numel of the largest group (the input projection, or the head), C that of a
+block, K that of a root that stays whole in forward, b_p and b_r are the bytes an element of the
+compute parameter and of the reduced gradient. Activations are what the plain model holds at the end
+of its forward. A library can be below: where a reduction has ended, as here, its input is free.
 """
 
 from __future__ import annotations

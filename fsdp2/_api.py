@@ -136,7 +136,9 @@ def fully_shard(
         if members:
             make_group(used, members)
     for part, group in hooked:
-        part.register_forward_pre_hook(PartHook(group))
+        hook = PartHook(group)
+        for inner in part.modules():
+            inner.register_forward_pre_hook(hook)
     for buffer_site in collected.buffers:
         buffer_site.move_to(device)
     for target in modules:

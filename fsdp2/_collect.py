@@ -158,7 +158,7 @@ def find_parts(
     """Return large submodules, and the parameters of each. See ``_parts``.
 
     If ``modules`` contain other units, these are the largest submodules that do not; only the
-    parameters that nobody outside of one shares count, and that have no all-gather extension.
+    parameters that nobody outside of one shares count.
     Otherwise it is the module itself, if it is the only one and has no submodules.
     """
     parts: dict[nn.Module, list[FSDPParam]] = {}
@@ -168,11 +168,7 @@ def find_parts(
         candidates = [m for m in modules if len(modules) == 1 and not any(m.children())]
     for module in candidates:
         inside = set(module.modules())
-        own = [
-            param
-            for param in params
-            if not param.is_extended and all(place in inside for place in param.places)
-        ]
+        own = [param for param in params if all(place in inside for place in param.places)]
         if sum(param.nbytes for param in own) >= PART_NBYTES:
             parts[module] = own
     return parts

@@ -595,10 +595,7 @@ class ParamGroup:
         if any(isinstance(whole, DTensor) for whole in wholes):
             return None
         if renew:  # or a graph that uses them would count too
-            edges = torch.autograd.graph.get_gradient_edge
-            self._accumulators = [
-                edges(whole).node for whole in wholes if whole is not None and whole.requires_grad
-            ]
+            self._accumulators = _torch.accumulators_of(wholes)
         owners = _torch.count_owners(wholes)
         return [*owners, _torch.storage_use_count(self._full.untyped_storage())]
 

@@ -100,7 +100,8 @@ class Call:
     def _gather(self) -> None:
         if self.runtime.parts is not None and self.unit.gathers_in_backward:
             self.runtime.pass_event()
-        self.runtime.free_done()
+        if self.runtime.is_large:
+            self.runtime.free_done()
         self.unit.gather_for_backward()
         self.runtime.prefetch_backward(self.unit, self.previous)
 

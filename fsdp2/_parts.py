@@ -48,7 +48,7 @@ FACTS = 3
 
 
 class PartHook:
-    """Sees a part's module run: an object, so that copies of the module copy it."""
+    """Sees a part's modules run: an object, so that copies of them copy it."""
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
@@ -100,7 +100,6 @@ class Part:
     def note_reads(self) -> None:
         """A forward with gradients is over: see whether its backward will read the parameters."""
         group = self.group
-        group.is_recomputed |= group.ran_without_grad
         found = UNKNOWN
         if group.is_called:
             found = UNREAD if group.is_unread() else READ
@@ -161,12 +160,10 @@ class Parts:
         part = self._of.get(group)
         return part is not None and part.is_reduced
 
-    def of(self, group: ParamGroup) -> Part | None:
-        return self._of.get(group)
-
     def end_forward(self, group: ParamGroup, with_grad: bool) -> None:
         """See who reads a part after a forward; lay it aside if nobody does."""
         part, settings = self._of.get(group), group.settings
+        group.is_recomputed |= with_grad and group.ran_without_grad
         if part is not None and with_grad and part.agreed_reads != READ:
             part.note_reads()
             keeps = settings.reshard_after_forward is False or settings.overlap.keeps_parts

@@ -81,6 +81,11 @@ class Runtime:
         self.calls: list[Call] = []
         self.last_units: tuple[Unit, ...] = ()
         self.parts: Parts | None = None
+        self.is_large = any(
+            sum(param.nbytes for param in group.params) >= SMALL_NBYTES
+            for unit in units
+            for group in unit.own_groups
+        )
         self._with_graph = False
         self._prefetched: list[Unit] = []
         self._reductions: deque[Reduction] = deque()
@@ -230,8 +235,7 @@ class Runtime:
         """Free what reductions hold that have ended: at other times on other ranks, so no more."""
         if self.streams.async_op:
             for reduction in self._reductions:
-                if reduction.nbytes >= SMALL_NBYTES:
-                    reduction.free_if_done()
+                reduction.free_if_done()
 
     def _complete(self, reduction: Reduction) -> None:
         if self.streams.async_op:
@@ -246,14 +250,13 @@ class Runtime:
         parts = self.parts
         assert parts is not None
         due = parts.pass_event()
-        if self._with_graph or parts.is_off or not self._agrees:
+        if not due or self._with_graph or parts.is_off or not parts.all_sync or not self._agrees:
             return
         for part in due:
             group, unit = part.group, part.unit
-            if not group.settings.reduce_grads or not (unit.open_calls or group.owes_reduction):
-                continue
-            self._lay_aside(part)
-            self._reduce(group)
+            if unit.open_calls or group.owes_reduction:
+                self._lay_aside(part)
+                self._reduce(group)
 
     def end_parts(self, unit: Unit, with_grad: bool) -> None:
         """A unit's forward is over: lay aside what its backward reads nowhere."""

@@ -297,6 +297,13 @@ def count_owners(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return counts
 
 
+@torch.inference_mode(False)
+def accumulators_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Return the nodes that accumulate the gradients of leaves; each owns its leaf."""
+    edge = torch.autograd.graph.get_gradient_edge
+    return [edge(t).node for t in tensors if t is not None and t.requires_grad]
+
+
 def is_packing_saved_tensors() -> bool:
     """True inside of ``torch.autograd.graph.saved_tensors_hooks``, as under checkpointing."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

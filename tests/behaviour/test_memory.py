@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -247,6 +248,19 @@ def test_a_part_under_checkpointing_is_whole_when_it_is_recomputed(reentrant: bo
 
 
 @ranks(2)
+def test_parts_in_checkpoint_wrappers() -> None:
+    """The wrapper runs outside of the checkpoint, the module that holds the weight inside."""
+
+    class Wrapped(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = checkpoint_wrapper(self.embed)
+            self.head = checkpoint_wrapper(nn.Sequential(nn.Linear(WIDTH, WIDTH), self.head))
+
+    Pair(Case(Wrapped, lambda m: list(m.blocks), batch)).train(steps=4)
+
+
+@ranks(2)
 def test_a_frozen_embedding() -> None:
     pair = Pair(CASE, prepare=lambda m: m.embed.requires_grad_(False))
     pair.train(steps=3)
@@ -257,8 +271,10 @@ def test_a_frozen_embedding() -> None:
 
 
 @ranks(2)
-def test_evaluation_between_steps() -> None:
+def test_evaluation_before_and_between_steps() -> None:
     pair = Pair(CASE)
+    with torch.inference_mode():
+        pair.losses(pair.batch())
     for _ in range(2):
         pair.train(steps=2)
         with torch.no_grad():
