@@ -132,6 +132,8 @@ class Runtime:
         for group in groups:
             if group.is_unsharded or group.is_gathering:
                 continue
+            if group.is_laid_aside and self.clock.phase is BACKWARD:
+                continue
             if _events.listeners:
                 _events.emit("prefetch", unit.fqn, self.clock.phase)
             group.unshard()
@@ -191,7 +193,8 @@ class Runtime:
             following = previous[: unit.settings.overlap.prefetch]
         for other in following:
             if other is not unit:
-                self._prefetch(other.groups_for_backward, other)
+                groups = [g for g in other.groups if g.settings.unshard_in_backward]
+                self._prefetch(groups, other)
 
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""

@@ -66,27 +66,24 @@ class Unit:
         """Where the unit computes."""
         return next((group.device for group in self.own_groups), torch.device("cpu"))
 
-    @property
-    def groups_for_backward(self) -> list[ParamGroup]:
-        """What backward has to gather where it is not whole."""
-        return [
-            group
-            for group in self.groups
-            if group.settings.unshard_in_backward and not group.is_laid_aside
-        ]
-
     def gather_for_backward(self) -> None:
         """Issue the gathers that backward needs, and finish them."""
-        groups = self.groups_for_backward
-        for group in groups:
-            group.unshard()
-        for group in groups:
-            group.wait_for_unshard()
+        for group in self.groups:
+            if group.settings.unshard_in_backward and not group.is_laid_aside:
+                group.unshard()
+        for group in self.groups:
+            if group.settings.unshard_in_backward and not group.is_laid_aside:
+                group.wait_for_unshard()
 
     @property
     def gathers_in_backward(self) -> bool:
         """True if backward has to gather something here that is not whole: on every rank."""
-        return not all(group.is_unsharded for group in self.groups_for_backward)
+        return any(
+            group.settings.unshard_in_backward
+            and not group.is_laid_aside
+            and not group.is_unsharded
+            for group in self.groups
+        )
 
     @property
     def is_root(self) -> bool:
