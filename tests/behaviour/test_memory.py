@@ -286,6 +286,34 @@ def test_evaluation_before_and_between_steps() -> None:
     pair.step()
 
 
+@ranks(2)
+def test_a_double_backward_through_gradients_of_inputs() -> None:
+    class Floats(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(VOCAB, WIDTH)
+
+    pair = Pair(
+        Case(Floats, lambda m: list(m.blocks), lambda n: Batch((torch.randn(n, VOCAB),), {}))
+    )
+    pair.train(steps=2)
+    for _ in range(2):
+        whole = pair.batch()
+        losses = []
+        for model, parts in ((pair.model, [dist.get_rank()]), (pair.reference, [0, 1])):
+            found = []
+            for index in parts:
+                x = whole.chunk(index, 2).args[0].requires_grad_()
+                loss = pair.run(model, Batch((x,), {}))
+                (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+                found.append(loss + gradient.square().sum())
+            losses.append(torch.stack(found).mean())
+        for loss in losses:
+            loss.backward()
+        pair.step()
+    pair.train(steps=1)
+
+
 # --- reduced early --------------------------------------------------------------------------------
 
 
