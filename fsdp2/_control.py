@@ -20,6 +20,7 @@ from fsdp2._comm import AllGather, ReduceScatter
 from fsdp2._errors import ConfigError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
+from fsdp2._memory import overlap_for
 from fsdp2._streams import streams_for
 from fsdp2._unit import Unit
 
@@ -98,6 +99,29 @@ class ControlSurface:
         """Say whether parameters are freed after backward."""
         flag = check_flag("reshard_after_backward", reshard_after_backward)
         configure(self, recurse, reshard_after_backward=flag)
+
+    def set_memory(self, memory: str | int) -> None:
+        """Say how much memory the overlap of collectives and compute may take, for the whole tree.
+
+        Call it on the root, on every rank alike, at any time between steps.
+
+        Args:
+            memory: ``"low"``: no unit is gathered ahead, each reduction is waited for at once.
+                ``"balanced"`` (as without a call): one unit ahead, one reduction in flight.
+                ``"fast"``: two ahead, three in flight, and a root's large parts stay whole
+                from forward to backward. A number of bytes: as much overlap as fits, so that
+                unsharded parameters, their gradients and the buffers of collectives never take
+                more in a step like the one before it. On a device, ``"low"`` and a number let
+                the host wait for the device at the end of each backward.
+
+        At most 1, 2 or 3 units below the root are whole or on their way at a time. Lists given to
+        ``set_modules_to_forward_prefetch`` or ``set_modules_to_backward_prefetch``, and the number
+        given to ``set_reduce_scatter_max_input_buffers``, count more than this.
+
+        Raises:
+            ConfigError: anything else, or a number below what is needed without any overlap.
+        """
+        configure(self, True, overlap=overlap_for(memory, units_in(self, True)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward gathers this unit's parameters (not those of units below it).
@@ -286,7 +310,7 @@ class ControlSurface:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Say how many reductions may hold their inputs at a time. The default is 2.
+        """Say how many reductions may hold their inputs at a time, instead of ``set_memory``.
 
         The next one waits for the oldest before it packs its gradients.
         """

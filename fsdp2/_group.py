@@ -10,6 +10,15 @@ replaced behind our back (``.to()``, ``load_state_dict(assign=True)``, ``to_empt
 it plans again and copies what is registered into a new shard buffer. The old buffer is never
 written, so a parameter that comes back (``functional_call``) still has its values. The full buffer
 and the unsharded parameters stay if dtypes allow, because a recorded graph may need them.
+
+[Note: laid aside]
+A large part of a root is *laid aside* after forward if its backward reads it on no rank, and as
+soon as its gradients are in. That is a statement about collectives, the same on every rank: the
+group counts as sharded, backward does not gather it, and whoever needs it next gathers it. What a
+rank does with the memory is its own affair. It is freed if, and only if, nothing else refers to it:
+not autograd (whatever it saved holds the tensor, or the storage of a view), not the user. Otherwise
+this rank keeps the parameters, registered and whole, until it reshards. Recomputation
+(checkpointing) needs parameters that nothing refers to, so a part that ran under it is kept.
 """
 
 from __future__ import annotations
@@ -82,6 +91,14 @@ class ParamGroup:
         self._stand_ins: list[StandIn] = []
         self._placed: list[StandIn] = []
         self._values: list[int] | None = None
+        self.is_part = False
+        self.part = ""
+        self.is_called = False
+        self.is_recomputed = False
+        self.ran_without_grad = False
+        self.is_laid_aside = False
+        self._accumulators: list[Any] = []
+        self._at_rest: list[int] | None = None
         self._gathering: InFlight | None = None
 
     @property
@@ -103,9 +120,9 @@ class ParamGroup:
     def _stamp_of(self, data: DataMesh, kind: str) -> Stamp | None:
         """Return a stamp for what the group gathers over a shard axis; None if none is needed."""
         axis = data.shard
-        return self._make_stamp(axis, kind) if self._is_checked(axis) else None
+        return self._make_stamp(axis, kind) if self.is_checked(axis) else None
 
-    def _is_checked(self, axis: MeshAxis) -> bool:
+    def is_checked(self, axis: MeshAxis) -> bool:
         """True if ranks can see what others send over an axis. See [Note: agreement]."""
         on_host = self.device.type == "cpu" and _torch.has_real_memory()
         return on_host and axis.size > 1 and axis.is_real
@@ -125,7 +142,7 @@ class ParamGroup:
             stamp.retire()
         stamps = []
         for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
-            if self._is_checked(axis):
+            if self.is_checked(axis):
                 stamps.append(self._make_stamp(axis, kind))
         self.reducer.stamps = tuple(stamps)
         self.reducer.erase_stamps()
@@ -245,6 +262,7 @@ class ParamGroup:
             self._home = self._full = self._waiting = None
             self._tail.plan([])
             return
+        self._at_rest = None  # until the unsharded parameters are made anew, owners are not known
         layout = self._layout()
         if self._home is None or not layout.has_full_of(self._home.layout):
             self._full = self._waiting = None
@@ -446,7 +464,8 @@ class ParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        return self.machine.state is UNSHARDED
+        """True if no rank has to gather. See [Note: laid aside]."""
+        return self.machine.state is UNSHARDED and not self.is_laid_aside
 
     @property
     def has_stand_ins(self) -> bool:
@@ -483,10 +502,14 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Issue the all-gather, unless the parameters are whole or on their way."""
+        if self.is_laid_aside:
+            self.reshard()
         if self._gathering is not None or self.machine.state is UNSHARDED or not self.params:
             return
         if self._full is None:
             self._build_full()
+            if self.is_part:
+                self._at_rest = self._count_owners(renew=True)
         source = self._home if self.machine.state is SHARDED else self._waiting
         assert source is not None
         if _events.listeners:
@@ -514,7 +537,8 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
-        if self.machine.state is UNSHARDED or not self.params:
+        is_whole = self.machine.state is UNSHARDED and not self.is_laid_aside
+        if is_whole or not self.params:
             self._register(UNSHARDED)
             return
         self.unshard()
@@ -554,6 +578,7 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones."""
+        self.is_laid_aside = False
         if self._gathering is not None:
             self._gathering.wait()
             self.streams.retire("gather", self._gathering.buffers)
@@ -571,6 +596,38 @@ class ParamGroup:
         self._values = None
         self._register(SHARDED)
         self._give_up_full()
+
+    def lay_aside(self) -> None:
+        """Count as sharded from now on. See [Note: laid aside]."""
+        self.is_laid_aside, self._values = True, None
+        if self.machine.state is UNSHARDED and self.is_unread():
+            self.machine.move(SHARDED, self.fqn)
+            self._register(SHARDED)
+            self._free_full()
+
+    def is_unread(self) -> bool:
+        """True if nothing on this rank reads the unsharded parameters any more, this is certain."""
+        if self._at_rest is None or self.is_recomputed or not self.is_called or self._placed:
+            return False
+        self._register(SHARDED)
+        found = self._count_owners()
+        self._register(UNSHARDED)
+        return found == self._at_rest
+
+    def _count_owners(self, renew: bool = False) -> list[int] | None:
+        """Count what refers to the unsharded parameters' memory while they are not registered.
+
+        None if that cannot be told. ``renew``: the unsharded parameters are new ones.
+        """
+        wholes = [param.unsharded for param in self.params]
+        if self._full is None or self._tail.items or self._smaller is not None:
+            return None
+        if any(isinstance(whole, DTensor) for whole in wholes):
+            return None
+        if renew:  # or a graph that uses them would count too
+            self._accumulators = _torch.accumulators_of(wholes)
+        owners = _torch.count_owners(wholes)
+        return [*owners, _torch.storage_use_count(self._full.untyped_storage())]
 
     def reshard_post_forward(self) -> None:
         """Reshard to the smaller mesh, if there is one, else fully."""
@@ -614,7 +671,8 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
-        kept = ("data", "policy", "device", "offload", "settings", "fqn", "params")
+        kept = ["data", "policy", "device", "offload", "settings", "fqn", "params"]
+        kept += ["is_part", "part"]
         state = {name: getattr(self, name) for name in kept}
         state["sends"] = (*self.wire.custom, self.reducer.hook)
         state["sent_as"] = (self.wire.straight_nbytes, self.wire.gradient_dtype)
@@ -625,6 +683,7 @@ class ParamGroup:
             state["data"], state["policy"], state["device"], state["offload"]
         )
         self.settings, self.fqn = state["settings"], state["fqn"]
+        self.is_part, self.part = state["is_part"], state["part"]
         gather, scatter, self.reducer.hook = state["sends"]
         self.wire.gather, self.wire.scatter = (
             gather or self.wire.gather,

@@ -393,6 +393,13 @@ class Reduction:
         lost = owner.stamps[-1].lost if owner.stamps else None
         return Launched((reduced,), work, lost)
 
+    def free_if_done(self) -> None:
+        """Drop the local gradients now if the reduce-scatter has ended. On a CPU."""
+        if self._packed is not None and self._flight is not None and self._flight.is_done:
+            self._flight.wait()
+            self._flight.buffers = ()
+            self._packed = None
+
     def finish(self) -> None:
         """Scale, and set the sharded gradients."""
         lane = "reduce" if self._data.replicate.size == 1 else "all_reduce"

@@ -320,6 +320,27 @@ def count_references(tensors: Sequence[torch.Tensor]) -> list[int]:
     return counts
 
 
+def count_owners(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return how many owners each plain tensor has, in Python and in C++."""
+    counts = []
+    for tensor in tensors:
+        counts.append(sys.getrefcount(tensor))
+        counts.append(0 if tensor is None else tensor._use_count())  # type: ignore[attr-defined]
+    return counts
+
+
+@torch.inference_mode(False)
+def accumulators_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Return the nodes that accumulate the gradients of leaves; each owns its leaf."""
+    edge = torch.autograd.graph.get_gradient_edge
+    return [edge(t).node for t in tensors if t is not None and t.requires_grad]
+
+
+def is_packing_saved_tensors() -> bool:
+    """True inside of ``torch.autograd.graph.saved_tensors_hooks``, as under checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written in place."""
     return tensor._version

@@ -66,17 +66,24 @@ class Unit:
         """Where the unit computes."""
         return next((group.device for group in self.own_groups), torch.device("cpu"))
 
-    def unshard_for_backward(self) -> None:
-        """Issue the gathers that backward needs."""
+    def gather_for_backward(self) -> None:
+        """Issue the gathers that backward needs, and finish them."""
         for group in self.groups:
-            if group.settings.unshard_in_backward:
+            if group.settings.unshard_in_backward and not group.is_laid_aside:
                 group.unshard()
-
-    def wait_for_backward(self) -> None:
-        """Finish the gathers that backward needs."""
         for group in self.groups:
-            if group.settings.unshard_in_backward:
+            if group.settings.unshard_in_backward and not group.is_laid_aside:
                 group.wait_for_unshard()
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """True if backward has to gather something here that is not whole: on every rank."""
+        return any(
+            group.settings.unshard_in_backward
+            and not group.is_laid_aside
+            and not group.is_unsharded
+            for group in self.groups
+        )
 
     @property
     def is_root(self) -> bool:
@@ -131,9 +138,10 @@ class Unit:
             group.reshard()
 
     def note_values(self) -> None:
-        """Remember which values the parameters were gathered from."""
+        """Remember which values the whole parameters were gathered from."""
         for group in self.groups:
-            group.note_values()
+            if group.is_unsharded:
+                group.note_values()
 
     def reshard_unless_gathering(self) -> None:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
@@ -144,7 +152,8 @@ class Unit:
 
     def reshard_post_forward(self) -> None:
         for group in self.groups:
-            group.reshard_post_forward()
+            if not group.is_laid_aside:
+                group.reshard_post_forward()
 
     @property
     def is_unsharded(self) -> bool:

@@ -137,6 +137,7 @@ ControlSurface.set_requires_gradient_sync(self, requires_gradient_sync, *, recur
 ControlSurface.set_requires_all_reduce(self, requires_all_reduce, *, recurse=True)
 ControlSurface.set_reshard_after_forward(self, reshard_after_forward, recurse=True)
 ControlSurface.set_reshard_after_backward(self, reshard_after_backward, *, recurse=True)
+ControlSurface.set_memory(self, memory)
 ControlSurface.set_unshard_in_backward(self, unshard_in_backward)
 ControlSurface.set_modules_to_forward_prefetch(self, modules)
 ControlSurface.set_modules_to_backward_prefetch(self, modules)
