@@ -219,7 +219,8 @@ class Exchange:
                 stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside))
                 stamp.enroll(f"{fqn or '<root>'}, what its parts need")
                 numel = FACTS * len(self._parts)
-                stamp.know(self._wire, numel + STAMP_NUMEL, torch.float32, numel, ReduceOp.MAX)
+                fp32, numels = torch.float32, [numel + STAMP_NUMEL]
+                stamp.know(self._wire, numels, fp32, fp32, numel, ReduceOp.MAX)
                 self._stamps[axis] = stamp
 
     def _beside(self) -> Iterable[Stamp]:

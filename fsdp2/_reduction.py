@@ -395,10 +395,10 @@ class Reduction:
 
     def free_if_done(self) -> None:
         """Drop the local gradients now if the reduce-scatter has ended. On a CPU."""
-        if self._packed is not None and self._flight is not None and self._flight.is_done:
+        if self._inputs and self._flight is not None and self._flight.is_done:
             self._flight.wait()
             self._flight.buffers = ()
-            self._packed = None
+            self._inputs = []
 
     def finish(self) -> None:
         """Scale, and set the sharded gradients."""

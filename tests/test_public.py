@@ -159,6 +159,8 @@ ControlSurface.set_reduce_scatter_max_input_buffers(self,
     max_input_buffers,
     *,
     recurse=True)
+ControlSurface.set_copy_free_min_bytes(self, min_bytes, *, recurse=True)
+ControlSurface.set_gradient_wire_dtype(self, dtype, *, recurse=True)
 ControlSurface.set_post_optim_event(self, event)""",
     )
 

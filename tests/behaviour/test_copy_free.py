@@ -56,6 +56,8 @@ class Copies(TorchDispatchMode):
         name = func._schema.name
         if name.startswith("c10d::"):
             self.collectives.append(name)
+        if name == "aten::_foreach_copy_":
+            self.elements += sum(target.numel() for target in args[0])
         if name in ("aten::copy_", "aten::_chunk_cat", "aten::cat", "aten::clone"):
             written = args[0] if name == "aten::copy_" else result
             self.elements += written.numel()
