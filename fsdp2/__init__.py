@@ -6,6 +6,7 @@ from fsdp2._clip import clip_grad_norm_
 from fsdp2._comm import AllGather, Comm, ReduceScatter
 from fsdp2._control import share_comm_ctx
 from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._full_params import full_params
 from fsdp2._module import FSDPModule, UnshardHandle
 from fsdp2._policy import (
     CPUOffloadPolicy,
@@ -31,6 +32,7 @@ __all__ = [
     "UnshardHandle",
     "UnsupportedError",
     "clip_grad_norm_",
+    "full_params",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

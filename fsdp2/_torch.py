@@ -104,6 +104,11 @@ def shards_dim(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
+def is_strided(placement: Placement) -> bool:
+    """True if this axis splits what later axes split first."""
+    return isinstance(placement, _StridedShard)
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that ``mesh`` was sliced from (itself if it was not)."""
     return mesh._get_root_mesh()

@@ -59,6 +59,7 @@ StateError
 UnshardHandle
 UnsupportedError
 clip_grad_norm_
+full_params
 fully_shard
 register_fsdp_forward_method
 share_comm_ctx""",
