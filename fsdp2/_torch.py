@@ -140,6 +140,11 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
 
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """True if a buffer is in its module's ``state_dict``. No public way exists."""
+    return name not in module._non_persistent_buffers_set
+
+
 # Autograd.
 
 

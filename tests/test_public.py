@@ -61,6 +61,7 @@ UnsupportedError
 clip_grad_norm_
 full_params
 fully_shard
+materialize
 register_fsdp_forward_method
 share_comm_ctx""",
     )
