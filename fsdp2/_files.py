@@ -25,16 +25,17 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.optim import Optimizer
 
-from fsdp2._errors import ConfigError
+from fsdp2._errors import ConfigError, StateError
 from fsdp2._idle import require_idle
 from fsdp2._materialize import allocate
-from fsdp2._optim_state import load_named, names_in_groups
+from fsdp2._optim_state import keys_of, load_named, names_in_groups, rekey
 from fsdp2._state import (
     EXTRA_STATE,
     IncompatibleKeys,
@@ -91,6 +92,11 @@ def _in_step(grids: Grids, run: Any) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there, and deprecations
             run()
+    except CheckpointException as caught:  # the same on every rank
+        rank, (first, _) = next(iter(caught.failures.items()))
+        raise StateError(
+            f"checkpoint: rank {rank} failed with {type(first).__name__}: {first}"
+        ) from caught
     except Exception as caught:
         error = caught
     grids.main.raise_together(error, "checkpoint")
@@ -163,7 +169,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None,
     strict: bool,
-    model_key: str,
+    model_key: str | None,
     optim_key: str,
 ) -> Any:
     """Load a checkpoint: its metadata says what to make room for."""
@@ -171,14 +177,17 @@ def load(
     tensors, extra_names = model_tensors(model)
     grids = Grids([*tensors.values()])
     entries: list[_Entry] = []
+    in_model: dict[str, list[_Entry]] = {}
     place = Path(path)
     with grids.main.together("load"):
         place = find(path)
         entries = _entries(FileSystemReader(place).read_metadata())
-        in_model = {_name(e.path[1:]): e for e in entries if e.is_under(model_key)}
+        for entry in entries:
+            if model_key is None or entry.is_under(model_key):
+                in_model.setdefault(str(entry.path[model_key is not None]), []).append(entry)
         told = Told(
-            {name: tuple(e.meta.size) for name, e in in_model.items() if e.is_tensor},
-            {name: e.key for name, e in in_model.items() if not e.is_tensor},
+            {n: tuple(found[0].meta.size) for n, found in in_model.items() if _is_one(found)},
+            {n: None for n, found in in_model.items() if not _is_one(found)},
         )
         compare("load", told, tensors, extra_names, strict)
         groups = _has_groups(entries, optim_key)
@@ -193,65 +202,71 @@ def load(
         allocate(model)
         tensors, extra_names = model_tensors(model)
     flat: dict[str, Any] = {}
-    for name, entry in in_model.items():
+    for name, found in in_model.items():
         if name in tensors:
-            flat[entry.key] = tensors[name].detach()
+            flat[found[0].key] = tensors[name].detach()
         elif name in extra_names:
-            flat[entry.key] = ""
+            flat |= {entry.key: _empty(entry) for entry in found}
     optim_entries = [e for e in entries if e.is_under(optim_key)] if optimizer is not None else []
-    params = dict(model.named_parameters())
+    params: dict[Any, nn.Parameter] = dict(model.named_parameters())
+    if optimizer is not None:  # saved under ids
+        ordered = [p for group in optimizer.param_groups for p in group["params"]]
+        params |= dict(enumerate(ordered))
     for entry in optim_entries:
         flat[entry.key] = _room_for(entry, params, optimizer)
-    flat |= {e.key: "" for e in entries if not e.is_tensor and e.path[0] == "extra"}
-    flat |= {e.key: _empty(e) for e in entries if e.is_tensor and e.path[0] == "extra"}
+    flat |= {e.key: _empty(e) for e in entries if e.path[0] == "extra"}
     _in_step(grids, lambda: load_state_dict(flat, storage_reader=FileSystemReader(place)))
+    tree = _tree(entries, flat)
+    states = tree if model_key is None else tree.get(model_key, {})
     modules = dict(model.named_modules())
-    for name, entry in in_model.items():
+    for name in in_model:
         if name in extra_names and name.rpartition(".")[2] == EXTRA_STATE:
-            modules[name.rpartition(".")[0]].set_extra_state(flat[entry.key])
+            modules[name.rpartition(".")[0]].set_extra_state(_lists(states[name]))
     if optimizer is not None:
-        state = _nested(optim_entries, flat)
-        values = {name: fields for name, fields in state.get("state", {}).items() if name in params}
-        load_named(model, optimizer, {**state, "state": values})
-    return _nested([e for e in entries if e.path[0] == "extra"], flat, keep_root=True).get("extra")
+        loaded = {"state": {}, **tree[optim_key]}
+        loaded["param_groups"] = _lists(loaded["param_groups"])
+        if keys_of(loaded) == "id":
+            loaded = rekey(loaded, "name", model=model, optimizer=optimizer)
+        known = {name: v for name, v in loaded["state"].items() if name in params}
+        load_named(model, optimizer, {**loaded, "state": known})
+    return _lists(tree.get("extra"))
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path))
+def _is_one(found: list[_Entry]) -> bool:
+    """True if what was saved under a name is a tensor, not an object that may hold some."""
+    return len(found) == 1 and found[0].is_tensor and len(found[0].path) <= 2
 
 
 def _has_groups(entries: list[_Entry], optim_key: str) -> bool:
     return any(e.is_under(optim_key) and e.path[1] == "param_groups" for e in entries)
 
 
-def _empty(entry: _Entry) -> Tensor:
+def _empty(entry: _Entry) -> Any:
+    """Make room for a value that is loaded as it was saved."""
+    if not entry.is_tensor:
+        return ""
     return torch.empty(entry.meta.size, dtype=entry.meta.properties.dtype)
 
 
-def _room_for(entry: _Entry, params: dict[str, nn.Parameter], optimizer: Any) -> Any:
-    if not entry.is_tensor:
-        return ""
-    shape, dtype = tuple(entry.meta.size), entry.meta.properties.dtype
-    if len(entry.path) == 4 and entry.path[1] == "state" and entry.path[2] in params:
-        param = params[entry.path[2]]
-        current = optimizer.state.get(param, {}).get(entry.path[3])
-        return state_like(param, current, shape, dtype)
-    return _empty(entry)
+def _room_for(entry: _Entry, params: dict[Any, nn.Parameter], optimizer: Optimizer | None) -> Any:
+    """Make room for a value of an optimizer's state, placed as its parameter is."""
+    path = entry.path
+    if optimizer is None or not entry.is_tensor or len(path) != 4 or path[2] not in params:
+        return _empty(entry)
+    current = optimizer.state.get(params[path[2]], {}).get(path[3])
+    return state_like(params[path[2]], current, tuple(entry.meta.size), entry.meta.properties.dtype)
 
 
-def _nested(entries: list[_Entry], flat: dict[str, Any], keep_root: bool = False) -> dict[str, Any]:
-    """Put values back into the dicts and lists that they were saved in."""
+def _tree(entries: list[_Entry], flat: dict[str, Any]) -> dict[Any, Any]:
+    """Put values back into the dicts that they were saved in; lists are dicts of numbers."""
     root: dict[Any, Any] = {}
     for entry in entries:
-        if entry.key not in flat:
-            continue
-        path = entry.path if keep_root else entry.path[1:]
-        target = root
-        for part in path[:-1]:
-            target = target.setdefault(part, {})
-        target[path[-1]] = flat[entry.key]
-    result: dict[str, Any] = _lists(root)
-    return result
+        if entry.key in flat:
+            target = root
+            for part in entry.path[:-1]:
+                target = target.setdefault(part, {})
+            target[entry.path[-1]] = flat[entry.key]
+    return root
 
 
 def _lists(value: Any) -> Any:

@@ -38,7 +38,7 @@ from fsdp2._stream import Grids, Held, Target, gather, scatter
 Init = Callable[[nn.Module], Any]
 
 FILL = 0xFD
-"""As a float of any width: nan, or about -4e37 and larger; as an integer: nobody's initial value."""
+"""As a float of any width nan or larger than 1e37, as an integer nobody's initial value."""
 
 SCAN_NUMEL = 1 << 16
 SYNC_NBYTES = 64 << 20

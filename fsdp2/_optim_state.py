@@ -108,8 +108,8 @@ def rekey(
     if unknown:
         raise ConfigError(
             f"rekey: found {unknown[:5]} in the optimizer's state, which "
-            f"{'the model' if keys == 'name' else 'the param groups'} do not have. Pass the model "
-            "and the optimizer that the state is of."
+            f"{'the model does' if keys == 'name' else 'its param groups do'} not have. Pass the "
+            "model and the optimizer that the state is of."
         )
     return renamed(optim_state, new)
 

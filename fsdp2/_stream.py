@@ -54,7 +54,8 @@ class Held:
 class Grids:
     """The grids of a model's meshes; each mesh is read once.
 
-    The *main* one, of the largest mesh, is where ranks agree, and where plain tensors lie whole.
+    The *main* one, of the largest mesh, is where ranks agree, and where plain tensors lie whole. A
+    tensor on a slice of it is taken to be the same along the axes that the slice lacks.
     """
 
     def __init__(self, tensors: Sequence[object]) -> None:
@@ -69,7 +70,6 @@ class Grids:
                     )
                 self._known[mesh] = Grid.of(mesh)
         largest = max(self._known, key=lambda mesh: mesh.size(), default=None)
-        self._largest = largest
         self.main = Grid.world() if largest is None else self._known[largest]
 
     def hold(self, name: str, tensor: Tensor) -> Held:
@@ -87,7 +87,12 @@ class Grids:
         self._known[tensor.device_mesh] = grid
         local = _torch.local_tensor(tensor)
         _refuse_odd(name, local)
-        held = Held(name, _plain(local), _blocks_of(name, tensor), grid, tuple(tensor.stride()))
+        blocks = _blocks_of(name, tensor)
+        axes = self._axes_of_main(grid)
+        if axes is not None:
+            cuts = tuple((axes[axis], dim) for axis, dim in blocks.cuts if grid.counts[axis] > 1)
+            grid, blocks = self.main, Blocks(blocks.shape, self.main.counts, cuts)
+        held = Held(name, _plain(local), blocks, grid, tuple(tensor.stride()))
         if tuple(local.shape) != held.own.sizes:
             raise UnsupportedError(
                 f"{name}: found a local tensor of shape {tuple(local.shape)} where "
@@ -96,24 +101,43 @@ class Grids:
             )
         return held
 
+    def _axes_of_main(self, grid: Grid) -> list[int] | None:
+        """Return which axes of the main grid a slice of it has; None if it is none.
+
+        A parameter that tensor parallelism leaves whole lies on the data axes only: the ranks of
+        the other axes hold the same values.
+        """
+        if math.prod(grid.counts) == math.prod(self.main.counts):
+            return None
+        lines = [axis.global_ranks if axis.size > 1 else None for axis in self.main.axes]
+        found: list[int] = []
+        for axis in grid.axes:
+            if axis.size == 1:  # any axis will do for one rank; it cuts nothing
+                found.append(0)
+            elif axis.global_ranks in lines:
+                found.append(lines.index(axis.global_ranks))
+            else:
+                return None
+        return found
+
     def require_common(self, helds: Sequence[Held], what: str) -> None:
         """Check that every tensor lies on the ranks of the main grid, with the same first rank.
 
         Raises:
             UnsupportedError: one lies on fewer ranks, so that there are several tensors of a name.
         """
-        ranks = {mesh: mesh.mesh.flatten().tolist() for mesh in self._known}
-        main = None if self._largest is None else ranks[self._largest]
-        by_grid = {id(self._known[mesh]): listed for mesh, listed in ranks.items()}
+        ranks = {self._known[mesh]: mesh.mesh.flatten().tolist() for mesh in self._known}
+        main = ranks.get(self.main)
         for held in helds:
-            found = by_grid.get(id(held.grid), main)
+            found = ranks.get(held.grid, main)
             if main is None or found is None:
                 continue
             if len(found) != len(main) or found[0] != main[0]:
                 raise UnsupportedError(
-                    f"{what}: {held.name} lies on {len(found)} of {len(main)} ranks, so that other "
-                    "ranks hold another tensor of this name. Use the sharded state, or "
-                    "fsdp2.full_params on each of the meshes."
+                    f"{what}: {held.name} lies on {len(found)} of {len(main)} ranks, and not along "
+                    "axes of their mesh, so that other ranks may hold another tensor of this name. "
+                    "Slice all meshes from one init_device_mesh(...) call, or use the sharded "
+                    "state."
                 )
 
 

@@ -226,14 +226,14 @@ def load(
     optimizer: Optimizer | None = None,
     *,
     strict: bool = True,
-    model_key: str = "model",
+    model_key: str | None = "model",
     optim_key: str = "optimizer",
 ) -> Any:
     """Load a sharded checkpoint, written on any mesh; return its ``extra``.
 
     It takes what ``save`` wrote, and what ``torch.distributed.checkpoint`` wrote for torch's FSDP1
-    or FSDP2: say under which keys of the saved dict the two states are. Parameters on the meta
-    device get memory first.
+    or FSDP2: say under which keys of the saved dict the two states are (``model_key=None``: the
+    model's was saved by itself). Parameters on the meta device get memory first.
 
     Raises:
         ConfigError: no checkpoint there; names or shapes differ. Nothing was changed.
