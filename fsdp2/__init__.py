@@ -17,6 +17,7 @@ from fsdp2._policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from fsdp2._summon import summon_full_params
 
 __all__ = [
     "AllGather",
@@ -39,6 +40,7 @@ __all__ = [
     "materialize",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "summon_full_params",
 ]
 
 __version__ = "0.1.0"

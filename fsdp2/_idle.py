@@ -37,8 +37,9 @@ def require_idle(module: object, what: str) -> list[Unit]:
             continue
         runtime.recover_if_failed()
         if runtime.clock.phase is not IDLE or _torch.graph_task_id() != -1:
+            phase = "backward" if runtime.clock.phase is IDLE else runtime.clock.phase
             raise StateError(
-                f"{what}: {unit.fqn or '<root>'} is inside a {runtime.clock.phase}, where "
+                f"{what}: {unit.fqn or '<root>'} is inside a {phase}, where "
                 "parameters are gathered and freed. Call it between steps."
             )
     for unit in units:

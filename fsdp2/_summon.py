@@ -127,24 +127,31 @@ def summon_full_params(
             stacklevel=3,
         )
     units = require_idle(module, "summon_full_params")
+    if any(unit.is_summoned_on_first or (rank0_only and unit.is_summoned) for unit in units):
+        raise StateError(
+            "summon_full_params: is nested in a context of the same parameters, and one of the two "
+            "has rank0_only. Leave the outer one first."
+        )
     outer = _already_summoned(module) if writeback else []
     found = _find(module, units if recurse else None)
     grids = Grids([item.sharded for item in found])
     _gather(found, grids, rank0_only, offload_to_cpu, with_grads)
-    own = [unit for unit in units if not unit.is_summoned]
+    top = unit_of(module)
+    own = [unit for unit in units if not unit.is_summoned and (recurse or unit is top)]
+    parts = [part for unit in own for part in unit.modules]
+    parts += [site.module for item in found for site in item.sites]
     handles = [
         part.register_forward_pre_hook(_refuse_forward, prepend=True)
-        for unit in own
-        for part in unit.modules
+        for part in dict.fromkeys(parts)
     ]
     for unit in own:
-        unit.is_summoned = True
+        unit.is_summoned, unit.is_summoned_on_first = True, rank0_only
     _register(found)
     try:
         yield
     finally:
         for unit in own:
-            unit.is_summoned = False
+            unit.is_summoned = unit.is_summoned_on_first = False
         for handle in handles:
             handle.remove()
         problems = [_problem(item) for item in found]
@@ -197,7 +204,7 @@ def _find(module: nn.Module, units: list[Unit] | None) -> list[_Summoned]:
             if not isinstance(param, DTensor) or (wanted is not None and id(param) not in wanted):
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
-            params.setdefault(id(param), (fqn, param))
+            params.setdefault(id(param), (fqn, param))  # type: ignore[arg-type]  # both
             sites.setdefault(id(param), []).append(Site(part, name))
     for key, (_, param) in params.items():
         owner = OwnerMark.owner_of(param)

@@ -63,7 +63,8 @@ full_params
 fully_shard
 materialize
 register_fsdp_forward_method
-share_comm_ctx""",
+share_comm_ctx
+summon_full_params""",
     )
 
 
