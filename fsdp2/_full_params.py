@@ -53,7 +53,7 @@ def full_params(
             parameter that is larger comes alone, in pieces: then it is that parameter and this.
         dtype: floating-point tensors are cast to it, before they are sent if it is narrower.
         callback: called with each name and whole tensor on every rank; what it returns is yielded,
-            and None leaves the tensor out.
+            and None leaves the tensor out. If it raises, it must raise on every rank.
         names: which parameters to take; None takes all. It must say the same on every rank.
         buffers: yield buffers too (this rank's), after the parameters.
 

@@ -10,6 +10,8 @@ import contextlib
 import io
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -442,6 +444,36 @@ def test_a_save_that_is_killed_between_its_renames(tmp_path: Path, rank: int) ->
     checkpoint.save(path, run.model, run.optimizer)
     checkpoint.load(path, other.model, other.optimizer)
     assert sorted(os.listdir(tmp_path)) in (["checkpoint"], [".checkpoint.old", "checkpoint"])
+
+
+KILLED = """
+import os, sys, torch, torch.nn as nn
+from fsdp2 import checkpoint
+model = nn.Linear(3, 3)
+nn.init.constant_(model.weight, 1.0)
+checkpoint.save(sys.argv[1], model)
+nn.init.constant_(model.weight, 2.0)
+write = torch.save
+def die(value, file, *args, **kwargs):
+    file.write(b"half of a tensor")
+    file.flush()
+    os._exit(9)
+torch.save = die
+checkpoint.save(sys.argv[1], model)
+"""
+
+
+def test_a_save_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+    """The process ends in the middle of a file; a process alone can save and load, too."""
+    path = folder_of(tmp_path)
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(path)], check=False)
+    assert ended.returncode == 9
+    assert len(os.listdir(tmp_path)) == 2
+    model = nn.Linear(3, 3)
+    checkpoint.load(path, model)
+    assert model.weight.unique().tolist() == [1.0]
+    checkpoint.save(path, model)
+    assert os.listdir(tmp_path) == ["checkpoint"]
 
 
 @pytest.mark.parametrize("max_file_bytes", [10**9, 2000])

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fsdp2
+from fsdp2 import ShardPlacementResult
 from tests._models import CASES, VOCAB, WIDTH, seeded
 from tests._parity import bits, make_mesh, shard
 from tests._pool import ranks
@@ -61,7 +62,7 @@ def assert_all(model: nn.Module, reference: nn.Module, **kwargs: Any) -> None:
 
 @pytest.mark.parametrize("max_bytes", [40, 10**6])
 @pytest.mark.parametrize("mesh", [(), (2, 2), (1, 3)])
-@ranks(1, 2, 3, 4)
+@ranks(2, 3, 4)
 def test_every_kind_of_parameter(mesh: tuple[int, ...], max_bytes: int, world_size: int) -> None:
     if mesh and mesh[0] * mesh[1] != world_size:
         pytest.skip("another world size")
@@ -102,6 +103,34 @@ def test_tensor_parallel_parameters_are_whole(rows: int) -> None:
         found = dict(fsdp2.full_params(module, max_bytes=max_bytes))
         for index, tensor in enumerate(whole):
             assert same(found[str(index)], tensor), index
+
+
+@ranks(4)
+def test_parameters_on_meshes_of_their_own(rank: int) -> None:
+    """A mesh of the same ranks, a slice of it, and ranks that are no axis of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    other = init_device_mesh("cpu", (4,))
+    model, reference = seeded(Odd), seeded(Odd)
+    chosen = {id(model.large): other, id(model.turned): mesh["shard"]}
+
+    def choose(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(0), chosen.get(id(parameter)))
+
+    del model.scalar
+    del reference.scalar
+    fsdp2.fully_shard(model, mesh=mesh, shard_placement_fn=choose)
+    assert model.large.device_mesh.ndim == 1
+    assert_all(model, reference, max_bytes=900)
+    state = fsdp2.checkpoint.full_state(model, max_bytes=900)
+    if rank == 0:
+        for name, tensor in reference.state_dict().items():
+            assert same(state["model"][name], tensor), name
+    crossed = DeviceMesh("cpu", torch.tensor([0, 3] if rank in (0, 3) else [1, 2]))
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    fsdp2.fully_shard(model[1], mesh=crossed)
+    fsdp2.fully_shard(model, mesh=mesh)
+    with pytest.raises(fsdp2.UnsupportedError, match=r"1.weight lies on 2 of 4 ranks"):
+        fsdp2.checkpoint.full_state(model)
 
 
 @ranks(2)
