@@ -147,7 +147,7 @@ def meshes_of(world_size: int) -> list[tuple[int, ...]]:
 # --- full -----------------------------------------------------------------------------------------
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 3, 4)
 def test_a_full_state_is_that_of_one_process(world_size: int, rank: int) -> None:
     """Names, order, values, ties; under ids it is what the plain optimizer loads."""
     for shape in meshes_of(world_size):
@@ -172,7 +172,7 @@ def test_a_full_state_is_that_of_one_process(world_size: int, rank: int) -> None
     assert set(named["state"]) == {n for n, p in run.model.named_parameters() if p.requires_grad}
 
 
-@ranks(2, 3, 4)
+@ranks(3, 4)
 def test_a_full_state_is_scattered_from_rank_0(world_size: int, rank: int) -> None:
     """From a plain run, and from one sharded otherwise, under names or ids, into a stepped one."""
     plain = Trained(steps=2)
@@ -363,7 +363,7 @@ def folder_of(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-@ranks(2, 3)
+@ranks(3)
 def test_save_and_load(tmp_path: Path, rank: int, world_size: int) -> None:
     path = folder_of(tmp_path)
     run = Trained(make_mesh(), steps=2)

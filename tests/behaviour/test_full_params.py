@@ -74,7 +74,7 @@ def test_every_kind_of_parameter(mesh: tuple[int, ...], max_bytes: int, world_si
 
 
 @pytest.mark.parametrize("name", ["stack", "tied_lm", "nested_units", "mixed_dtypes"])
-@ranks(2, 3)
+@ranks(3)
 def test_models(name: str) -> None:
     case = CASES[name]
     model, reference = shard(seeded(case.build), case), seeded(case.build)

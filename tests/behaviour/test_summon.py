@@ -35,7 +35,7 @@ def assert_restored(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
 
 
 @pytest.mark.parametrize("name", ["stack", "tied_lm", "scalars", "mixed_dtypes"])
-@ranks(2, 3)
+@ranks(3)
 def test_parameters_are_whole_and_come_back(name: str) -> None:
     case = CASES[name]
     model, reference = shard(seeded(case.build), case), seeded(case.build)
