@@ -402,8 +402,7 @@ def local(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
 
 def load_local(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
     """Load what ``local`` returned on the same rank of the same layout."""
-    units = require_idle(model, "load_local_state")
-    del units
+    require_idle(model, "load_local_state")
     tensors, _ = model_tensors(model)
     grids = Grids([*tensors.values()])
     named: dict[str, Any] = {}

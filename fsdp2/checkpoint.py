@@ -28,7 +28,7 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from fsdp2 import _files, _state
+from fsdp2 import _state
 from fsdp2._full_params import check_max_bytes
 from fsdp2._optim_state import Keys, check_keys, keys_of
 from fsdp2._optim_state import rekey as rekey
@@ -217,6 +217,8 @@ def save(
     Raises:
         StateError: a rank could not write; the message says which one and why.
     """
+    from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
+
     _files.save(path, model, optimizer, extra)
 
 
@@ -238,6 +240,8 @@ def load(
     Raises:
         ConfigError: no checkpoint there; names or shapes differ. Nothing was changed.
     """
+    from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
+
     return _files.load(path, model, optimizer, strict, model_key, optim_key)
 
 
@@ -265,6 +269,8 @@ def save_safetensors(
         StateError: the first rank could not write.
     """
     check_max_bytes("save_safetensors", max_bytes)
+    from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
+
     _files.save_safetensors(folder, model, dtype, max_bytes, max_file_bytes)
 
 
@@ -281,4 +287,6 @@ def load_safetensors(
         ConfigError: no such files; names or shapes differ; ``safetensors`` is not installed.
     """
     check_max_bytes("load_safetensors", max_bytes)
+    from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
+
     return _files.load_safetensors(folder, model, strict, max_bytes)

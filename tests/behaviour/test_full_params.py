@@ -125,9 +125,9 @@ def test_parameters_on_meshes_of_their_own(rank: int) -> None:
     if rank == 0:
         for name, tensor in reference.state_dict().items():
             assert same(state["model"][name], tensor), name
-    crossed = DeviceMesh("cpu", torch.tensor([0, 3] if rank in (0, 3) else [1, 2]))
+    pairs = DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("pair", "place"))
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
-    fsdp2.fully_shard(model[1], mesh=crossed)
+    fsdp2.fully_shard(model[1], mesh=pairs["place"])
     fsdp2.fully_shard(model, mesh=mesh)
     with pytest.raises(fsdp2.UnsupportedError, match=r"1.weight lies on 2 of 4 ranks"):
         fsdp2.checkpoint.full_state(model)
