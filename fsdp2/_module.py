@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from fsdp2 import _torch
 from fsdp2._control import ControlSurface, own_unit, units_in
-from fsdp2._errors import ConfigError
+from fsdp2._errors import ConfigError, StateError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import call_compiled, forward_raised, unit_of
 from fsdp2._pipelining import StageState
@@ -128,6 +128,11 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
                 once the unit's forward begins.
         """
         unit = own_unit(self)
+        if unit.is_summoned:
+            raise StateError(
+                f"{unit.fqn or '<root>'}: unshard() was called inside summon_full_params, where "
+                "parameters are whole already. Leave the context first."
+            )
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
             unit.runtime.streams.order_after_compute("gather")

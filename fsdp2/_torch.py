@@ -105,6 +105,11 @@ def shards_dim(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
+def is_strided(placement: Placement) -> bool:
+    """True if this axis splits what later axes split first."""
+    return isinstance(placement, _StridedShard)
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that ``mesh`` was sliced from (itself if it was not)."""
     return mesh._get_root_mesh()
@@ -134,6 +139,11 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """True if a buffer is in its module's ``state_dict``. No public way exists."""
+    return name not in module._non_persistent_buffers_set
 
 
 # Autograd.

@@ -60,6 +60,8 @@ class Unit:
         self.open_calls = 0
         self.may_lose_gradients = False
         self.is_called_outside = False  # around the compiled call, see _hooks
+        self.is_summoned = False  # whole parameters are registered, see _summon
+        self.is_summoned_on_first = False  # on the first rank only
 
     @property
     def device(self) -> torch.device:
@@ -185,6 +187,8 @@ class Unit:
         At once, so that an optimizer made next holds shards, before the first forward too. A model
         that leaves the meta device in several loads waits for the last of them.
         """
+        if self.is_summoned:
+            return
         if self.runtime is None or self.runtime.clock.phase is IDLE:
             for group in self.own_groups:
                 if not any(param.is_on_meta for param in group.params):

@@ -59,9 +59,12 @@ StateError
 UnshardHandle
 UnsupportedError
 clip_grad_norm_
+full_params
 fully_shard
+materialize
 register_fsdp_forward_method
-share_comm_ctx""",
+share_comm_ctx
+summon_full_params""",
     )
 
 
