@@ -79,11 +79,13 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """`depth` blocks between an input projection and a head."""
+    """`depth` blocks between an input projection, or an embedding, and a head."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, *, embedding: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Linear(size.vocabulary, size.width, bias=False)
+        self.embed: nn.Module = nn.Linear(size.vocabulary, size.width, bias=False)
+        if embedding:
+            self.embed = nn.Embedding(size.vocabulary, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.depth))
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
@@ -107,16 +109,18 @@ def build(
     bf16: bool,
     split_root: bool = False,
     blocks_per_group: int = 1,
+    embedding: bool = False,
 ) -> nn.Module:
     """Build the model as one of `LIBRARIES` runs it, on the device of the mesh.
 
     `bf16` means bf16 parameters and fp32 reduction; the plain model is then simply in bf16.
     With `split_root` the input projection and the head are groups of their own. The choices of
-    groups are not for `ddp`, and `fsdp1` knows the default only.
+    groups are not for `ddp`, and `fsdp1` knows the default only. With `embedding` the input
+    projection is an `nn.Embedding`; what `make_input` returns has to be told too.
     """
     torch.manual_seed(0)
     with torch.device(mesh.device_type):
-        model = Stack(size)
+        model = Stack(size, embedding=embedding)
     if library == "plain":
         return model.to(torch.bfloat16) if bf16 else model
     if library == "ddp":
@@ -185,8 +189,12 @@ def _wrap(model: Stack, mesh: DeviceMesh, *, bf16: bool) -> nn.Module:
     )
 
 
-def make_input(library: str, size: Size, *, bf16: bool, device: str = "cpu") -> torch.Tensor:
+def make_input(
+    library: str, size: Size, *, bf16: bool, device: str = "cpu", embedding: bool = False
+) -> torch.Tensor:
     """Return a batch; a sharded model casts its input itself."""
+    if embedding:
+        return torch.arange(size.tokens, device=device)
     dtype = torch.bfloat16 if bf16 and library == "plain" else torch.float32
     return torch.ones(size.tokens, size.vocabulary, dtype=dtype, device=device)
 

@@ -6,12 +6,15 @@ torch.profiler reports every allocation and release of the CPU allocator, those 
 those by resizing a storage too. A step's running sum starts at 0 after `zero_grad`, so parameters
 are not in it, and gradients, activations and buffers are. One process plays rank 0 of 64 over
 collectives that do nothing, with six blocks of 3.4 MB and a root of 8.4 MB (in fp32); `split root`
-makes the input projection and the head groups of their own. MB are 10^6 bytes.
+makes the input projection and the head groups of their own; in `embedding` the input projection is
+an `nn.Embedding`. `fsdp2` is the setting `balanced`; the others are named. MB are 10^6 bytes.
 
-Limits: gradient shards + activations + B (b_p + b_r), B the numel of the largest group and b_p, b_r
-the bytes an element of the compute parameter and of the reduced gradient (`no overlap`); with one
-group prefetched and one reduction in flight, gradient shards + activations + 2 B (b_p + b_r).
-Activations are what the plain model holds at the end of its forward.
+The limit that an overlap implies, with d groups gathered ahead and r reductions in flight: gradient
+shards + activations + the larger of (1+d) B b_p + (1+r) B b_r, in backward, and (K + (1+d) C) b_p,
+in forward. B is the numel of the largest group (the input projection, or the head), C that of a
+block, K that of a root that stays whole in forward, b_p and b_r are the bytes an element of the
+compute parameter and of the reduced gradient. Activations are what the plain model holds at the end
+of its forward. A library can be below: where a reduction has ended, as here, its input is free.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -27,6 +31,7 @@ from benchmarks import _noop
 from benchmarks._models import (
     GROUPINGS,
     MEDIUM,
+    OURS,
     PRECISION_NAMES,
     PRECISIONS,
     applies,
@@ -36,6 +41,9 @@ from benchmarks._models import (
 from benchmarks._report import Figure, Measured, gated, make_parser, run
 
 WARMUP = 2
+EMBEDDING = "embedding"
+OVERLAPS = {"low": (0, 0), "balanced": (1, 1), "fast": (2, 3)}
+"""Units gathered ahead and reductions in flight, by the name of the setting."""
 STARTED, FORWARD_DONE, DONE = "step started", "forward done", "step done"
 
 
@@ -50,41 +58,73 @@ class Peak:
 def measure(arguments: argparse.Namespace) -> Measured:
     figures, quantity = [], "peak above step start, MB"
     for precision in PRECISIONS:
-        plain = find_peak("plain", arguments.world_size, bf16=precision == "bf16")
-        for grouping in GROUPINGS:
+        bf16 = precision == "bf16"
+        for grouping in (*GROUPINGS, EMBEDDING):
             case = f"{PRECISION_NAMES[precision]}, {grouping}"
-            is_split = grouping == "split root"
+            options = {
+                "bf16": bf16,
+                "split_root": grouping == "split root",
+                "embedding": grouping == EMBEDDING,
+            }
             for library in arguments.libraries:
                 if not applies(library, precision):
                     continue
-                if is_split and library in ("plain", "ddp", "fsdp1"):
+                if grouping != GROUPINGS[0] and library in ("plain", "ddp", "fsdp1"):
                     continue
-                found = find_peak(
-                    library, arguments.world_size, bf16=precision == "bf16", split_root=is_split
-                )
+                found = find_peak(library, arguments.world_size, **options)
                 value = found.highest / 1e6
                 figures.append(Figure(case, library, quantity, value, gated(library)))
-            for name, copies in (("limit, no overlap", 1), ("limit, one ahead", 2)):
+            if OURS in arguments.libraries:
+                for memory in ("low", "fast"):
+                    found = find_peak(OURS, arguments.world_size, memory=memory, **options)
+                    value = found.highest / 1e6
+                    figures.append(Figure(case, f"{OURS}, {memory}", quantity, value, True))
+            plain = find_peak("plain", arguments.world_size, bf16=bf16)
+            for name, (ahead, running) in OVERLAPS.items():
                 nbytes = limit_of(
-                    arguments.world_size, plain, copies, bf16=precision == "bf16", is_split=is_split
+                    arguments.world_size,
+                    plain,
+                    ahead,
+                    running,
+                    bf16=bf16,
+                    is_split=grouping == "split root",
                 )
-                figures.append(Figure(case, name, quantity, nbytes / 1e6))
+                figures.append(Figure(case, f"limit, {name}", quantity, nbytes / 1e6))
     return Measured(figures, {"world_size": arguments.world_size, "numel": MEDIUM.numel})
 
 
-def limit_of(ranks: int, plain: Peak, copies: int, *, bf16: bool, is_split: bool) -> float:
-    """Return the bytes of the formula above, `copies` of the largest group's buffers at a time."""
-    root = MEDIUM.root_numel // 2 if is_split else MEDIUM.root_numel
-    largest = max(root, MEDIUM.block_numel)
+def limit_of(
+    ranks: int, plain: Peak, ahead: int, running: int, *, bf16: bool, is_split: bool
+) -> float:
+    """Return the bytes of the formula above."""
+    largest = max(MEDIUM.root_numel // 2, MEDIUM.block_numel)
     b_p, b_r, b_s = (2 if bf16 else 4), 4, 4
-    return MEDIUM.numel * b_s / ranks + plain.after_forward + copies * largest * (b_p + b_r)
+    backward = (1 + ahead) * largest * b_p + (1 + running) * largest * b_r
+    kept = 0 if is_split else MEDIUM.root_numel
+    forward = (kept + (1 + ahead) * MEDIUM.block_numel) * b_p
+    return MEDIUM.numel * b_s / ranks + plain.after_forward + max(backward, forward)
 
 
-def find_peak(library: str, ranks: int, *, bf16: bool, split_root: bool = False) -> Peak:
-    """Run a variant and return the peak of one step after the warm-up."""
+def find_peak(
+    library: str,
+    ranks: int,
+    *,
+    bf16: bool,
+    split_root: bool = False,
+    embedding: bool = False,
+    memory: str | int | None = None,
+) -> Peak:
+    """Run a variant and return the peak of one step after the warm-up.
+
+    `memory` is what a model of ours is told with `set_memory`.
+    """
     with _noop.ranks(ranks) as (_, mesh):
-        model = build(library, MEDIUM, mesh, bf16=bf16, split_root=split_root)
-        x = make_input(library, MEDIUM, bf16=bf16)
+        model: Any = build(
+            library, MEDIUM, mesh, bf16=bf16, split_root=split_root, embedding=embedding
+        )
+        if memory is not None:
+            model.set_memory(memory)
+        x = make_input(library, MEDIUM, bf16=bf16, embedding=embedding)
         # The allocator reports a release only if the profiler saw the allocation.
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             for _ in range(WARMUP + 1):

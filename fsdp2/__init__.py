@@ -1,5 +1,6 @@
 """Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it."""
 
+from fsdp2 import checkpoint as checkpoint
 from fsdp2 import optim as optim
 from fsdp2._api import fully_shard, register_fsdp_forward_method
 from fsdp2._clip import clip_grad_norm_
@@ -7,6 +8,8 @@ from fsdp2._comm import AllGather, Comm, ReduceScatter
 from fsdp2._compile import CompiledModel, compile  # noqa: A004  # torch's name for it
 from fsdp2._control import share_comm_ctx
 from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._full_params import full_params
+from fsdp2._materialize import materialize
 from fsdp2._module import FSDPModule, UnshardHandle
 from fsdp2._policy import (
     CPUOffloadPolicy,
@@ -15,6 +18,7 @@ from fsdp2._policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
+from fsdp2._summon import summon_full_params
 
 __all__ = [
     "AllGather",
@@ -34,9 +38,12 @@ __all__ = [
     "UnsupportedError",
     "clip_grad_norm_",
     "compile",
+    "full_params",
     "fully_shard",
+    "materialize",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "summon_full_params",
 ]
 
 __version__ = "0.1.0"

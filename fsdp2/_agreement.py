@@ -76,16 +76,18 @@ def number_of(code: list[Any]) -> int | None:
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective of one group, as every rank of the process group knows it.
+    """The collectives of one move of one group, as every rank of the process group knows them.
 
-    ``numel`` elements of ``dtype`` are sent by each rank (for a reduce-scatter: to each rank), of
-    which the stamp begins at ``stamp``.
+    Each rank sends ``numels`` elements of ``dtype``, to each rank for a reduce-scatter, in one
+    collective for each number. What comes back of the first is looked at in ``seen_as``: there the
+    stamp begins at element ``stamp``.
     """
 
     number: int
     kind: str
-    numel: int
+    numels: tuple[int, ...]
     dtype: torch.dtype
+    seen_as: torch.dtype
     stamp: int
     wire: weakref.ref[Wire]
     reduction: Any = None
@@ -96,7 +98,7 @@ class Sent:
     """An issued collective, and the memory that it works on."""
 
     output: Tensor
-    sent: Tensor
+    pairs: list[tuple[Tensor, Tensor]]
     work: Any
 
 
@@ -166,11 +168,11 @@ class Agreement:
         """Issue what the others may be issuing, with a stamp that says what this rank wants."""
         output = self._wait(number, self._send_stamp(expected, number, axis), axis)
         end = expected.stamp + 2 * STAMP_BITS
-        stamps = output.view(-1, expected.numel)[:, expected.stamp : end].tolist()
         if expected.kind == "gather":
+            stamps = output.view(axis.size, -1)[:, expected.stamp : end].tolist()
             self.compare(number, [number_of(row) for row in stamps], axis)
         else:
-            self.compare_sum(number, stamps[0], axis)
+            self.compare_sum(number, output[expected.stamp : end].tolist(), axis)
 
     def _wait(self, number: int, sent: Sent, axis: MeshAxis) -> Tensor:
         try:
@@ -185,28 +187,40 @@ class Agreement:
         own = torch.tensor([number], dtype=torch.int64)
         received = torch.full((axis.size,), -1, dtype=torch.int64)
         with _torch.hidden_from_modes():
-            return Sent(received, own, _torch.all_gather_single(received, own, axis.pg, True))
+            work = _torch.all_gather_single(received, own, axis.pg, True)
+            return Sent(received, [(received, own)], work)
 
     @staticmethod
     def _send_stamp(expected: Operation, number: int, axis: MeshAxis) -> Sent:
-        wire, code = expected.wire() or Wire(), code_of(number)
-        if expected.kind == "reduce":
-            sent = wire.allocate((axis.size, expected.numel), expected.dtype, torch.device("cpu"))
-            sent.zero_()
-        else:
-            sent = torch.zeros((1, expected.numel), dtype=expected.dtype)
-        sent[:, expected.stamp : expected.stamp + len(code)] = torch.tensor(code).to(expected.dtype)
-        output = sent = sent.view(-1)
+        wire, dtype, seen_as = expected.wire() or Wire(), expected.dtype, expected.seen_as
+        first, *others = expected.numels
+        code = torch.tensor(code_of(number))
+        at = slice(expected.stamp, expected.stamp + len(code))
+        host = torch.device("cpu")
         with _torch.hidden_from_modes():
             if expected.kind == "gather":
-                output, sent = wire.stage(sent, axis)
-                work = wire.all_gather(output, sent, axis, True)
+                own = torch.zeros(first, dtype=dtype)
+                own.view(seen_as)[at] = code.to(seen_as)
+                pairs = [wire.stage(own, axis)]
+                for numel in others:
+                    pairs.append(
+                        (torch.empty(axis.size * numel, dtype=dtype), own.new_zeros(numel))
+                    )
+                work = wire.all_gather_each(pairs, axis, True)
             elif expected.kind == "reduce":
-                output = wire.allocate((expected.numel,), expected.dtype, sent.device)
-                work = wire.reduce_scatter(output, sent, expected.reduction, axis, True)
+                own = wire.allocate((axis.size, first), dtype, host).zero_()
+                own[:, at] = code.to(dtype)
+                pairs = [(wire.allocate((first,), seen_as, host), own.view(-1))]
+                for numel in others:
+                    zeros = torch.zeros(axis.size * numel, dtype=dtype)
+                    pairs.append((torch.empty(numel, dtype=seen_as), zeros))
+                work = wire.reduce_scatter_each(pairs, expected.reduction, axis, True)
             else:
-                work = wire.all_reduce(output, expected.reduction, axis, True)
-        return Sent(output, sent, work)
+                own = torch.zeros(first, dtype=dtype)
+                own[at] = code.to(dtype)
+                pairs = [(own, own)]
+                work = wire.all_reduce(own, expected.reduction, axis, True)
+        return Sent(pairs[0][0].view(seen_as), pairs, work)
 
     def compare(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
         """Raise StateError unless every rank of the axis wants the same."""
@@ -330,13 +344,29 @@ class Stamp:
             self.code = code_of(self.number)
 
     def know(
-        self, wire: Wire, numel: int, dtype: torch.dtype, start: int, reduction: Any = None
+        self,
+        wire: Wire,
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        seen_as: torch.dtype,
+        start: int,
+        reduction: Any = None,
     ) -> None:
+        """Say how the operation travels; see ``Operation``."""
         if self.number == NO_NUMBER:
             return
-        sender = weakref.ref(wire)
-        operation = Operation(self.number, self.kind, numel, dtype, start, sender, reduction)
-        self._agreement.know(operation)
+        self._agreement.know(
+            Operation(
+                self.number,
+                self.kind,
+                tuple(numels),
+                dtype,
+                seen_as,
+                start,
+                weakref.ref(wire),
+                reduction,
+            )
+        )
 
     def before(self) -> None:
         """Make sure that every rank is about to issue this operation. See [Note: agreement]."""

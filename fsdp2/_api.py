@@ -22,12 +22,13 @@ from fsdp2._checks import (
     check_policies,
     check_reshard,
 )
-from fsdp2._collect import Collected, collect, refuse_extensions, take_ties
+from fsdp2._collect import Collected, collect, find_parts, refuse_extensions, take_ties
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import UNIT_ATTRIBUTE, ForwardMethod, register_hooks, unit_of
 from fsdp2._mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._module import FSDPModule, register_names, sharded_class
 from fsdp2._param import FSDPParam
+from fsdp2._parts import PartHook
 from fsdp2._policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -57,7 +58,8 @@ def fully_shard(
 
     Parameters of ``module`` that no earlier call took become one group (one for each mesh that they
     lie on): gathered in one collective before forward (and again before backward), and their
-    gradients reduced in one. Call it bottom
+    gradients reduced in one. A submodule of at least a MiB, as an embedding or a head, is a group
+    of its own if ``module`` contains modules that earlier calls took. Call it bottom
     up: on blocks first, on the root last. Afterwards ``parameters()`` yields DTensors under the
     same names, and the module's class is a subclass of ``FSDPModule`` and of its own class.
 
@@ -108,15 +110,35 @@ def fully_shard(
     unit = Unit(tuple(modules), mp_policy, settings, check_flag("conditional", conditional))
     device = data.device
     params = _make_params(collected)
-    for used, tied in take_ties(collected).items():
-        params.setdefault(used, []).extend(tied)
-    for used, members in params.items():
+    hooked: list[tuple[nn.Module, ParamGroup]] = []
+    names = {part: name for top in modules for name, part in top.named_modules()}
+
+    def make_group(used: DataMesh, members: list[FSDPParam]) -> ParamGroup:
         group = ParamGroup(used, mp_policy, device, offload_policy)
         group.settings = settings
         group.shard(members)
         if smaller[used] is not None:
             group.reshard_to(smaller[used])
         unit.own_groups.append(group)
+        return group
+
+    for used in params:
+        parts = {} if conditional else find_parts(modules, params[used])
+        for part, members in parts.items():
+            group = make_group(used, members)
+            group.is_part, group.part = True, names[part]
+            hooked.append((part, group))
+        taken = {param for members in parts.values() for param in members}
+        params[used] = [param for param in params[used] if param not in taken]
+    for used, tied in take_ties(collected).items():
+        params.setdefault(used, []).extend(tied)
+    for used, members in params.items():
+        if members:
+            make_group(used, members)
+    for part, group in hooked:
+        hook = PartHook(group)
+        for inner in part.modules():
+            inner.register_forward_pre_hook(hook)
     for buffer_site in collected.buffers:
         buffer_site.move_to(device)
     for target in modules:

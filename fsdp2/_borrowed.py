@@ -109,7 +109,10 @@ class _GatherShard(torch.autograd.Function):
         buffer.shards[0].copy_(local)
         gathered, send = buffer.gather(wire, async_op=False).buffers
         full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
-        _packing.unpack(gathered, send, layout, _packing.gather_targets(full, layout))
+        targets = _packing.gather_targets(full, layout, layout.whole.order)
+        _packing.unpack(gathered, layout, layout.whole, targets)
+        replicated = _packing.gather_targets(full, layout, layout.replicated)
+        _packing.unpack_replicated(send, layout, replicated)
         return _packing.full_tensors(full, layout)[0]
 
     @staticmethod

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2._errors import StateError
+from fsdp2._grid import wire_device
 
 Spread = tuple[dist.ProcessGroup, ...]
 """Process groups whose ranks hold different elements of a tensor. Empty: every rank has all."""
@@ -172,23 +173,13 @@ def _joined(norms: Tensor, order: float) -> Tensor:
 def _join(parts: Sequence[_Part], group: dist.ProcessGroup, order: float) -> None:
     """Join norms over the ranks of a process group: one all-gather of a number for each part."""
     mine = torch.stack([part.norm for part in parts if part.norm is not None])
-    sent = mine.to(_wire_device(group, mine.device))
+    sent = mine.to(wire_device(group, mine.device))
     size = dist.get_world_size(group)
     gathered = torch.empty((size * len(parts),), dtype=sent.dtype, device=sent.device)
     _torch.all_gather_single(gathered, sent, group=group)
     joined = _joined(gathered.view(size, len(parts)), order).to(mine.device)
     for part, norm in zip(parts, joined.unbind(), strict=True):
         part.norm = norm
-
-
-def _wire_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return where a process group takes tensors from: ``device`` if it can."""
-    kinds = [kind for kind in dist.get_backend_config(group).split(",") if kind]
-    devices = [kind.split(":")[0] for kind in kinds]
-    if device.type in devices or not devices:
-        return device
-    kind = devices[0]
-    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _scale_(grads: Sequence[Tensor], factor: Tensor, loop: bool) -> None:

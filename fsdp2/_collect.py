@@ -12,7 +12,7 @@ every site takes it over, because only that unit's forward spans all its uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,9 @@ from fsdp2._mesh import DataMesh
 from fsdp2._param import FSDPParam, OwnerMark, Site
 from fsdp2._placement import ParamPlacement, place, shard_dim, shard_mesh
 from fsdp2._unit import Unit
+
+PART_NBYTES = 1 << 20
+"""Unsharded bytes from which on a submodule of a root is a group of its own. See ``_parts``."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,40 @@ def take_ties(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
         group.release(params)
         escaped.setdefault(group.data, []).extend(params)
     return escaped
+
+
+def find_parts(
+    modules: Sequence[nn.Module], params: Sequence[FSDPParam]
+) -> dict[nn.Module, list[FSDPParam]]:
+    """Return large submodules, and the parameters of each. See ``_parts``.
+
+    If ``modules`` contain other units, these are the largest submodules that do not; only the
+    parameters that nobody outside of one shares count.
+    Otherwise it is the module itself, if it is the only one and has no submodules.
+    """
+    parts: dict[nn.Module, list[FSDPParam]] = {}
+    if _units_below(modules):
+        candidates = list(_unitless(modules))
+    else:
+        candidates = [m for m in modules if len(modules) == 1 and not any(m.children())]
+    for module in candidates:
+        inside = set(module.modules())
+        own = [param for param in params if all(place in inside for place in param.places)]
+        if sum(param.nbytes for param in own) >= PART_NBYTES:
+            parts[module] = own
+    return parts
+
+
+def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the largest modules below ``modules`` that are no units and contain none."""
+    for module in modules:
+        for child in module.children():
+            if unit_of(child) is not None:
+                continue
+            if _units_below([child]):
+                yield from _unitless([child])
+            else:
+                yield child
 
 
 def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:

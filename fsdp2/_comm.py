@@ -17,9 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp2 import _torch
+from fsdp2 import _direct, _torch
 from fsdp2._errors import ConfigError, UnsupportedError
 from fsdp2._mesh import MeshAxis
+
+STRAIGHT_NBYTES = 131072
+"""Bytes of an unsharded parameter from which a collective of its own costs less than a copy.
+
+Measured on gloo (docs/decisions/0013); on a device nothing is straight unless the user says so.
+"""
 
 
 class Comm(ABC):
@@ -76,7 +82,7 @@ class ReduceScatter(Comm):
 
 
 class DefaultAllGather(AllGather):
-    """torch.distributed's, on memory of torch's allocator."""
+    """torch.distributed's, or direct sends where these are better; on torch's own memory."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -90,6 +96,12 @@ class DefaultAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        is_large = input_tensor.nbytes >= _direct.LARGE_NBYTES
+        if is_large and _direct.applies(group, input_tensor) and _direct.is_small(group):
+            gather: Any = _direct.DirectGather(output_tensor, input_tensor, group)
+            if not async_op:
+                gather.wait()
+            return gather if async_op else None
         work: dist.Work | None = _torch.all_gather_single(
             output_tensor, input_tensor, group, async_op
         )
@@ -97,7 +109,7 @@ class DefaultAllGather(AllGather):
 
 
 class DefaultReduceScatter(ReduceScatter):
-    """torch.distributed's, on memory of torch's allocator."""
+    """torch.distributed's, or an exchange where that is better; on memory of torch's allocator."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -112,6 +124,13 @@ class DefaultReduceScatter(ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
+        is_large = input_tensor.nbytes >= _direct.LARGE_NBYTES
+        is_cast = input_tensor.dtype != output_tensor.dtype
+        if is_cast or (is_large and _direct.applies(group, input_tensor)):
+            exchange: Any = _direct.Exchange(output_tensor, input_tensor, group, op)
+            if not async_op:
+                exchange.wait()
+            return exchange if async_op else None
         work: dist.Work | None = _torch.reduce_scatter_single(
             output_tensor, input_tensor, op, group, async_op
         )
@@ -172,12 +191,18 @@ class SymmetricMemoryAllGather(DefaultAllGather):
 
 
 class Wire:
-    """What one group sends over: an ``AllGather`` and a ``ReduceScatter``, or what acts as one."""
+    """What one group sends over: an ``AllGather`` and a ``ReduceScatter``, or what acts as one.
+
+    ``straight_nbytes``: see ``STRAIGHT_NBYTES``; ``gradient_dtype``: what gradients travel in, if
+    not in the reduce dtype. Whoever changes a wire tells its group (``ParamGroup.rewire``).
+    """
 
     def __init__(self) -> None:
         self.gather: Any = DefaultAllGather()
         self.scatter: Any = DefaultReduceScatter()
         self.scatter_group: dist.ProcessGroup | None = None
+        self.straight_nbytes: int | None = STRAIGHT_NBYTES
+        self.gradient_dtype: torch.dtype | None = None
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -199,33 +224,68 @@ class Wire:
         """True if a collective of the user's is set."""
         return self.custom != (None, None)
 
-    def stage(self, sent: torch.Tensor, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output ``[W * C]`` of an all-gather, and ``sent`` where it has to lie.
+    @property
+    def gathers_straight(self) -> bool:
+        """True if an all-gather may work on any memory; one of its own has to be packed."""
+        return type(self.gather) is DefaultAllGather
 
-        For a swapped all-gather that is its slice of the output, as torch's interface has it.
+    @property
+    def scatters_straight(self) -> bool:
+        """The same for a reduce-scatter."""
+        return type(self.scatter) is DefaultReduceScatter
+
+    def stage(self, sent: torch.Tensor, axis: MeshAxis) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output of an all-gather, and ``sent`` where it has to lie.
+
+        That is ``[W, C]`` for ``[1, C]``, which saves a view, and ``[W * C]`` for ``[C]``. A
+        swapped all-gather gets the latter, and what it sends is a slice of it, as torch's interface
+        has it.
         """
         numel, gather = sent.numel(), self.gather
         if type(gather) is DefaultAllGather:
-            return torch.empty(axis.size * numel, dtype=sent.dtype, device=sent.device), sent
+            shape = (axis.size, numel) if sent.dim() == 2 else (axis.size * numel,)
+            return torch.empty(shape, dtype=sent.dtype, device=sent.device), sent
+        sent = sent.view(-1)
         output = gather.allocate((axis.size * numel,), dtype=sent.dtype, device=sent.device)
         return output, output.narrow(0, axis.rank * numel, numel).copy_(sent)
 
     def all_gather(
         self, output: torch.Tensor, sent: torch.Tensor, axis: MeshAxis, async_op: bool
-    ) -> dist.Work | None:
-        """Fill ``output`` ``[W * C]`` with every rank's ``sent`` ``[C]``, in rank order."""
+    ) -> Any:
+        """Fill ``output``, ``W * C`` elements, with every rank's ``sent``, in rank order."""
         assert axis.pg is not None
-        work: dist.Work | None = self.gather(output, sent, axis.pg, async_op)
-        return work
+        return self.gather(output, sent, axis.pg, async_op)
+
+    def all_gather_each(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], axis: MeshAxis, async_op: bool
+    ) -> Any:
+        """Gather several pairs of output and input, in order."""
+        if len(pairs) == 1:
+            return self.all_gather(*pairs[0], axis, async_op)
+        with _torch.coalesced(axis.pg, pairs[0][0].device):
+            return _joined([self.all_gather(*pair, axis, async_op) for pair in pairs])
 
     def reduce_scatter(
         self, output: torch.Tensor, sent: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
-    ) -> dist.Work | None:
+    ) -> Any:
         """Fill ``output`` ``[S]`` with this rank's part of all ``sent`` ``[W * S]``, joined."""
         group = self.scatter_group or axis.pg
         assert group is not None
-        work: dist.Work | None = self.scatter(output, sent, group, op, async_op)
-        return work
+        return self.scatter(output, sent, group, op, async_op)
+
+    def reduce_scatter_each(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
+    ) -> Any:
+        """Reduce several pairs of output and input, in order."""
+        if len(pairs) == 1:
+            return self.reduce_scatter(*pairs[0], op, axis, async_op)
+        same = pairs[0][0].dtype == pairs[0][1].dtype  # else each is an exchange, with a sum
+        with _torch.coalesced(self.scatter_group or axis.pg if same else None, pairs[0][0].device):
+            return _joined([self.reduce_scatter(*pair, op, axis, async_op) for pair in pairs])
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
@@ -233,6 +293,11 @@ class Wire:
         """Replace ``tensor`` by what all ranks of the axis hold, joined."""
         work: dist.Work | None = dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)
         return work
+
+
+def _joined(works: Sequence[Any]) -> _direct.Several | None:
+    running = [work for work in works if work is not None]
+    return _direct.Several(running) if running else None
 
 
 @dataclass(frozen=True)

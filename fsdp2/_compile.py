@@ -19,12 +19,12 @@ from fsdp2._errors import ConfigError, StateError, UnsupportedError
 from fsdp2._events import IDLE
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
+from fsdp2._idle import units_below
 from fsdp2._policy import CPUOffloadPolicy
 from fsdp2._runtime import Runtime, attach
 from fsdp2._traced import TracedUnit
 from fsdp2._traced_pass import overlap as overlap_collectives
 from fsdp2._traced_plan import outer_gather, plan_of, unshard
-from fsdp2._unit import Unit
 
 
 def compile(  # noqa: A001  # torch's name for it
@@ -205,6 +205,11 @@ class FunctionalStep:
                 )
             runtime.rest()
         for unit in self._units:
+            if unit.unit.is_summoned:
+                raise StateError(
+                    f"{unit.unit.fqn or '<root>'}: a compiled model was called inside "
+                    "summon_full_params. Call it outside."
+                )
             unit.unit.inspect()
             unit.unit.reshard()
             for group in unit.unit.groups:
@@ -217,11 +222,6 @@ class FunctionalStep:
                         "itself for that."
                     )
             unit.begin()
-
-
-def units_below(model: nn.Module) -> list[Unit]:
-    """Return every unit in a model, which need not be sharded itself."""
-    return list(dict.fromkeys(u for m in model.modules() if (u := unit_of(m)) is not None))
 
 
 def check_units(model: nn.Module) -> None:

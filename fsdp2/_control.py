@@ -20,6 +20,7 @@ from fsdp2._comm import AllGather, ReduceScatter
 from fsdp2._errors import ConfigError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
+from fsdp2._memory import overlap_for
 from fsdp2._streams import streams_for
 from fsdp2._unit import Unit
 
@@ -98,6 +99,29 @@ class ControlSurface:
         """Say whether parameters are freed after backward."""
         flag = check_flag("reshard_after_backward", reshard_after_backward)
         configure(self, recurse, reshard_after_backward=flag)
+
+    def set_memory(self, memory: str | int) -> None:
+        """Say how much memory the overlap of collectives and compute may take, for the whole tree.
+
+        Call it on the root, on every rank alike, at any time between steps.
+
+        Args:
+            memory: ``"low"``: no unit is gathered ahead, each reduction is waited for at once.
+                ``"balanced"`` (as without a call): one unit ahead, one reduction in flight.
+                ``"fast"``: two ahead, three in flight, and a root's large parts stay whole
+                from forward to backward. A number of bytes: as much overlap as fits, so that
+                unsharded parameters, their gradients and the buffers of collectives never take
+                more in a step like the one before it. On a device, ``"low"`` and a number let
+                the host wait for the device at the end of each backward.
+
+        At most 1, 2 or 3 units below the root are whole or on their way at a time. Lists given to
+        ``set_modules_to_forward_prefetch`` or ``set_modules_to_backward_prefetch``, and the number
+        given to ``set_reduce_scatter_max_input_buffers``, count more than this.
+
+        Raises:
+            ConfigError: anything else, or a number below what is needed without any overlap.
+        """
+        configure(self, True, overlap=overlap_for(memory, units_in(self, True)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward gathers this unit's parameters (not those of units below it).
@@ -215,6 +239,7 @@ class ControlSurface:
         check_comm("set_custom_all_gather", comm)
         for group in groups_in(self):
             group.wire.gather = comm
+            group.rewire()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter | Callable[..., Any]) -> None:
         """Reduce this unit's gradients by ``comm(output, input, group, op, async_op)``.
@@ -222,8 +247,15 @@ class ControlSurface:
         A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
         """
         check_comm("set_custom_reduce_scatter", comm)
-        for group in groups_in(self):
+        groups = groups_in(self)
+        if any(group.wire.gradient_dtype is not None for group in groups):
+            raise ConfigError(
+                "set_custom_reduce_scatter: found a dtype set with set_gradient_wire_dtype, which "
+                "is for the library's own. Call set_gradient_wire_dtype(None) first."
+            )
+        for group in groups:
             group.wire.scatter = comm
+            group.rewire()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Say whether this unit's buffers come from the process group's own allocator, if any.
@@ -241,6 +273,7 @@ class ControlSurface:
                 wire.scatter = _comm.GroupMemoryReduceScatter(wire.scatter_group or pg)
             else:
                 wire.gather, wire.scatter = _comm.DefaultAllGather(), _comm.DefaultReduceScatter()
+            group.rewire()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gather this unit's parameters through symmetric memory.
@@ -260,6 +293,7 @@ class ControlSurface:
         for group, gather in zip(groups, made, strict=True):
             if gather is not None:
                 group.wire.gather = gather
+                group.rewire()
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -276,12 +310,61 @@ class ControlSurface:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Say how many reductions may hold their inputs at a time. The default is 2.
+        """Say how many reductions may hold their inputs at a time, instead of ``set_memory``.
 
         The next one waits for the oldest before it packs its gradients.
         """
         count = check_count("max_input_buffers", max_input_buffers)
         configure(self, recurse, input_buffers=count)
+
+    def set_copy_free_min_bytes(self, min_bytes: int | None, *, recurse: bool = True) -> None:
+        """Say how large a parameter must be to travel in collectives of its own.
+
+        Such a one is gathered from its shard right into the memory where it is used, and reduced
+        right from its gradient if its rows divide evenly over the ranks. Smaller ones share one
+        collective, which costs copies. Every rank sets the same.
+
+        Args:
+            min_bytes: bytes of the whole parameter in the dtype that it is computed in. ``None``:
+                all parameters of a unit share one collective, as they do with collectives of the
+                user's own. The default is 131072 on a CPU and ``None`` on a device.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: ``min_bytes`` is neither None nor an int of at least 1.
+        """
+        if min_bytes is not None:
+            min_bytes = check_count("min_bytes", min_bytes)
+        for group in groups_in(self, recurse):
+            group.send_straight(min_bytes)
+
+    def set_gradient_wire_dtype(self, dtype: torch.dtype | None, *, recurse: bool = True) -> None:
+        """Say in which dtype gradients travel in the reduce-scatter; their sum stays as it is.
+
+        The sum is made in the reduce dtype, from parts in ``dtype``: an all-to-all and a local sum,
+        on every backend. So bf16 halves what fp32 sends, and loses one rounding for each rank's
+        part, none in the sum. The all-reduce over a replicate axis stays in the reduce dtype.
+
+        Args:
+            dtype: a floating dtype; ``None``: the reduce dtype, as it is by default.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: ``dtype`` is not one, or a custom reduce-scatter is set.
+        """
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            raise ConfigError(
+                f"set_gradient_wire_dtype: expected a floating dtype or None, found {dtype!r}."
+            )
+        groups = groups_in(self, recurse)
+        if dtype is not None and not all(group.wire.scatters_straight for group in groups):
+            raise ConfigError(
+                "set_gradient_wire_dtype: found a reduce-scatter of your own, or one on special "
+                "memory, which sends what it is given. Use one or the other."
+            )
+        for group in groups:
+            group.wire.gradient_dtype = dtype
+            group.rewire()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's all-gathers wait for ``event`` only, not for all that compute

@@ -61,6 +61,9 @@ class GradientBuffer:
             self._grads.append(_torch.new_dtensor(local, param.spec, like=param.like))
         only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
         self._stamps = None if only is None else only[layout.stamp_start :]
+        self._outputs: list[Tensor] = []
+        if only is not None and layout.straight:
+            self._outputs = list(only.split(layout.output_sizes))
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
         self._storages += [summed.untyped_storage() for summed, _ in self._sums]
@@ -81,6 +84,12 @@ class GradientBuffer:
         if len(self._flats) != 1 or device != self._device:
             return None
         return self._flats.get(dtype)
+
+    def outputs(self, reduced: Tensor) -> list[Tensor]:
+        """View what each collective of a reduction writes, in the order of ``output_sizes``."""
+        if self._outputs and self._flats.get(reduced.dtype) is reduced:
+            return self._outputs
+        return list(reduced.split(self._layout.output_sizes))
 
     def stamps(self, reduced: Tensor, start: int) -> Tensor:
         """View the stamps behind reduced values ``[numel]``, which may lie in this buffer."""

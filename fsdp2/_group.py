@@ -10,6 +10,15 @@ replaced behind our back (``.to()``, ``load_state_dict(assign=True)``, ``to_empt
 it plans again and copies what is registered into a new shard buffer. The old buffer is never
 written, so a parameter that comes back (``functional_call``) still has its values. The full buffer
 and the unsharded parameters stay if dtypes allow, because a recorded graph may need them.
+
+[Note: laid aside]
+A large part of a root is *laid aside* after forward if its backward reads it on no rank, and as
+soon as its gradients are in. That is a statement about collectives, the same on every rank: the
+group counts as sharded, backward does not gather it, and whoever needs it next gathers it. What a
+rank does with the memory is its own affair. It is freed if, and only if, nothing else refers to it:
+not autograd (whatever it saved holds the tensor, or the storage of a view), not the user. Otherwise
+this rank keeps the parameters, registered and whole, until it reshards. Recomputation
+(checkpointing) needs parameters that nothing refers to, so a part that ran under it is kept.
 """
 
 from __future__ import annotations
@@ -67,6 +76,8 @@ class ParamGroup:
         home = torch.device("cpu") if self._is_away else device
         self.reducer = Reducer(self.params, data, device, home, policy.reduce_dtype)
         self.reducer.pinned = self._is_pinned
+        if device.type != "cpu":
+            self.wire.straight_nbytes = None
         self.owes_reduction = False
         self._is_enrolled = False
         self._stamp = self._stamp_of(data, "gather")
@@ -76,9 +87,18 @@ class ParamGroup:
         self._home: ShardBuffer | None = None
         self._waiting: ShardBuffer | None = None
         self._full: Tensor | None = None
+        self._has_full_memory = False
         self._stand_ins: list[StandIn] = []
         self._placed: list[StandIn] = []
         self._values: list[int] | None = None
+        self.is_part = False
+        self.part = ""
+        self.is_called = False
+        self.is_recomputed = False
+        self.ran_without_grad = False
+        self.is_laid_aside = False
+        self._accumulators: list[Any] = []
+        self._at_rest: list[int] | None = None
         self._gathering: InFlight | None = None
 
     @property
@@ -89,7 +109,7 @@ class ParamGroup:
     @wire.setter
     def wire(self, wire: Wire) -> None:
         self.reducer.wire = wire
-        self.reducer.invalidate()
+        self.rewire()
 
     @property
     def _is_pinned(self) -> bool:
@@ -100,9 +120,9 @@ class ParamGroup:
     def _stamp_of(self, data: DataMesh, kind: str) -> Stamp | None:
         """Return a stamp for what the group gathers over a shard axis; None if none is needed."""
         axis = data.shard
-        return self._make_stamp(axis, kind) if self._is_checked(axis) else None
+        return self._make_stamp(axis, kind) if self.is_checked(axis) else None
 
-    def _is_checked(self, axis: MeshAxis) -> bool:
+    def is_checked(self, axis: MeshAxis) -> bool:
         """True if ranks can see what others send over an axis. See [Note: agreement]."""
         on_host = self.device.type == "cpu" and _torch.has_real_memory()
         return on_host and axis.size > 1 and axis.is_real
@@ -122,11 +142,25 @@ class ParamGroup:
             stamp.retire()
         stamps = []
         for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
-            if self._is_checked(axis):
+            if self.is_checked(axis):
                 stamps.append(self._make_stamp(axis, kind))
         self.reducer.stamps = tuple(stamps)
         self.reducer.erase_stamps()
         self.reducer.invalidate()
+
+    def rewire(self) -> None:
+        """Take notice of what changed on the wire: every rank does so between the same steps."""
+        for buffer in (self._home, self._waiting):
+            if buffer is not None:
+                self._know(buffer)
+        self.reducer.invalidate()
+
+    def send_straight(self, nbytes: int | None) -> None:
+        """Let parameters of at least ``nbytes`` travel in a collective of their own."""
+        if nbytes != self.wire.straight_nbytes:
+            self.reshard()
+            self.wire.straight_nbytes = nbytes
+            self._plan(own_sources(self.params))
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a process group of its own, or over that of the gathers. Collective."""
@@ -243,6 +277,7 @@ class ParamGroup:
             self._home = self._full = self._waiting = None
             self._tail.plan([])
             return
+        self._at_rest = None  # until the unsharded parameters are made anew, owners are not known
         layout = self._layout()
         if self._home is None or not layout.has_full_of(self._home.layout):
             self._full = self._waiting = None
@@ -305,18 +340,18 @@ class ParamGroup:
         sizes = () if self._smaller is None else (self._smaller.shard.size,)
         return self._stamped(items, self.data.shard.size, sizes, self._stamp)
 
-    @staticmethod
     def _stamped(
-        items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None
+        self, items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None
     ) -> GatherLayout:
         """Plan a layout with room for a stamp, if there is one, behind the parameters."""
-        layout = GatherLayout.plan(items, size, others)
+        straight = self.wire.straight_nbytes
+        layout = GatherLayout.plan(items, size, others, straight)
         stamp_item = layout.stamp_item
         if stamp_item is None and not items:  # all parameters are extended
             bytes_only = ShardLayout((size * STAMP_NUMEL,), (1,), 0, size)
-            stamp_item = GatherItem(bytes_only, torch.uint8, torch.uint8)
+            stamp_item = GatherItem(bytes_only, torch.uint8, torch.uint8, is_stamp=True)
         if stamp is not None and stamp_item is not None:
-            layout = GatherLayout.plan([*items, stamp_item], size, others)
+            layout = GatherLayout.plan([*items, stamp_item], size, others, straight)
         return layout
 
     def _know(self, buffer: ShardBuffer) -> None:
@@ -325,8 +360,8 @@ class ParamGroup:
         if stamp is not None and (buffer.tail_nbytes or not self._tail.items):
             dtype = layout.items[-1].compute_dtype
             start = layout.send_offsets[-1] // dtype.itemsize
-            numel = buffer.sent_nbytes // dtype.itemsize
-            stamp.know(self.wire, numel, dtype, start)
+            numels = buffer.sent_numels(self.wire)
+            stamp.know(self.wire, numels, layout.wire_dtype, dtype, start)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -444,7 +479,8 @@ class ParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        return self.machine.state is UNSHARDED
+        """True if no rank has to gather. See [Note: laid aside]."""
+        return self.machine.state is UNSHARDED and not self.is_laid_aside
 
     @property
     def has_stand_ins(self) -> bool:
@@ -481,10 +517,14 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Issue the all-gather, unless the parameters are whole or on their way."""
+        if self.is_laid_aside:
+            self.reshard()
         if self._gathering is not None or self.machine.state is UNSHARDED or not self.params:
             return
         if self._full is None:
             self._build_full()
+            if self.is_part:
+                self._at_rest = self._count_owners(renew=True)
         source = self._home if self.machine.state is SHARDED else self._waiting
         assert source is not None
         if _events.listeners:
@@ -492,6 +532,9 @@ class ParamGroup:
             _events.emit("unshard", self.fqn, self.clock.phase, nbytes)
         if source.stamp is not None:
             source.stamp.before()
+        if source.gathers_straight(self.wire):
+            self._allocate_full(source)
+            self.streams.order_after_compute("gather")  # whose memory it was
         gather = self._gather_extended if self._tail.items else source.gather
         self._gathering = self.streams.launch(
             "gather", lambda: gather(self.wire, self.streams.async_op)
@@ -509,7 +552,8 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
-        if self.machine.state is UNSHARDED or not self.params:
+        is_whole = self.machine.state is UNSHARDED and not self.is_laid_aside
+        if is_whole or not self.params:
             self._register(UNSHARDED)
             return
         self.unshard()
@@ -519,7 +563,8 @@ class ParamGroup:
         assert source is not None
         self._gathering.wait()
         buffers, self._gathering = self._gathering.buffers, None
-        self._full.untyped_storage().resize_(source.layout.full_nbytes)
+        if not self._has_full_memory:
+            self._allocate_full(source)
         source.unpack(*buffers)
         if self._tail.items:
             self._unpack_extended(buffers)
@@ -531,22 +576,32 @@ class ParamGroup:
         if _events.listeners:
             _events.emit("wait_for_unshard", self.fqn, self.clock.phase)
 
+    def _allocate_full(self, source: ShardBuffer) -> None:
+        assert self._full is not None
+        self._full.untyped_storage().resize_(source.layout.full_nbytes)
+        self._has_full_memory = True
+
     def _unpack_extended(self, buffers: tuple[Tensor, ...]) -> None:
         assert self._full is not None
         try:
             self._tail.unpack(buffers[2])
         except BaseException:
             self.streams.retire("gather", buffers)
-            self._full.untyped_storage().resize_(0)
+            self._free_full()
             raise
         self.reducer.see_dtypes()
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones."""
+        self.is_laid_aside = False
         if self._gathering is not None:
             self._gathering.wait()
             self.streams.retire("gather", self._gathering.buffers)
             self._gathering = None
+            self._free_full()
+            for buffer in (self._home, self._waiting):
+                if buffer is not None:
+                    buffer.free_gathered()
         if self.machine.state is SHARDED or not self.params:
             return
         waiting = self._waiting
@@ -555,7 +610,39 @@ class ParamGroup:
         self.machine.move(SHARDED, self.fqn)
         self._values = None
         self._register(SHARDED)
-        self._free_full()
+        self._give_up_full()
+
+    def lay_aside(self) -> None:
+        """Count as sharded from now on. See [Note: laid aside]."""
+        self.is_laid_aside, self._values = True, None
+        if self.machine.state is UNSHARDED and self.is_unread():
+            self.machine.move(SHARDED, self.fqn)
+            self._register(SHARDED)
+            self._free_full()
+
+    def is_unread(self) -> bool:
+        """True if nothing on this rank reads the unsharded parameters any more, this is certain."""
+        if self._at_rest is None or self.is_recomputed or not self.is_called or self._placed:
+            return False
+        self._register(SHARDED)
+        found = self._count_owners()
+        self._register(UNSHARDED)
+        return found == self._at_rest
+
+    def _count_owners(self, renew: bool = False) -> list[int] | None:
+        """Count what refers to the unsharded parameters' memory while they are not registered.
+
+        None if that cannot be told. ``renew``: the unsharded parameters are new ones.
+        """
+        wholes = [param.unsharded for param in self.params]
+        if self._full is None or self._tail.items or self._smaller is not None:
+            return None
+        if any(isinstance(whole, DTensor) for whole in wholes):
+            return None
+        if renew:  # or a graph that uses them would count too
+            self._accumulators = _torch.accumulators_of(wholes)
+        owners = _torch.count_owners(wholes)
+        return [*owners, _torch.storage_use_count(self._full.untyped_storage())]
 
     def reshard_post_forward(self) -> None:
         """Reshard to the smaller mesh, if there is one, else fully."""
@@ -574,11 +661,16 @@ class ParamGroup:
         self.streams.order_after_compute("gather")
         self.machine.move(SHARDED_POST_FORWARD, self.fqn)
         self._register(SHARDED_POST_FORWARD)
-        self._free_full()
+        self._give_up_full()
 
     def _free_full(self) -> None:
         assert self._full is not None
         self._full.untyped_storage().resize_(0)
+        self._has_full_memory = False
+
+    def _give_up_full(self) -> None:
+        assert self._full is not None
+        self._free_full()
         if self._tail.items:
             self._tail.free()
         if _events.listeners:
@@ -594,9 +686,11 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
-        kept = ("data", "policy", "device", "offload", "settings", "fqn", "params")
+        kept = ["data", "policy", "device", "offload", "settings", "fqn", "params"]
+        kept += ["is_part", "part"]
         state = {name: getattr(self, name) for name in kept}
         state["sends"] = (*self.wire.custom, self.reducer.hook)
+        state["sent_as"] = (self.wire.straight_nbytes, self.wire.gradient_dtype)
         return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -604,11 +698,13 @@ class ParamGroup:
             state["data"], state["policy"], state["device"], state["offload"]
         )
         self.settings, self.fqn = state["settings"], state["fqn"]
+        self.is_part, self.part = state["is_part"], state["part"]
         gather, scatter, self.reducer.hook = state["sends"]
         self.wire.gather, self.wire.scatter = (
             gather or self.wire.gather,
             scatter or self.wire.scatter,
         )
+        self.wire.straight_nbytes, self.wire.gradient_dtype = state["sent_as"]
         size = state["smaller"]
         if size is not None:
             self._smaller = self.data.split(size)

@@ -74,7 +74,7 @@ class Call:
     def __init__(self, unit: Unit, runtime: Runtime) -> None:
         self.unit = unit
         self.runtime = runtime
-        self.previous: Unit | None = None
+        self.previous: tuple[Unit, ...] = ()
         self.marked = False
         self._active = False
         self._done_in = 0
@@ -98,8 +98,11 @@ class Call:
             unit.note_unsynced_backward()
 
     def _gather(self) -> None:
-        self.unit.unshard_for_backward()
-        self.unit.wait_for_backward()
+        if self.runtime.parts is not None and self.unit.gathers_in_backward:
+            self.runtime.pass_event()
+        if self.runtime.is_large:
+            self.runtime.free_done()
+        self.unit.gather_for_backward()
         self.runtime.prefetch_backward(self.unit, self.previous)
 
     @_torch.always_eager
@@ -228,7 +231,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         if not recomputing or unit.open_calls == 0:  # else it repeats a call that is open
             unit.open_calls += 1
         if not recomputing:
-            call.previous, runtime.last_unit = runtime.last_unit, unit
+            call.previous = runtime.remember(unit)
     if not unit.calls:
         if _torch.is_under_modes():
             _torch.run_aside(_leave, unit, runtime, module, recomputing)
@@ -254,10 +257,13 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
     if len(unit.ran) < len(unit.modules):
         return
     unit.ran.clear()
+    runtime = unit.runtime
+    assert runtime is not None
+    if runtime.parts is not None:
+        runtime.end_parts(unit, with_grad)
     if unit.keeps_after_forward(with_grad):
         unit.note_values()
-        return
-    if with_grad:
+    elif with_grad:
         unit.reshard_post_forward()
     else:
         unit.reshard()

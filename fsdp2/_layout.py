@@ -7,7 +7,8 @@ Map: ``ShardLayout`` (one parameter), ``GatherLayout`` (the flat buffers of an a
 ``ReduceLayout`` (the flat buffer of a reduce-scatter).
 
 Legend: W = ranks of the shard axis; a *shard* is what one rank holds; a *piece* is a shard padded
-to the size of the largest one.
+to the size of the largest one. A parameter that is *straight* travels in a collective of its own,
+between the memory where it is kept and that where it is used; all others are *packed* in one.
 """
 
 from __future__ import annotations
@@ -108,11 +109,26 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class GatherItem:
-    """One parameter as the gather layout needs it."""
+    """One parameter, or a stamp, as the gather layout needs it."""
 
     shard: ShardLayout
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
+    is_stamp: bool = False
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What one all-gather carries: the first pieces of the send buffer, in its order.
+
+    ``sizes`` are in wire elements. With ``is_one_split`` one kernel unpacks everything that was
+    gathered: no gap, only rank-major items.
+    """
+
+    order: tuple[int, ...]
+    nbytes: int
+    sizes: tuple[int, ...]
+    is_one_split: bool
 
 
 @dataclass(frozen=True)
@@ -125,15 +141,22 @@ class CastSegment:
     send_start: int
     numel: int
 
+    def casts_as(self, item: GatherItem) -> bool:
+        """True if an item's piece could follow in the same kernel."""
+        dtypes = (self.storage_dtype, self.compute_dtype)
+        return dtypes == (item.storage_dtype, item.compute_dtype)
+
 
 @dataclass(frozen=True)
 class GatherLayout:
     """Flat buffers of a group, in bytes.
 
     - *shard buffer*: what a rank keeps, pieces in storage dtype, replicated parameters last;
-    - *send buffer*: the same in compute dtype; its first ``gather_nbytes`` are the all-gather's
-      input. Where no dtype differs the two layouts are equal, and the shard buffer is sent;
-    - *full buffer*: unsharded parameters, each behind the other, with room for the padding.
+    - *send buffer*: the same in compute dtype; its first ``gather_nbytes`` are sent: packed pieces
+      in its first ``packed_nbytes``, each straight one behind them by itself. Where no dtype
+      differs the two layouts are equal, and the shard buffer is sent;
+    - *full buffer*: unsharded parameters, each behind the other, with room for the padding, so
+      that a straight one is gathered right there.
     """
 
     size: int
@@ -143,35 +166,55 @@ class GatherLayout:
     shard_offsets: tuple[int, ...]
     send_offsets: tuple[int, ...]
     full_offsets: tuple[int, ...]
+    straight: tuple[int, ...]
     shard_nbytes: int
     send_nbytes: int
+    packed_nbytes: int
     gather_nbytes: int
     full_nbytes: int
 
     @staticmethod
     def plan(
-        items: Sequence[GatherItem], size: int, full_sizes: Sequence[int] = ()
+        items: Sequence[GatherItem],
+        size: int,
+        full_sizes: Sequence[int] = (),
+        straight_nbytes: int | None = None,
     ) -> GatherLayout:
-        """Place every item: sharded before replicated, equal dtypes side by side.
+        """Place every item: packed, then straight, then replicated; equal dtypes side by side.
 
         ``full_sizes`` are the sizes of other axes over which the same parameters are gathered into
-        the same full buffer: room is left for the padding of each.
+        the same full buffer: room is left for the padding of each. Rank-major parameters of at
+        least ``straight_nbytes`` are straight; None: none is.
         """
 
-        def sort_key(index: int) -> tuple[bool, int, str, str]:
+        def is_straight(item: GatherItem) -> bool:
+            if straight_nbytes is None or size == 1 or not item.shard.is_rank_major:
+                return False
+            if item.is_stamp:
+                return False
+            return item.shard.numel * item.compute_dtype.itemsize >= max(1, straight_nbytes)
+
+        def sort_key(index: int) -> tuple[bool, bool, int, str, str]:
             item = items[index]
             compute, storage = item.compute_dtype, item.storage_dtype
-            return item.shard.is_replicated, -compute.itemsize, str(compute), str(storage)
+            kind = item.shard.is_replicated, is_straight(item)
+            return *kind, -compute.itemsize, str(compute), str(storage)
 
         order = sorted(range(len(items)), key=sort_key)
         runs = [list(run) for _, run in itertools.groupby(order, key=sort_key)]
         offsets_in_shard, offsets_in_send = [0] * len(items), [0] * len(items)
         segments: list[CastSegment] = []
-        shard_end = send_end = gather_nbytes = 0
+        shard_end = send_end = packed_nbytes = gather_nbytes = 0
+        is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
         for run in runs:
             first = items[run[0]]
-            shard_end, send_end = align(shard_end), align(send_end)
-            shard_start, send_start, numel = shard_end, send_end, 0
+            last = segments[-1] if segments else None
+            if last and not is_mixed and is_straight(first) and last.casts_as(first):
+                segments.pop()  # straight pieces right behind packed ones: still one kernel
+                shard_start, send_start, numel = last.shard_start, last.send_start, last.numel
+            else:
+                shard_end, send_end = align(shard_end), align(send_end)
+                shard_start, send_start, numel = shard_end, send_end, 0
             for index in run:
                 offsets_in_shard[index], offsets_in_send[index] = shard_end, send_end
                 shard_end += items[index].shard.piece_numel * first.storage_dtype.itemsize
@@ -183,9 +226,9 @@ class GatherLayout:
                 )
             )
             if not first.shard.is_replicated:
-                gather_nbytes = send_end
-        if len({item.compute_dtype for item in items if not item.shard.is_replicated}) > 1:
-            gather_nbytes = align(gather_nbytes)
+                gather_nbytes = align(send_end) if is_mixed else send_end
+                if not is_straight(first):
+                    packed_nbytes = gather_nbytes
         full_ends = [0, *itertools.accumulate(align(full_nbytes(i, full_sizes)) for i in items)]
         return GatherLayout(
             size=size,
@@ -195,8 +238,10 @@ class GatherLayout:
             shard_offsets=tuple(offsets_in_shard),
             send_offsets=tuple(offsets_in_send),
             full_offsets=tuple(full_ends[:-1]),
+            straight=tuple(index for index in order if is_straight(items[index])),
             shard_nbytes=max(shard_end, gather_nbytes),
             send_nbytes=max(send_end, gather_nbytes),
+            packed_nbytes=packed_nbytes,
             gather_nbytes=gather_nbytes,
             full_nbytes=full_ends[-1],
         )
@@ -217,15 +262,30 @@ class GatherLayout:
         return torch.uint8
 
     @cached_property
-    def is_rank_major(self) -> bool:
-        """True if one split copies the whole gathered buffer: no gap, only rank-major items."""
-        used = sum(self.piece_nbytes(index) for index in self.order)
-        return used == self.gather_nbytes and all(i.shard.is_rank_major for i in self.items)
+    def packed(self) -> Packed:
+        """What is sent in one collective where straight pieces go by themselves."""
+        sharded = [i for i in self.order if not self.items[i].shard.is_replicated]
+        return self._pack(sharded[: len(sharded) - len(self.straight)], self.packed_nbytes)
 
     @cached_property
-    def wire_sizes(self) -> list[int]:
-        """Wire elements of every piece in the gathered buffer's order."""
-        return [self.piece_nbytes(index) // self.wire_dtype.itemsize for index in self.order]
+    def whole(self) -> Packed:
+        """What is sent where one collective carries everything."""
+        if not self.straight:
+            return self.packed
+        sharded = [i for i in self.order if not self.items[i].shard.is_replicated]
+        return self._pack(sharded, self.gather_nbytes)
+
+    def _pack(self, indices: list[int], nbytes: int) -> Packed:
+        pieces = [self.piece_nbytes(index) for index in indices]
+        rank_major = all(self.items[index].shard.is_rank_major for index in indices)
+        sizes = tuple(piece // self.wire_dtype.itemsize for piece in pieces)
+        is_one_split = rank_major and sum(pieces) == nbytes
+        return Packed(tuple(indices), nbytes, sizes, is_one_split)
+
+    @cached_property
+    def replicated(self) -> tuple[int, ...]:
+        """What is not sent at all."""
+        return tuple(i for i in self.order if self.items[i].shard.is_replicated)
 
     @cached_property
     def stamp_item(self) -> GatherItem | None:
@@ -234,7 +294,7 @@ class GatherLayout:
             return None
         first = self.items[self.order[0]]
         shard = ShardLayout((self.size * STAMP_NUMEL,), (1,), 0, self.size)
-        return GatherItem(shard, first.storage_dtype, first.compute_dtype)
+        return GatherItem(shard, first.storage_dtype, first.compute_dtype, is_stamp=True)
 
     def has_full_of(self, other: GatherLayout) -> bool:
         """True if unsharded parameters lie in the full buffer as they do in another layout's."""
@@ -266,20 +326,24 @@ def full_nbytes(item: GatherItem, full_sizes: Sequence[int] = ()) -> int:
 class ReduceLayout:
     """The reduce-scatter of a group: the same on every rank, whatever took part.
 
-    The input is ``[W, numel]``, the output ``[numel]`` elements of ``dtype``. A parameter sharded
-    on ``dim`` travels with that dim first. A replicated one travels whole in each rank's row; a
-    small one in a *slot* for each rank, so that all ranks add up the same values in the same order,
-    and replicas stay equal to the bit. Then come ``len(members)`` elements that count, for each
-    member, how many ranks had a gradient for it, and a stamp for each process group that the buffer
-    crosses.
+    The output is ``[numel]`` elements of ``dtype``: the shards of *straight* members, each reduced
+    by itself from its gradient, and from ``packed_start`` on what one more collective reduces from
+    a packed input ``[W, packed_numel]`` of ``wire_dtype``. In that a parameter sharded on ``dim``
+    travels with that dim first. A replicated one travels whole in each rank's row; a small one in a
+    *slot* for each rank, so that all ranks add up the same values in the same order, and replicas
+    stay equal to the bit. Then come ``len(members)`` elements that count, for each member, how many
+    ranks had a gradient for it, and a stamp for each process group that the buffer crosses.
     """
 
     size: int
     dtype: torch.dtype
+    wire_dtype: torch.dtype
     members: tuple[int, ...]
     shards: tuple[ShardLayout, ...]
     offsets: tuple[int, ...]
     slotted: tuple[bool, ...]
+    straight: tuple[int, ...]
+    packed_start: int
     tail_start: int
     numel: int
 
@@ -290,22 +354,47 @@ class ReduceLayout:
         size: int,
         dtype: torch.dtype,
         stamps: int = 0,
+        wire_dtype: torch.dtype | None = None,
+        straight_nbytes: int | None = None,
     ) -> ReduceLayout:
-        """Place the trainable parameters ``members`` (indices into the group) in one buffer."""
-        offsets, slotted, end = [], [], 0
-        for shard in shards:
-            offsets.append(end)
-            slotted.append(
-                shard.is_replicated and 1 < size <= MAX_SLOTTED_NUMEL // (shard.numel or 1)
+        """Place the trainable parameters ``members`` (indices into the group).
+
+        Rank-major ones of at least ``straight_nbytes`` whose rows divide evenly are straight; None:
+        none is.
+        """
+        sent_as = wire_dtype or dtype
+
+        def is_straight(shard: ShardLayout) -> bool:
+            if straight_nbytes is None or size == 1 or not shard.is_rank_major:
+                return False
+            if shard.numel * sent_as.itemsize < max(1, straight_nbytes):
+                return False
+            return shard.shape[0] % size == 0
+
+        straight = [position for position, shard in enumerate(shards) if is_straight(shard)]
+        offsets, slotted, end = [0] * len(shards), [False] * len(shards), 0
+        for position in straight:
+            offsets[position] = end
+            end += shards[position].piece_numel
+        packed_start = end
+        for position, shard in enumerate(shards):
+            if position in straight:
+                continue
+            offsets[position] = end
+            slotted[position] = shard.is_replicated and 1 < size <= MAX_SLOTTED_NUMEL // (
+                shard.numel or 1
             )
-            end += shard.piece_numel * (size if slotted[-1] else 1)
+            end += shard.piece_numel * (size if slotted[position] else 1)
         return ReduceLayout(
             size=size,
             dtype=dtype,
+            wire_dtype=sent_as,
             members=tuple(members),
             shards=tuple(shards),
             offsets=tuple(offsets),
             slotted=tuple(slotted),
+            straight=tuple(straight),
+            packed_start=packed_start,
             tail_start=end,
             numel=end + len(members) + stamps * STAMP_NUMEL,
         )
@@ -314,6 +403,22 @@ class ReduceLayout:
         """Elements of a member in a row."""
         return self.shards[position].piece_numel * (self.size if self.slotted[position] else 1)
 
+    @cached_property
+    def packed(self) -> tuple[int, ...]:
+        """Positions of the members that are packed."""
+        return tuple(p for p in range(len(self.shards)) if p not in self.straight)
+
+    @cached_property
+    def output_sizes(self) -> list[int]:
+        """Elements of each output, in the order in which they lie: straight ones, the packed."""
+        sizes = [self.shards[position].piece_numel for position in self.straight]
+        return [*sizes, self.packed_numel]
+
+    @property
+    def packed_numel(self) -> int:
+        """Elements of a row of the packed input."""
+        return self.numel - self.packed_start
+
     @property
     def stamp_start(self) -> int:
         """Offset of the first stamp, behind the participation counts."""
@@ -321,5 +426,5 @@ class ReduceLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the input."""
-        return self.size * self.numel * self.dtype.itemsize
+        """Bytes of all inputs."""
+        return self.size * self.numel * self.wire_dtype.itemsize

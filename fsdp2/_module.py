@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from fsdp2 import _torch
 from fsdp2._control import ControlSurface, own_unit, units_in
-from fsdp2._errors import ConfigError
+from fsdp2._errors import ConfigError, StateError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import UNIT_ATTRIBUTE, call_compiled, forward_raised, unit_of
 from fsdp2._pipelining import StageState
@@ -121,7 +121,9 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
         Clears those of the sharded parameters, and those that backwards without gradient sync left.
         """
         super().zero_grad(set_to_none)
-        for unit in units_in(self, recurse=True):
+        own = own_unit(self)
+        known = own.runtime.units if own.runtime is not None and own.is_root else None
+        for unit in units_in(self, recurse=True) if known is None else known:
             for group in unit.own_groups:
                 group.zero_grad(set_to_none)
 
@@ -133,6 +135,11 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
                 once the unit's forward begins.
         """
         unit = own_unit(self)
+        if unit.is_summoned:
+            raise StateError(
+                f"{unit.fqn or '<root>'}: unshard() was called inside summon_full_params, where "
+                "parameters are whole already. Leave the context first."
+            )
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
             unit.runtime.streams.order_after_compute("gather")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp2 import _torch
-from fsdp2._layout import GatherLayout, ReduceLayout, ShardLayout, contiguous_stride
+from fsdp2._layout import GatherLayout, Packed, ReduceLayout, ShardLayout, contiguous_stride
 
 
 def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -81,41 +81,44 @@ def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
     return views
 
 
-def gather_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
+def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -> list[Tensor]:
     """View where pieces land: ``[W, C_i]`` in wire dtype where one copy does, else the tensor."""
-    wire, targets = layout.wire_dtype, []
-    for index in layout.order:
+    targets = []
+    for index in indices:
         item, start = layout.items[index], layout.full_offsets[index]
         if item.shard.is_replicated or not item.shard.is_rank_major:
             flat = typed(full, start, item.shard.numel, item.compute_dtype)
             targets.append(flat.as_strided(item.shard.shape, item.shard.stride))
         else:
-            numel = layout.piece_nbytes(index) // wire.itemsize
-            targets.append(typed(full, start, layout.size * numel, wire).view(layout.size, numel))
+            numel = layout.piece_nbytes(index) // layout.wire_dtype.itemsize
+            flat = typed(full, start, layout.size * numel, layout.wire_dtype)
+            targets.append(flat.view(layout.size, numel))
     return targets
 
 
-def unpack(gathered: Tensor, send: Tensor, layout: GatherLayout, targets: list[Tensor]) -> None:
-    """Copy gathered pieces ``[W, C]`` into the parameters (``targets`` of ``gather_targets``).
-
-    ``send`` is this rank's send buffer; replicated parameters are read from it.
-    """
-    if layout.is_rank_major:
-        torch.split_with_sizes_copy(gathered, layout.wire_sizes, dim=1, out=targets)
+def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list[Tensor]) -> None:
+    """Copy what one collective gathered, ``[W, C]``, into ``targets`` (of ``gather_targets``)."""
+    if packed.is_one_split:
+        torch.split_with_sizes_copy(gathered, packed.sizes, dim=1, out=targets)
         return
-    for target, index in zip(targets, layout.order, strict=True):
+    for target, index in zip(targets, packed.order, strict=True):
         item, start = layout.items[index], layout.send_offsets[index]
-        if item.shard.is_replicated:
-            own = typed(send, start, item.shard.numel, item.compute_dtype)
-            target.copy_(own.view(item.shard.shape))
-        elif item.shard.numel == 0:
+        if item.shard.numel == 0:
             continue
-        elif item.shard.is_rank_major:
+        if item.shard.is_rank_major:
             begin = start // gathered.dtype.itemsize
             target.copy_(gathered[:, begin : begin + target.shape[1]])
         else:
             rows = gathered.view(torch.uint8)[:, start : start + layout.piece_nbytes(index)]
             _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
+
+
+def unpack_replicated(send: Tensor, layout: GatherLayout, targets: list[Tensor]) -> None:
+    """Copy replicated parameters out of this rank's send buffer."""
+    for target, index in zip(targets, layout.replicated, strict=True):
+        item, start = layout.items[index], layout.send_offsets[index]
+        own = typed(send, start, item.shard.numel, item.compute_dtype)
+        target.copy_(own.view(item.shard.shape))
 
 
 def _unpack_strided(target: Tensor, pieces: Tensor, shard: ShardLayout) -> None:
@@ -134,18 +137,19 @@ def _unpack_strided(target: Tensor, pieces: Tensor, shard: ShardLayout) -> None:
 def pack_gradients(
     grads: Sequence[Tensor | None], layout: ReduceLayout, rank: int, behind: Tensor, out: Tensor
 ) -> None:
-    """Write local gradients and what ``tail`` made into ``out``, ``[W, numel]``.
+    """Write the packed ones of local gradients, and ``behind``, into ``out`` ``[W, packed_numel]``.
 
-    A gradient that is ``None`` counts as zero. Gradients and ``behind`` have one dtype, and are
-    cast to that of ``out``.
+    ``behind`` is what ``tail`` made. A gradient that is ``None`` counts as zero. Gradients and
+    ``behind`` have one dtype, and are cast to that of ``out``.
     """
     columns = []
-    for grad, shard, slotted in zip(grads, layout.shards, layout.slotted, strict=True):
+    for position in layout.packed:
+        grad, shard = grads[position], layout.shards[position]
         if shard.piece_numel == 0:
             continue
         if grad is None:
             grad = behind.new_zeros(()).expand(shard.shape)
-        if slotted:
+        if layout.slotted[position]:
             slots = grad.new_zeros((layout.size, shard.numel))
             slots[rank] = grad.reshape(-1)
             grad = slots.view(1, -1).expand(layout.size, -1)
@@ -156,6 +160,40 @@ def pack_gradients(
         columns.append(grad)
     columns.append(behind)
     _torch.chunk_cat(columns, layout.size, out)
+
+
+def straight_gradients(
+    grads: Sequence[Tensor | None], layout: ReduceLayout, device: torch.device
+) -> list[Tensor]:
+    """Return the straight ones of local gradients as a collective takes them, flat."""
+    dtype = layout.wire_dtype
+    sent = []
+    for position in layout.straight:
+        grad = grads[position]
+        if grad is None:
+            grad = torch.zeros(layout.shards[position].shape, dtype=dtype, device=device)
+        elif not grad.is_contiguous():
+            grad = grad.contiguous()
+        sent.append(grad.view(-1))
+    return sent
+
+
+def rearranged(waiting: Tensor | None, old: ReduceLayout, new: ReduceLayout) -> Tensor | None:
+    """Return unreduced (or half reduced) gradients of one layout as another one places them.
+
+    ``waiting``: ``[W, packed_numel]`` or ``[numel]``. Both layouts have the same members.
+    """
+    if waiting is None or (old.offsets == new.offsets and old.numel == new.numel):
+        return None if waiting is None else waiting.to(new.dtype)
+    numel = new.packed_numel if waiting.dim() == 2 else new.numel
+    before, after = (old.packed_start, new.packed_start) if waiting.dim() == 2 else (0, 0)
+    moved = waiting.new_zeros((*waiting.shape[:-1], numel), dtype=new.dtype)
+    parts = [(old.offsets[p], new.offsets[p], old.width(p)) for p in range(len(old.members))]
+    for source, target, width in [*parts, (old.tail_start, new.tail_start, len(old.members))]:
+        moved[..., target - after : target - after + width] = waiting[
+            ..., source - before : source - before + width
+        ]
+    return moved
 
 
 def tail(

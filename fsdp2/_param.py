@@ -10,6 +10,7 @@ together, so the state is kept once); ``Site``; ``FSDPParam``.
 from __future__ import annotations
 
 import enum
+import math
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +164,11 @@ class FSDPParam:
     def is_on_meta(self) -> bool:
         """True if what is registered has no memory yet."""
         return any(s.registered is not None and s.registered.is_meta for s in self.sites)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded parameter in its own dtype (of all tensor-parallel ranks)."""
+        return math.prod(self.sharded.shape) * self.storage_dtype.itemsize
 
     @property
     def compute_dtype(self) -> torch.dtype:

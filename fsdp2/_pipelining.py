@@ -55,4 +55,6 @@ class StageState:
                 f"({len(lost)} in this stage) had freed them. Apply fully_shard to the modules of "
                 "a stage with reshard_after_forward=False."
             )
+        if runtime.parts is not None:
+            runtime.parts.is_off = True  # a stage runs several forwards before their backwards
         runtime.end_backward()

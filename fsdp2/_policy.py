@@ -123,13 +123,31 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """How much runs beside the compute, and so how much is in memory at a time.
+
+    Args:
+        prefetch: units that are gathered ahead of the one that computes.
+        reductions: reductions that run on while compute goes on. With 0 each is waited for at once.
+        keeps_parts: keep the large parts of a root from forward to backward, read or not.
+        synchronizes: on a device, let the host wait at the end of each backward, so that a root's
+            parts can be reduced early there too. On a CPU they always are.
+    """
+
+    prefetch: int = 1
+    reductions: int = 1
+    keeps_parts: bool = False
+    synchronizes: bool = False
+
+
+@dataclass(frozen=True)
 class Settings:
     """Run-time settings of one unit; ``FSDPModule.set_*`` replace it as a whole.
 
     ``reshard_after_forward`` is what the user said: ``None`` (True below the root, False at the
     root), a bool, or the number of ranks to reshard to. The sum of gradients is divided by
     ``divide_by`` (None: by the number of ranks). ``input_buffers`` reductions may hold their inputs
-    at a time.
+    at a time (None: as many as ``overlap`` says).
     """
 
     reshard_after_forward: bool | int | None = None
@@ -141,4 +159,5 @@ class Settings:
     divide_by: float | None = None
     only_sums: bool = False
     reduce_unused: bool = False
-    input_buffers: int = 2
+    input_buffers: int | None = None
+    overlap: Overlap = Overlap()  # frozen

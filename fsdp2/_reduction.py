@@ -77,6 +77,7 @@ class Reducer:
         self._data = data
         self._reduce_dtype = reduce_dtype
         self._plan: Plan | None = None
+        self._layout: ReduceLayout | None = None
         self._scaled_for: tuple[Plan, Settings] | None = None
         self._buffer: GradientBuffer | None = None
         self.wire = Wire()
@@ -147,18 +148,28 @@ class Reducer:
             dtype = torch.promote_types(dtype, torch.complex64)
         shards = [param.placement.layout for param in members]
         size = self._data.shard.size
-        layout = ReduceLayout.plan(indices, shards, size, dtype, len(self.stamps))
+        wire_dtype = dtype if size == 1 else self.wire.gradient_dtype or dtype
+        # A straight gradient is sent as autograd left it: nothing was added up, nothing is cast.
+        as_it_is = len(dtypes) == 1 and grad_dtype == dtype == wire_dtype != torch.float16
+        layout = ReduceLayout.plan(
+            indices,
+            shards,
+            size,
+            dtype,
+            len(self.stamps),
+            wire_dtype,
+            self.wire.straight_nbytes if as_it_is and self.wire.scatters_straight else None,
+        )
         for stamp in self.stamps:
             stamp.tell_apart(indices)
         codes = [value for stamp in self.stamps for value in stamp.code]
         complete = _packing.tail([True] * len(indices), codes, layout, grad_dtype, self._device)
         self._buffer = None
-        if self.accumulated is not None:
-            self.accumulated = self.accumulated.to(dtype)
-        if self.partial is not None:
-            self.partial = self.partial.to(dtype)
-        found = frozenset(dtypes)
-        return Plan(layout, members, grad_dtype, found, codes, complete)
+        if self._layout is not None:
+            self.accumulated = _packing.rearranged(self.accumulated, self._layout, layout)
+            self.partial = _packing.rearranged(self.partial, self._layout, layout)
+        self._layout = layout
+        return Plan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
 
     def prepare(self, settings: Settings) -> Plan:
         """Return the plan, with the scale that the settings ask for."""
@@ -168,15 +179,24 @@ class Reducer:
             self._scaled_for = (plan, settings)
             layout, data = plan.layout, self._data
             self.scale = GradientScale.choose(
-                data.size, layout.dtype, settings.divide_by, settings.only_sums
+                data.size, layout.wire_dtype, settings.divide_by, settings.only_sums
             )
             joined = 1.0 if self.scale.op == ReduceOp.AVG else data.size * self.scale.before
             codes = torch.tensor([code * joined for code in plan.codes], dtype=layout.dtype)
             self.joined_codes = bytes(codes.view(torch.uint8).tolist())
-            for position, stamp in enumerate(self.stamps):
-                start = layout.stamp_start + position * STAMP_NUMEL
-                stamp.know(self.wire, layout.numel, layout.dtype, start, self.scale.op)
+            self._tell_stamps(layout)
         return plan
+
+    def _tell_stamps(self, layout: ReduceLayout) -> None:
+        """Say how reductions travel: a reduce-scatter in parts, an all-reduce in one."""
+        for position, stamp in enumerate(self.stamps):
+            start = layout.stamp_start + position * STAMP_NUMEL
+            numels, sent_as = [layout.numel], layout.dtype
+            if stamp.kind == "reduce":
+                start -= layout.packed_start
+                *straight, packed = layout.output_sizes
+                numels, sent_as = [packed, *straight], layout.wire_dtype
+            stamp.know(self.wire, numels, sent_as, layout.dtype, start, self.scale.op)
 
     @property
     def has_partial(self) -> bool:
@@ -219,20 +239,31 @@ class Reducer:
         if missing:
             present = [grad is not None for grad in grads]
             behind = _packing.tail(present, plan.codes, layout, plan.grad_dtype, self._device)
-        shape = (layout.size, layout.numel)
-        if settings.reduce_grads:
-            packed = self.wire.allocate(shape, layout.dtype, self._device)
-        else:  # what the wire allocates must not outlive a reduction
-            packed = torch.empty(shape, dtype=layout.dtype, device=self._device)
-        _packing.pack_gradients(grads, layout, self._data.shard.rank, behind, packed)
-        if self.accumulated is not None:
-            packed.add_(self.accumulated)
-            self.accumulated = None
+        inputs = self._inputs_of(grads, behind, plan, settings.reduce_grads)
         if not settings.reduce_grads:
-            self.accumulated = packed
+            self.accumulated = inputs[0]
             return None
         look = missing > 0 and not settings.reduce_unused and self.hook is None
-        return Reduction(self, plan, packed, look, settings.all_reduce_grads, streams)
+        return Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
+
+    def _inputs_of(
+        self, grads: list[Tensor | None], behind: Tensor, plan: Plan, is_sent: bool
+    ) -> list[Tensor]:
+        """Return what is reduced: the packed gradients ``[W, packed_numel]``, and straight ones."""
+        layout, device, waiting = plan.layout, self._device, self.accumulated
+        shape, rank = (layout.size, layout.packed_numel), self._data.shard.rank
+        # What the wire allocates must not outlive a reduction; sums are in the reduce dtype.
+        if is_sent and (waiting is None or layout.wire_dtype == layout.dtype):
+            packed = self.wire.allocate(shape, layout.wire_dtype, device)
+        else:
+            packed = torch.empty(shape, dtype=layout.dtype, device=device)
+        _packing.pack_gradients(grads, layout, rank, behind, packed)
+        if waiting is not None:
+            packed.add_(waiting)
+            self.accumulated = None
+            if is_sent and packed.dtype != layout.wire_dtype:
+                packed = self.wire.allocate(shape, layout.wire_dtype, device).copy_(packed)
+        return [packed, *_packing.straight_gradients(grads, layout, device)]
 
     def _take_gradients(self, plan: Plan, with_graph: bool) -> tuple[list[Tensor | None], int]:
         """Detach the local gradients from the unsharded parameters; count those that miss."""
@@ -280,7 +311,7 @@ class Reduction:
         self,
         owner: Reducer,
         plan: Plan,
-        packed: Tensor,
+        inputs: list[Tensor],
         look: bool,
         all_reduce: bool,
         streams: Streams,
@@ -292,15 +323,16 @@ class Reduction:
         self._all_reduce = all_reduce
         self._streams = streams
         self._scale = owner.scale
-        self._packed: Tensor | None = packed
+        self._inputs = inputs
+        device = inputs[0].device
         self._buffer = owner.acquire()
-        self._reduced: Tensor | None = self._buffer.flat(plan.layout.dtype, packed.device)
+        self._reduced: Tensor | None = self._buffer.flat(plan.layout.dtype, device)
         self._is_borrowed = self._reduced is None  # then it lies in the wire's memory
         self._flight: InFlight | None = None
         self._held: Tensor | None = None
         self._counts: list[float] | None = None
         self._grads: list[Tensor] | None = None
-        self._waits_for_copy = owner._home != packed.device
+        self._waits_for_copy = owner._home != device
         self.nbytes = plan.layout.nbytes
 
     def is_of(self, owner: Reducer) -> bool:
@@ -309,27 +341,31 @@ class Reduction:
 
     def start(self) -> None:
         """Issue the reduce-scatter."""
-        assert self._packed is not None
         if self._scale.before != 1.0:
-            self._packed.mul_(self._scale.before)
+            self._inputs[0].mul_(self._scale.before)
         if self._data.shard.size > 1 and self._owner.stamps:
             self._owner.stamps[0].before()
         self._streams.order_after_compute("reduce")
         self._flight = self._streams.launch("reduce", self._reduce_scatter)
 
     def _reduce_scatter(self) -> Launched:
-        assert self._packed is not None
-        owner, packed, layout, axis = self._owner, self._packed, self._plan.layout, self._data.shard
+        owner, layout, axis = self._owner, self._plan.layout, self._data.shard
+        packed, *straight = self._inputs
         if axis.size == 1:
             self._reduced, self._is_borrowed = packed.view(-1), True
             return Launched((packed,), None)
         if self._reduced is None:
             self._reduced = owner.wire.allocate((layout.numel,), layout.dtype, packed.device)
-        work = owner.wire.reduce_scatter(
-            self._reduced, packed.view(-1), self._scale.op, axis, self._streams.async_op
-        )
+        scale, async_op = self._scale, self._streams.async_op
+        if straight:
+            *outputs, last = self._buffer.outputs(self._reduced)
+            pairs = [(last, packed.view(-1)), *zip(outputs, straight, strict=True)]
+            work = owner.wire.reduce_scatter_each(pairs, scale.op, axis, async_op)
+        else:
+            sent = packed.view(-1)
+            work = owner.wire.reduce_scatter(self._reduced, sent, scale.op, axis, async_op)
         lost = owner.stamps[0].lost if owner.stamps else None
-        return Launched((packed, self._reduced), work, lost)
+        return Launched((*self._inputs, self._reduced), work, lost)
 
     def advance(self) -> None:
         """Issue the all-reduce over the replicate axis, if there is one."""
@@ -356,6 +392,13 @@ class Reduction:
         )
         lost = owner.stamps[-1].lost if owner.stamps else None
         return Launched((reduced,), work, lost)
+
+    def free_if_done(self) -> None:
+        """Drop the local gradients now if the reduce-scatter has ended. On a CPU."""
+        if self._inputs and self._flight is not None and self._flight.is_done:
+            self._flight.wait()
+            self._flight.buffers = ()
+            self._inputs = []
 
     def finish(self) -> None:
         """Scale, and set the sharded gradients."""
@@ -411,4 +454,5 @@ class Reduction:
                 self._deliver()
             else:
                 self._flight.wait()
-        self._flight = self._packed = self._reduced = self._held = None
+        self._inputs = []
+        self._flight = self._reduced = self._held = None

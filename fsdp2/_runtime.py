@@ -34,6 +34,7 @@ from fsdp2._errors import StateError
 from fsdp2._events import BACKWARD, FORWARD, IDLE, Clock
 from fsdp2._group import ParamGroup
 from fsdp2._param import FSDPParam
+from fsdp2._parts import Part, Parts
 from fsdp2._reduction import Reduction
 from fsdp2._schedule import Schedule
 from fsdp2._streams import Streams, streams_for
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from fsdp2._hooks import Call
 
 _CPU = torch.device("cpu")
+
+SMALL_NBYTES = 1 << 20
+"""Bytes of a reduction's input below which its memory does not matter."""
 
 
 class _EndOfBackward:
@@ -75,7 +79,13 @@ class Runtime:
         self.failed = False
         self.backward_number = 0
         self.calls: list[Call] = []
-        self.last_unit: Unit | None = None
+        self.last_units: tuple[Unit, ...] = ()
+        self.parts: Parts | None = None
+        self.is_large = any(
+            sum(param.nbytes for param in group.params) >= SMALL_NBYTES
+            for unit in units
+            for group in unit.own_groups
+        )
         self._with_graph = False
         self._prefetched: list[Unit] = []
         self._reductions: deque[Reduction] = deque()
@@ -101,23 +111,28 @@ class Runtime:
             self.streams.order_after_event("gather", event)
         self.clock.phase = FORWARD
         self.forward_root = entry
-        self.last_unit = None
+        self.last_units = ()
         self.schedule.begin(entry)
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Issue the unshard of what follows ``unit``, to overlap with its compute."""
         expected = self.schedule.visit(unit)
+        depth = unit.settings.overlap.prefetch
         following: Iterable[Unit]
         if unit.forward_prefetch is not None:
             following = unit.forward_prefetch
-        else:
+        elif depth == 1:
             following = () if expected is None else (expected,)
+        else:
+            following = self.schedule.upcoming(depth)
         for other in following:  # its own forward will look at what is registered
             self._prefetch(other.groups, other)
 
     def _prefetch(self, groups: Iterable[ParamGroup], unit: Unit) -> None:
         for group in groups:
             if group.is_unsharded or group.is_gathering:
+                continue
+            if group.is_laid_aside and self.clock.phase is BACKWARD:
                 continue
             if _events.listeners:
                 _events.emit("prefetch", unit.fqn, self.clock.phase)
@@ -161,43 +176,119 @@ class Runtime:
         self.backward_number += 1
         self._with_graph = torch.is_grad_enabled()
         self.clock.phase = BACKWARD
+        if self.parts is not None:
+            self.parts.begin()
 
-    def prefetch_backward(self, unit: Unit, previous: Unit | None) -> None:
+    def remember(self, unit: Unit) -> tuple[Unit, ...]:
+        """Note that a unit's forward is over; return those before it, the last one first."""
+        before = self.last_units
+        depth = unit.settings.overlap.prefetch
+        self.last_units = (unit,) if depth < 2 else (unit, *before[: depth - 1])
+        return before
+
+    def prefetch_backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
         """Issue the unshard of what backward needs after ``unit``."""
-        following: Iterable[Unit]
-        if unit.backward_prefetch is not None:
-            following = unit.backward_prefetch
-        else:
-            following = () if previous is None or previous is unit else (previous,)
+        following = unit.backward_prefetch
+        if following is None:
+            following = previous[: unit.settings.overlap.prefetch]
         for other in following:
-            self._prefetch([g for g in other.groups if g.settings.unshard_in_backward], other)
+            if other is not unit:
+                groups = [g for g in other.groups if g.settings.unshard_in_backward]
+                self._prefetch(groups, other)
 
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""
+        parts = self.parts
+        if parts is not None and _reduces(unit):
+            self.pass_event()
         for group in unit.groups:
-            while self._is_full_for(group):
-                self._complete(self._reductions.popleft())
-            reduction = group.reduce(self._with_graph)
-            if reduction is None:
-                continue
-            reduction.start()
-            if not self.streams.async_op:
-                reduction.advance()
-                reduction.finish()
-            self._reductions.append(reduction)
+            if parts is None or not parts.is_reduced(group):
+                self._reduce(group)
+
+    def _reduce(self, group: ParamGroup) -> None:
+        while self._is_full_for(group):
+            self._complete(self._reductions.popleft())
+        reduction = group.reduce(self._with_graph)
+        if reduction is None:
+            return
+        if self.parts is not None:
+            self.parts.note_reduced(group)
+        reduction.start()
+        if not self.streams.async_op:
+            reduction.advance()
+            reduction.finish()
+        self._reductions.append(reduction)
+        if group.settings.input_buffers is None and group.settings.overlap.reductions == 0:
+            self._complete(self._reductions.popleft())
 
     def _is_full_for(self, group: ParamGroup) -> bool:
         """True if the oldest reduction must end first: a group has one at a time, and all few."""
         running = self._reductions
-        if len(running) >= group.settings.input_buffers:
+        if not running:
+            return False
+        settings = group.settings
+        limit = settings.input_buffers
+        if limit is None:  # one more if that takes next to nothing: it waits for the link only
+            limit = settings.overlap.reductions + (running[0].nbytes < SMALL_NBYTES)
+        if len(running) >= limit:
             return True
         return any(reduction.is_of(group.reducer) for reduction in running)
+
+    def free_done(self) -> None:
+        """Free what reductions hold that have ended: at other times on other ranks, so no more."""
+        if self.streams.async_op:
+            for reduction in self._reductions:
+                reduction.free_if_done()
 
     def _complete(self, reduction: Reduction) -> None:
         if self.streams.async_op:
             reduction.advance()
             reduction.finish()
         reduction.wait()
+
+    # Parts. See [Note: reduced early] in _parts.
+
+    def pass_event(self) -> None:
+        """Every rank is at this point of its backward: reduce the parts that are complete here."""
+        parts = self.parts
+        assert parts is not None
+        due = parts.pass_event()
+        if not due or self._with_graph or parts.is_off or not parts.all_sync or not self._agrees:
+            return
+        for part in due:
+            group, unit = part.group, part.unit
+            if unit.open_calls or group.owes_reduction:
+                self._lay_aside(part)
+                self._reduce(group)
+
+    def end_parts(self, unit: Unit, with_grad: bool) -> None:
+        """A unit's forward is over: lay aside what its backward reads nowhere."""
+        parts = self.parts
+        assert parts is not None
+        for group in unit.own_groups:
+            if group.is_part:
+                parts.end_forward(group, with_grad)
+
+    def _lay_aside(self, part: Part) -> None:
+        """Free a part whose gradients are in, unless something here still needs it."""
+        group, settings = part.group, part.group.settings
+        keeps = settings.overlap.keeps_parts or not settings.reshard_after_backward
+        if not keeps and not part.unit.calls and not group.is_gathering:
+            group.lay_aside()
+
+    @property
+    def _agrees(self) -> bool:
+        """True if ranks tell each other of late gradients: on a device this is waited for."""
+        return self.streams.async_op or self.root.settings.overlap.synchronizes
+
+    def _agree(self) -> None:
+        """Learn what all ranks know of the parts; reduce again what was late somewhere."""
+        parts = self.parts
+        if parts is None or parts.is_off or self._with_graph or not parts.all_sync:
+            return
+        if (self._agrees or not parts.are_known) and _torch.has_real_memory():
+            for part in parts.agree(self.streams):
+                self._reduce(part.group)
 
     def end_backward(self) -> None:
         """Reduce what no post-backward reduced, finish what is in flight, reshard."""
@@ -214,14 +305,16 @@ class Runtime:
             unit.open_calls = 0
             self._reshard_after_backward(unit)
         self._prefetched.clear()
+        if self.parts is not None:
+            self._agree()
+            self.parts.end()
         if is_last:
             self.wait_for_reductions()
             self._flush_partial()
         self.clock.phase = IDLE if self.forward_root is None else FORWARD
         self._callback = None
 
-    @staticmethod
-    def _has_to_reduce(unit: Unit) -> bool:
+    def _has_to_reduce(self, unit: Unit) -> bool:
         """True if a unit that ran, here and so on every rank, was not reduced by a post-backward.
 
         A rank on which none of its parameters was used reduces zeros: others may have gradients.
@@ -231,6 +324,7 @@ class Runtime:
             group.reducer.has_local_gradients
             or (group.settings.reduce_grads and (has_run or group.owes_reduction))
             for group in unit.groups
+            if self.parts is None or not self.parts.is_reduced(group)
         )
 
     def _reshard_after_backward(self, unit: Unit) -> None:
@@ -312,7 +406,10 @@ class Runtime:
         self.streams.reset()
         self._prefetched.clear()
         self.schedule.abandon()
-        self.forward_root = self.last_unit = self._callback = None
+        if self.parts is not None:
+            self.parts.end()
+        self.last_units = ()
+        self.forward_root = self._callback = None
         self.failed = False
         self.clock.phase = IDLE
 
@@ -354,11 +451,25 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
         if unit is not root and unit.post_optim_event is not None:
             root.post_optim_event, unit.post_optim_event = unit.post_optim_event, None
         for group in unit.groups:
-            group.enroll(name)
+            group.enroll(".".join(filter(None, (name, group.part))))
             group.clock, group.streams = runtime.clock, runtime.streams
     for governor, conditional in governed.items():
         governor.govern(conditional)
+    parts = [
+        Part(group, unit)
+        for unit in names
+        for group in unit.own_groups
+        if group.is_part and group.params and unit.governor is None
+    ]
+    if parts:
+        runtime.parts = Parts(parts)
+        runtime.parts.enroll(names[root])
     return runtime
+
+
+def _reduces(unit: Unit) -> bool:
+    """True if a unit's reduction is a collective, in which every rank takes part."""
+    return any(g.settings.reduce_grads and g.reducer.plan().members for g in unit.groups)
 
 
 def _governors(

@@ -44,6 +44,13 @@ class Schedule(Generic[T]):
             return None
         return expected[position + 1] if position + 1 < len(expected) else None
 
+    def upcoming(self, count: int) -> list[T]:
+        """Return up to ``count`` units that are expected after the last one that was visited."""
+        if not self._on_track:
+            return []
+        position = len(self._running)
+        return self._expected[position : position + count]
+
     def end(self) -> None:
         """Keep the order of the forward that is over."""
         if self._entry is not None:

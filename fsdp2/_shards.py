@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp2 import _packing, _torch
 from fsdp2._agreement import Stamp
 from fsdp2._comm import Wire
-from fsdp2._layout import GatherLayout, align
+from fsdp2._layout import GatherLayout, Packed, align
 from fsdp2._mesh import MeshAxis
 from fsdp2._param import Piece
 from fsdp2._streams import Launched
@@ -53,7 +53,14 @@ class ShardBuffer:
         self.shards = [
             make(self.flat, layout, index, axis.rank) for index in range(len(layout.items))
         ]
-        self.targets: list[Tensor] = []
+        self._together: tuple[Packed, list[Tensor]] = (layout.whole, [])
+        self._apart: tuple[Packed, list[Tensor]] = (layout.packed, [])
+        self._way = self._together
+        self._replicated: list[Tensor] = []
+        self._straight: list[Tensor] = []
+        self._inputs: list[Tensor] = []
+        self._gathered: Tensor | None = None
+        self._sources: list[Tensor] = []
         self._seen, self._expected = torch.empty(0), b""
         self.write_stamp()
         self.tail_nbytes = 0
@@ -89,12 +96,28 @@ class ShardBuffer:
     def bind(self, full: Tensor) -> None:
         """Let gathered pieces land in a full buffer, which has its memory now."""
         layout = self.layout
-        self.targets = _packing.gather_targets(full, layout)
+        targets = _packing.gather_targets(full, layout, layout.whole.order)
+        self._way = self._together = (layout.whole, targets)
+        self._apart = (layout.packed, targets[: len(layout.packed.order)])
+        self._replicated = _packing.gather_targets(full, layout, layout.replicated)
+        self._straight = _packing.gather_targets(full, layout, layout.straight)
         if self.stamp is not None:
             nbytes = layout.piece_nbytes(len(layout.items) - 1)
             start = layout.full_offsets[-1]
             self._seen = full[start : start + self.axis.size * nbytes]
             self._expect_stamp()
+
+    def gathers_straight(self, wire: Wire) -> bool:
+        """True if a gather writes to the full buffer, which then must have its memory."""
+        return bool(self._straight) and self.tail_nbytes == 0 and wire.gathers_straight
+
+    def sent_numels(self, wire: Wire) -> list[int]:
+        """Elements in wire dtype that a rank sends in each collective."""
+        layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
+        if self.tail_nbytes or not layout.straight or not wire.gathers_straight:
+            return [self.sent_nbytes // itemsize]
+        sizes = [layout.packed_nbytes, *(layout.piece_nbytes(index) for index in layout.straight)]
+        return [size // itemsize for size in sizes]
 
     @property
     def sent_nbytes(self) -> int:
@@ -109,8 +132,14 @@ class ShardBuffer:
         Raises:
             StateError: another rank gathered something else. See [Note: agreement].
         """
-        if self.targets:
-            _packing.unpack(gathered, sent, self.layout, self.targets)
+        packed, targets = self._way
+        if gathered is self._gathered:
+            _torch.copy_all(targets, self._sources)
+            self.free_gathered()
+        elif targets:
+            _packing.unpack(gathered, self.layout, packed, targets)
+        if self._replicated:
+            _packing.unpack_replicated(sent, self.layout, self._replicated)
         stamp = self.stamp
         if stamp is None or not stamp.is_checked:
             return
@@ -131,12 +160,12 @@ class ShardBuffer:
         return None, None if self.layout.casts else self._as_wire(flat)
 
     def _as_wire(self, buffer: Tensor) -> Tensor:
-        return _packing.typed(buffer, 0, self._wire_numel, self.layout.wire_dtype)
+        return _packing.typed(buffer, 0, self._wire_numel, self.layout.wire_dtype).view(1, -1)
 
     def gather(
         self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
     ) -> Launched:
-        """Issue the all-gather of every sharded piece.
+        """Issue the all-gather of every sharded piece: straight ones into the full buffer.
 
         The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer. With
         ``write_tail``, which fills ``tail_nbytes`` more bytes to send, what was gathered of these
@@ -150,21 +179,71 @@ class ShardBuffer:
             to_cast, sent = self._views
         kept = flat
         if to_cast is not None:
-            kept = sent = torch.empty(self._wire_numel, dtype=layout.wire_dtype, device=flat.device)
+            shape = (1, self._wire_numel)
+            kept = sent = torch.empty(shape, dtype=layout.wire_dtype, device=flat.device)
             sent.copy_(to_cast)
         elif sent is None:
             kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
             _packing.cast_shards(flat, kept, layout)
             sent = self._as_wire(kept)
+        self._way = self._apart if self.gathers_straight(wire) else self._together
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
         if axis.size == 1 or self._wire_numel == 0:
-            rows = sent.view(1, self._wire_numel).expand(axis.size, -1)
+            rows = sent.expand(axis.size, -1)
             return Launched((rows, kept), None)
-        gathered, sent = wire.stage(sent, axis)
-        work = wire.all_gather(gathered, sent, axis, async_op)
         lost = None if self.stamp is None else self.stamp.lost
-        return Launched((gathered.view(axis.size, -1), kept), work, lost)
+        if self._way is self._together:
+            gathered = self._landing(sent, wire)
+            if gathered is None:
+                gathered, sent = wire.stage(sent, axis)
+            work = wire.all_gather(gathered, sent, axis, async_op)
+        else:
+            inputs = self._inputs_of(sent)
+            gathered = self._landing(inputs[0], wire)
+            if gathered is None:
+                gathered, _ = wire.stage(inputs[0], axis)
+            pairs = list(zip([gathered, *self._straight], inputs, strict=True))
+            work = wire.all_gather_each(pairs if inputs[0].numel() else pairs[1:], axis, async_op)
+        rows = gathered if gathered.dim() == 2 else gathered.view(axis.size, -1)
+        return Launched((rows, kept), work, lost)
+
+    def _landing(self, sent: Tensor, wire: Wire) -> Tensor | None:
+        """Return where a collective of ours gathers on a CPU: always the same tensor.
+
+        Its memory is there between a gather and its unpacking only, but views of it stay: splitting
+        it costs half of what unpacking small parameters does.
+        """
+        packed, _ = self._way
+        if not (packed.is_one_split and sent.device.type == "cpu" and wire.gathers_straight):
+            return None
+        gathered = self._gathered
+        if gathered is None or gathered.shape[1] != sent.shape[1]:
+            shape = (self.axis.size, sent.shape[1])
+            with torch.inference_mode(False):
+                self._gathered = gathered = torch.empty(shape, dtype=sent.dtype)
+                self._sources = list(gathered.split(packed.sizes, 1))
+        else:
+            gathered.untyped_storage().resize_(gathered.nbytes)
+        return gathered
+
+    def free_gathered(self) -> None:
+        """Free what was gathered, and will not be used any more."""
+        if self._gathered is not None:
+            self._gathered.untyped_storage().resize_(0)
+
+    def _inputs_of(self, sent: Tensor) -> list[Tensor]:
+        """View what each collective sends, the packed part first, in what is sent altogether."""
+        is_kept = self._views is not None and sent is self._views[1]
+        if is_kept and self._inputs:
+            return self._inputs
+        layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
+        parts = [(0, layout.packed_nbytes)]
+        parts += [(layout.send_offsets[i], layout.piece_nbytes(i)) for i in layout.straight]
+        inputs = [sent.narrow(1, at // itemsize, nbytes // itemsize) for at, nbytes in parts]
+        if is_kept:
+            self._inputs = inputs
+        return inputs
 
     def _gather_with_tail(
         self,
@@ -178,7 +257,7 @@ class ShardBuffer:
         axis, nbytes = self.axis, self.layout.gather_nbytes
         start = align(nbytes)
         sent = torch.empty(start + self.tail_nbytes, dtype=torch.uint8, device=flat.device)
-        sent[:nbytes].copy_(flat.view(torch.uint8))
+        sent[:nbytes].copy_(flat.view(-1).view(torch.uint8))
         write_tail(sent[start:])
         work, gathered = None, sent
         if axis.size > 1:

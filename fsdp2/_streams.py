@@ -43,6 +43,11 @@ class InFlight:
         self._lost = launched.lost
         self._event = event
 
+    @property
+    def is_done(self) -> bool:
+        """True if the work has ended already, on a CPU."""
+        return self._event is None and (self._work is None or self._work.is_completed())
+
     def wait(self) -> None:
         """Make the current stream (a device) or the caller (a CPU) wait for the work."""
         if self._work is not None:

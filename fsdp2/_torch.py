@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -104,6 +105,11 @@ def shards_dim(placement: Placement, dim: int) -> bool:
     return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
+def is_strided(placement: Placement) -> bool:
+    """True if this axis splits what later axes split first."""
+    return isinstance(placement, _StridedShard)
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that ``mesh`` was sliced from (itself if it was not)."""
     return mesh._get_root_mesh()
@@ -133,6 +139,11 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """True if a buffer is in its module's ``state_dict``. No public way exists."""
+    return name not in module._non_persistent_buffers_set
 
 
 # Autograd.
@@ -206,6 +217,27 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 """Public names; torch 2.13 renamed them and warns at each use of the old ones."""
 
 
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """True if a group's collectives on host memory are gloo's."""
+    known = _on_gloo.get(group)
+    if known is None:
+        backends = dist.get_backend_config(group).split(",")
+        known = any(backend in ("gloo", "cpu:gloo") for backend in backends)
+        _on_gloo[group] = known
+    return known
+
+
+_on_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+
+def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
+    """Issue what is inside as one operation, where a device's backend can. No public way exists."""
+    if group is None or device.type == "cpu":
+        return contextlib.nullcontext()
+    manager: AbstractContextManager[Any] = vars(dist)["_coalescing_manager"](group, device)
+    return manager
+
+
 def allocate_from_group(
     group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
@@ -255,6 +287,11 @@ def bytes_of(tensor: torch.Tensor, nbytes: int) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), nbytes)
 
 
+def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a contiguous tensor in host memory over another one, as a collective would."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+
+
 def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None:
     """Write ``size`` padded chunks of every tensor's dim 0 into the rows of ``out`` and cast.
 
@@ -266,6 +303,11 @@ def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None
 def norms_of(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
     """Return the vector norm of each tensor: a few kernels for all of them on a device."""
     return list(torch._foreach_norm(list(tensors), order))
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors over others of the same shapes."""
+    torch._foreach_copy_(targets, sources)
 
 
 def scale_all_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -286,6 +328,27 @@ def count_references(tensors: Sequence[torch.Tensor]) -> list[int]:
         counts.append(sys.getrefcount(local))
         counts.append(local._use_count())
     return counts
+
+
+def count_owners(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return how many owners each plain tensor has, in Python and in C++."""
+    counts = []
+    for tensor in tensors:
+        counts.append(sys.getrefcount(tensor))
+        counts.append(0 if tensor is None else tensor._use_count())  # type: ignore[attr-defined]
+    return counts
+
+
+@torch.inference_mode(False)
+def accumulators_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Return the nodes that accumulate the gradients of leaves; each owns its leaf."""
+    edge = torch.autograd.graph.get_gradient_edge
+    return [edge(t).node for t in tensors if t is not None and t.requires_grad]
+
+
+def is_packing_saved_tensors() -> bool:
+    """True inside of ``torch.autograd.graph.saved_tensors_hooks``, as under checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -200,7 +200,8 @@ class TracedUnit:
 
     def __init__(self, unit: Unit, bucketed: bool = True) -> None:
         self.unit = unit
-        self.groups = tuple(TracedGroup(group, bucketed) for group in unit.groups)
+        self._bucketed = bucketed
+        self.groups: tuple[TracedGroup, ...] = ()
         self.has_several_modules = len(unit.modules) > 1
         policy = unit.policy
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
@@ -210,6 +211,8 @@ class TracedUnit:
 
     def begin(self) -> None:
         """Prepare a step: sharded parameters make room for those that the step will gather."""
+        if [group.group for group in self.groups] != self.unit.groups:
+            self.groups = tuple(TracedGroup(g, self._bucketed) for g in self.unit.groups)
         keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
             group.refresh(keeps)

@@ -62,23 +62,32 @@ class Unit:
         self.may_lose_gradients = False
         self.is_called_outside = False  # around the compiled call, see _hooks
         self.traced: TracedUnit | None = None  # while a functional step runs, see _traced
+        self.is_summoned = False  # whole parameters are registered, see _summon
+        self.is_summoned_on_first = False  # on the first rank only
 
     @property
     def device(self) -> torch.device:
         """Where the unit computes."""
         return next((group.device for group in self.own_groups), torch.device("cpu"))
 
-    def unshard_for_backward(self) -> None:
-        """Issue the gathers that backward needs."""
+    def gather_for_backward(self) -> None:
+        """Issue the gathers that backward needs, and finish them."""
         for group in self.groups:
-            if group.settings.unshard_in_backward:
+            if group.settings.unshard_in_backward and not group.is_laid_aside:
                 group.unshard()
-
-    def wait_for_backward(self) -> None:
-        """Finish the gathers that backward needs."""
         for group in self.groups:
-            if group.settings.unshard_in_backward:
+            if group.settings.unshard_in_backward and not group.is_laid_aside:
                 group.wait_for_unshard()
+
+    @property
+    def gathers_in_backward(self) -> bool:
+        """True if backward has to gather something here that is not whole: on every rank."""
+        return any(
+            group.settings.unshard_in_backward
+            and not group.is_laid_aside
+            and not group.is_unsharded
+            for group in self.groups
+        )
 
     @property
     def is_root(self) -> bool:
@@ -133,9 +142,10 @@ class Unit:
             group.reshard()
 
     def note_values(self) -> None:
-        """Remember which values the parameters were gathered from."""
+        """Remember which values the whole parameters were gathered from."""
         for group in self.groups:
-            group.note_values()
+            if group.is_unsharded:
+                group.note_values()
 
     def reshard_unless_gathering(self) -> None:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
@@ -146,7 +156,8 @@ class Unit:
 
     def reshard_post_forward(self) -> None:
         for group in self.groups:
-            group.reshard_post_forward()
+            if not group.is_laid_aside:
+                group.reshard_post_forward()
 
     @property
     def is_unsharded(self) -> bool:
@@ -178,6 +189,8 @@ class Unit:
         At once, so that an optimizer made next holds shards, before the first forward too. A model
         that leaves the meta device in several loads waits for the last of them.
         """
+        if self.is_summoned:
+            return
         if self.runtime is None or self.runtime.clock.phase is IDLE:
             for group in self.own_groups:
                 if not any(param.is_on_meta for param in group.params):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import _noop, compare, copies, gloo, link, peak, quick, scale
+from benchmarks import _noop, compare, copies, gloo, link, peak, quick, scale, state
 from benchmarks._dispatch import CopyCounter, OpCounter
 from benchmarks._emulated import EmulatedGroup
 from benchmarks._limits import sharded_bytes_sent
@@ -175,6 +175,15 @@ def test_peak_counts_gradients_and_buffers(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < plain.after_forward < plain.highest
     assert plain.highest >= 4 * peak.MEDIUM.numel  # every gradient, whole
     assert ours.highest > 0
+
+
+@pytest.mark.slow
+def test_state_is_saved_and_loaded_by_every_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "SIZE", dataclasses.replace(SMALL, width=64))
+    monkeypatch.setattr(state, "CAPS", (50_000,))
+    arguments = argparse.Namespace(libraries=["torch", "fsdp2"], ranks=2, rounds=1)
+    found = {(f.case, f.variant) for f in state.measure(arguments).figures}
+    assert len(found) == 2 * len(state.OPERATIONS)
 
 
 def test_tables_come_out(monkeypatch: pytest.MonkeyPatch) -> None:

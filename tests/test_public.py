@@ -61,9 +61,12 @@ UnshardHandle
 UnsupportedError
 clip_grad_norm_
 compile
+full_params
 fully_shard
+materialize
 register_fsdp_forward_method
-share_comm_ctx""",
+share_comm_ctx
+summon_full_params""",
     )
 
 
@@ -139,6 +142,7 @@ ControlSurface.set_requires_gradient_sync(self, requires_gradient_sync, *, recur
 ControlSurface.set_requires_all_reduce(self, requires_all_reduce, *, recurse=True)
 ControlSurface.set_reshard_after_forward(self, reshard_after_forward, recurse=True)
 ControlSurface.set_reshard_after_backward(self, reshard_after_backward, *, recurse=True)
+ControlSurface.set_memory(self, memory)
 ControlSurface.set_unshard_in_backward(self, unshard_in_backward)
 ControlSurface.set_modules_to_forward_prefetch(self, modules)
 ControlSurface.set_modules_to_backward_prefetch(self, modules)
@@ -160,6 +164,8 @@ ControlSurface.set_reduce_scatter_max_input_buffers(self,
     max_input_buffers,
     *,
     recurse=True)
+ControlSurface.set_copy_free_min_bytes(self, min_bytes, *, recurse=True)
+ControlSurface.set_gradient_wire_dtype(self, dtype, *, recurse=True)
 ControlSurface.set_post_optim_event(self, event)""",
     )
 

@@ -477,8 +477,14 @@ WRONG: dict[str, tuple[Call, list[Any]]] = {
         lambda m, v: m.set_reduce_scatter_max_input_buffers(v),
         [0, -1, 1.5, "2", None, True],
     ),
+    "set_memory": (lambda m, v: m.set_memory(v), ["much", 0, -1, 1.5, None, True]),
     "set_post_optim_event": (lambda m, v: m.set_post_optim_event(v), [None, "event", 1]),
     "set_symm_mem_for_comm": (lambda m, v: m.set_symm_mem_for_comm(v), ["NVSHMEM", "nccl", None]),
+    "set_copy_free_min_bytes": (lambda m, v: m.set_copy_free_min_bytes(v), [0, -1, 1.5, "2", True]),
+    "set_gradient_wire_dtype": (
+        lambda m, v: m.set_gradient_wire_dtype(v),
+        ["bf16", torch.int32, 2],
+    ),
     "set_modules_to_forward_prefetch": (
         lambda m, v: m.set_modules_to_forward_prefetch(v),
         [None, [None], "block"],

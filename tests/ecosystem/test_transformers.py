@@ -195,6 +195,32 @@ def test_a_saved_model_loads_in_plain_transformers(tied: bool, rank: int, tmp_pa
         assert torch.equal(bits(parameter), bits(whole(sharded[name]))), name
 
 
+@pytest.mark.parametrize("max_file_bytes", [10**9, 20_000])
+@pytest.mark.parametrize("tied", [False, True])
+@ranks(2)
+def test_safetensors_go_to_transformers_and_back(
+    tied: bool, max_file_bytes: int, rank: int, tmp_path: Path
+) -> None:
+    """`from_pretrained` reads what was streamed, and what `save_pretrained` wrote is scattered."""
+    case = llama(tied)
+    model = shard(seeded(case.build), case)
+    fsdp2.checkpoint.save_safetensors(
+        tmp_path, model, max_bytes=9_000, max_file_bytes=max_file_bytes
+    )
+    if rank == 0:
+        plain = seeded(case.build, seed=5)
+        plain.config.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        for name, parameter in names_of(seeded(case.build)).items():
+            assert torch.equal(names_of(loaded)[name], parameter), name
+        plain.save_pretrained(tmp_path / "plain", max_shard_size=max_file_bytes)
+    dist.barrier()
+    keys = fsdp2.checkpoint.load_safetensors(tmp_path / "plain", model, max_bytes=9_000)
+    assert keys == ([], [])
+    for name, parameter in names_of(seeded(case.build, seed=5)).items():
+        assert torch.equal(whole(names_of(model)[name]), parameter), name
+
+
 @ranks(2)
 def test_rank_0_loads_and_broadcasts(rank: int, tmp_path: Path) -> None:
     """Weights that only rank 0 loaded with `from_pretrained` reach all, and train as plain ones."""

@@ -63,7 +63,7 @@ class Meeting:
     def _happen(self) -> None:
         inputs = [self.parts[rank][1] for rank in range(self.size)]
         if self.kind == "all_gather":
-            result = torch.cat(inputs)
+            result = torch.cat([sent.view(-1) for sent in inputs])
             results = [result] * self.size
         else:
             total = inputs[0].clone()
@@ -72,9 +72,9 @@ class Meeting:
             if self.divide_by > 1:
                 total /= self.divide_by
             whole = self.kind == "all_reduce"
-            results = [total] * self.size if whole else list(total.chunk(self.size))
+            results = [total] * self.size if whole else list(total.view(-1).chunk(self.size))
         for rank, (output, _) in self.parts.items():
-            output.copy_(results[rank])
+            output.view(-1).copy_(results[rank].view(-1))
         self.parts.clear()
         self.is_over = True
 

@@ -46,7 +46,8 @@ def knowing(agreement: Recorded, count: int = 3) -> list[int]:
     """Number some operations and let the agreement know how they travel."""
     numbers = [agreement.number(f"unit {index} (all-gather)") for index in range(count)]
     for number in numbers:
-        agreement.know(Operation(number, "gather", 8, torch.float32, 0, lambda: None))  # type: ignore[arg-type]  # a dead reference
+        known: Any = (number, "gather", (8,), torch.float32, torch.float32, 0, lambda: None)
+        agreement.know(Operation(*known))
     return numbers
 
 

@@ -21,7 +21,7 @@ from fsdp2._layout import (
     full_nbytes,
 )
 from tests.unit._loopback import chunk_of
-from tests.unit._strategies import Spec, groups_of_specs, rank_counts, specs
+from tests.unit._strategies import Spec, groups_of_specs, rank_counts, specs, straight_sizes
 
 
 def plain(shape: tuple[int, ...], size: int, dim: int | None = 0) -> ShardLayout:
@@ -102,10 +102,12 @@ def assert_disjoint(ranges: list[tuple[int, int]], nbytes: int) -> None:
     assert end <= nbytes, "a parameter ends behind the buffer"
 
 
-@given(groups_of_specs, rank_counts)
-def test_offsets_are_aligned_disjoint_and_inside(group: list[Spec], size: int) -> None:
+@given(groups_of_specs, rank_counts, straight_sizes)
+def test_offsets_are_aligned_disjoint_and_inside(
+    group: list[Spec], size: int, straight: int | None
+) -> None:
     items = [spec.item(size) for spec in group]
-    layout = GatherLayout.plan(items, size)
+    layout = GatherLayout.plan(items, size, (), straight)
     shard, send, full = [], [], []
     for index, item in enumerate(items):
         numel = item.shard.piece_numel
@@ -118,6 +120,8 @@ def test_offsets_are_aligned_disjoint_and_inside(group: list[Spec], size: int) -
         send.append((start, start + layout.piece_nbytes(index)))
         if not item.shard.is_replicated:
             assert send[-1][1] <= layout.gather_nbytes, "a sharded piece is not sent"
+            is_inside = send[-1][1] <= layout.packed_nbytes
+            assert is_inside != (index in layout.straight) or not numel
         start = layout.full_offsets[index]
         assert start % ALIGN_NBYTES == 0
         full.append((start, start + full_nbytes(item)))
@@ -126,10 +130,12 @@ def test_offsets_are_aligned_disjoint_and_inside(group: list[Spec], size: int) -
     assert_disjoint(full, layout.full_nbytes)
 
 
-@given(groups_of_specs, rank_counts)
-def test_what_is_sent_divides_into_the_wires_elements(group: list[Spec], size: int) -> None:
+@given(groups_of_specs, rank_counts, straight_sizes)
+def test_what_is_sent_divides_into_the_wires_elements(
+    group: list[Spec], size: int, straight: int | None
+) -> None:
     items = [spec.item(size) for spec in group]
-    layout = GatherLayout.plan(items, size)
+    layout = GatherLayout.plan(items, size, (), straight)
     wire = layout.wire_dtype
     assert layout.gather_nbytes % wire.itemsize == 0
     sharded = {i.compute_dtype for i in items if not i.shard.is_replicated}
@@ -142,10 +148,12 @@ def test_what_is_sent_divides_into_the_wires_elements(group: list[Spec], size: i
         assert layout.gather_nbytes == 0
 
 
-@given(groups_of_specs, rank_counts)
-def test_segments_cover_every_piece_once(group: list[Spec], size: int) -> None:
+@given(groups_of_specs, rank_counts, straight_sizes)
+def test_segments_cover_every_piece_once(
+    group: list[Spec], size: int, straight: int | None
+) -> None:
     items = [spec.item(size) for spec in group]
-    layout = GatherLayout.plan(items, size)
+    layout = GatherLayout.plan(items, size, (), straight)
     assert sorted(layout.order) == list(range(len(items)))
     assert sum(s.numel for s in layout.segments) == sum(i.shard.piece_numel for i in items)
     for segment in layout.segments:
@@ -205,12 +213,12 @@ def test_a_plan_by_example() -> None:
     assert layout.shard_nbytes == 52
     assert layout.full_offsets == (0, 16, 64, 80)
     assert layout.wire_dtype is torch.uint8
-    assert not layout.is_rank_major
+    assert not layout.packed.is_one_split
 
 
 def test_a_plan_of_one_dtype_has_no_gap_and_one_split_unpacks_it() -> None:
     layout = GatherLayout.plan([fp32((13, 29), 3), fp32((7,), 3), fp32((1, 5), 3)], 3)
-    assert layout.is_rank_major
+    assert layout.packed.is_one_split
     assert layout.wire_dtype is torch.float32
     assert layout.gather_nbytes == 4 * (5 * 29 + 3 + 5)
 

@@ -13,7 +13,14 @@ from torch import Tensor
 from fsdp2 import _packing
 from fsdp2._layout import GatherLayout, ReduceLayout
 from tests.unit._loopback import chunk_of, same_bits
-from tests.unit._strategies import Spec, groups_of_specs, rank_counts, specs, whole_numbers
+from tests.unit._strategies import (
+    Spec,
+    groups_of_specs,
+    rank_counts,
+    specs,
+    straight_sizes,
+    whole_numbers,
+)
 
 CPU = torch.device("cpu")
 GARBAGE = 0xA5
@@ -44,27 +51,38 @@ def send_buffers(buffers: list[Tensor], layout: GatherLayout) -> list[Tensor]:
     return sends
 
 
-def all_gather(sends: list[Tensor], layout: GatherLayout) -> Tensor:
-    parts = [send[: layout.gather_nbytes].view(layout.wire_dtype) for send in sends]
-    return torch.stack(parts)
+def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout, apart: bool) -> None:
+    """Do what a gather does: one collective, or one for each straight piece too."""
+    packed = layout.packed if apart else layout.whole
+    targets = _packing.gather_targets(full, layout, packed.order)
+    parts = [send[: packed.nbytes].view(layout.wire_dtype) for send in sends]
+    _packing.unpack(torch.stack(parts), layout, packed, targets)
+    straight = layout.straight if apart else ()
+    landing = _packing.gather_targets(full, layout, straight)
+    for index, target in zip(straight, landing, strict=True):
+        start, nbytes = layout.send_offsets[index], layout.piece_nbytes(index)
+        pieces = [send[start : start + nbytes].view(layout.wire_dtype) for send in sends]
+        target.copy_(torch.stack(pieces))
+    replicated = _packing.gather_targets(full, layout, layout.replicated)
+    _packing.unpack_replicated(sends[rank], layout, replicated)
 
 
 # --- gather ---------------------------------------------------------------------------------------
 
 
-@given(groups_of_specs, rank_counts, st.integers(0, 99))
-def test_gathered_parameters_are_the_original_ones(group: list[Spec], size: int, seed: int) -> None:
+@given(groups_of_specs, rank_counts, st.integers(0, 99), straight_sizes, st.booleans())
+def test_gathered_parameters_are_the_original_ones(
+    group: list[Spec], size: int, seed: int, straight: int | None, apart: bool
+) -> None:
     """Values bit for bit, dtypes as computed, strides as they were, on every rank."""
     wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
-    layout = GatherLayout.plan([spec.item(size) for spec in group], size)
+    layout = GatherLayout.plan([spec.item(size) for spec in group], size, (), straight)
     sends = send_buffers(shard_buffers(wholes, layout), layout)
-    gathered = all_gather(sends, layout)
     for rank in {0, size - 1}:
         full = garbage(layout.full_nbytes)
         tensors = _packing.full_tensors(full, layout)
         versions = [tensor._version for tensor in tensors]
-        targets = _packing.gather_targets(full, layout)
-        _packing.unpack(gathered, sends[rank], layout, targets)
+        fill(full, sends, rank, layout, apart)
         for tensor, whole, spec in zip(tensors, wholes, group, strict=True):
             assert same_bits(tensor, whole.to(spec.compute_dtype))
             assert tensor.stride() == spec.over(size).stride
@@ -87,8 +105,7 @@ def test_both_meshes_fill_one_full_buffer(group: list[Spec], sizes: tuple[int, i
     for layout, values in ((home, wholes), (waiting, computed)):
         full = garbage(home.full_nbytes)
         sends = send_buffers(shard_buffers(values, layout), layout)
-        targets = _packing.gather_targets(full, layout)
-        _packing.unpack(all_gather(sends, layout), sends[0], layout, targets)
+        fill(full, sends, 0, layout, apart=True)
         for tensor, expected in zip(_packing.full_tensors(full, home), computed, strict=True):
             assert same_bits(tensor, expected)
 
@@ -139,8 +156,7 @@ def test_a_replicated_matrix_beside_a_sharded_one_of_its_dtype(size: int) -> Non
     layout = GatherLayout.plan([spec.item(size) for spec in group], size)
     sends = shard_buffers(wholes, layout)
     full = garbage(layout.full_nbytes)
-    targets = _packing.gather_targets(full, layout)
-    _packing.unpack(all_gather(sends, layout), sends[0], layout, targets)
+    fill(full, sends, 0, layout, apart=True)
     for tensor, whole in zip(_packing.full_tensors(full, layout), wholes, strict=True):
         assert same_bits(tensor, whole)
 
@@ -151,8 +167,7 @@ def test_the_cast_rounds_as_torch_does() -> None:
     layout = GatherLayout.plan([spec.item(3)], 3)
     sends = send_buffers(shard_buffers([whole], layout), layout)
     full = garbage(layout.full_nbytes)
-    targets = _packing.gather_targets(full, layout)
-    _packing.unpack(all_gather(sends, layout), sends[0], layout, targets)
+    fill(full, sends, 0, layout, apart=True)
     (tensor,) = _packing.full_tensors(full, layout)
     assert same_bits(tensor, whole.bfloat16())
     assert not torch.equal(tensor.float(), whole)
@@ -164,12 +179,13 @@ def test_the_cast_rounds_as_torch_does() -> None:
 def pack(
     grads: list[Tensor | None], layout: ReduceLayout, dtype: torch.dtype, rank: int = 0
 ) -> Tensor:
-    """Return one rank's input of the reduce-scatter, `[W, numel]`, packed over garbage."""
+    """Return one rank's inputs of the reduce-scatters, side by side as `[W, numel]`."""
     present = [grad is not None for grad in grads]
     counts = _packing.tail(present, (), layout, dtype, CPU)
-    packed = torch.full((layout.size, layout.numel), math.nan, dtype=layout.dtype)
+    packed = torch.full((layout.size, layout.packed_numel), math.nan, dtype=layout.dtype)
     _packing.pack_gradients(grads, layout, rank, counts, packed)
-    return packed
+    straight = _packing.straight_gradients(grads, layout, CPU)
+    return torch.cat([*(grad.view(layout.size, -1) for grad in straight), packed], 1)
 
 
 @st.composite
@@ -191,13 +207,16 @@ def reductions(
     return group, grad_dtype, reduce_dtype, size, present
 
 
-@given(reductions())
+@given(reductions(), straight_sizes)
 def test_reduced_gradients_are_chunks_of_the_sum(
     drawn: tuple[list[Spec], torch.dtype, torch.dtype, int, list[list[bool]]],
+    straight: int | None,
 ) -> None:
     group, grad_dtype, reduce_dtype, size, present = drawn
     shards = [spec.over(size) for spec in group]
-    layout = ReduceLayout.plan(range(len(group)), shards, size, reduce_dtype)
+    members = range(len(group))
+    straight = straight if grad_dtype == reduce_dtype else None
+    layout = ReduceLayout.plan(members, shards, size, reduce_dtype, straight_nbytes=straight)
     grads = [
         [whole_numbers(spec.shape, grad_dtype, 100 * rank + i) for i, spec in enumerate(group)]
         for rank in range(size)

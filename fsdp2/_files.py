@@ -1,0 +1,428 @@
+"""Checkpoints in files: sharded ones of ``torch.distributed.checkpoint``, full ones of safetensors.
+
+Owns where files lie and when they take their names. It must not know how tensors are cut.
+
+[Note: all or nothing]
+A checkpoint is written to ``.NAME.tmp-...`` beside its place. When every rank has said that it is
+done, the first one renames what is there to ``.NAME.old``, the new one to ``NAME``, and removes the
+old one. Whatever stops a save before, the old one has its name; if it is stopped between the two
+renames, the old one is whole under ``.NAME.old``, where ``load`` looks next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import uuid
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.optim import Optimizer
+
+from fsdp2._errors import ConfigError, StateError
+from fsdp2._idle import require_idle
+from fsdp2._materialize import allocate
+from fsdp2._optim_state import keys_of, load_named, names_in_groups, rekey
+from fsdp2._state import (
+    EXTRA_STATE,
+    IncompatibleKeys,
+    Told,
+    compare,
+    full,
+    load_full,
+    model_tensors,
+    sharded,
+    state_like,
+)
+from fsdp2._stream import Grids, Target
+
+PathLike = str | os.PathLike[str]
+
+
+# Sharded.
+
+
+def _neighbour(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{suffix}")
+
+
+def save(path: PathLike, model: nn.Module, optimizer: Optimizer | None, extra: Any) -> None:
+    """Write a checkpoint. See [Note: all or nothing]."""
+    place = Path(path).absolute()
+    state = sharded(model, optimizer, "name")
+    state["model"] = {k: v for k, v in state["model"].items() if v is not None}
+    if extra is not None:
+        state["extra"] = extra
+    grids = Grids([*state["model"].values()])
+    token = grids.main.broadcast(uuid.uuid4().hex[:8])
+    temporary = _neighbour(place, f"tmp-{token}")
+    with grids.main.together("save"):
+        if grids.main.is_first:
+            for stale in place.parent.glob(f".{place.name}.tmp-*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    try:
+        _in_step(grids, lambda: save_state_dict(state, storage_writer=FileSystemWriter(temporary)))
+        with grids.main.together("save"):
+            if grids.main.is_first:
+                _take_name(temporary, place)
+    except BaseException:
+        if grids.main.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _in_step(grids: Grids, run: Any) -> None:
+    """Run a function of DCP, which tells its failures to all ranks itself, and be sure of it."""
+    error: BaseException | None = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is there, and deprecations
+            run()
+    except CheckpointException as caught:  # the same on every rank
+        rank, (first, _) = next(iter(caught.failures.items()))
+        raise StateError(
+            f"checkpoint: rank {rank} failed with {type(first).__name__}: {first}"
+        ) from caught
+    except Exception as caught:
+        error = caught
+    grids.main.raise_together(error, "checkpoint")
+
+
+def _take_name(temporary: Path, place: Path) -> None:
+    old = _neighbour(place, "old")
+    _sync(temporary)
+    if place.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(place, old)
+    os.rename(temporary, place)
+    _sync(place.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Let the names in a folder reach the disk."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def find(path: PathLike) -> Path:
+    """Return where a checkpoint lies: at ``path``, or where an interrupted save left it.
+
+    Raises:
+        ConfigError: at neither.
+    """
+    place = Path(path).absolute()
+    for found in (place, _neighbour(place, "old")):
+        if (found / ".metadata").exists():
+            return found
+    raise ConfigError(
+        f"load: no checkpoint at {place}. Pass the folder that fsdp2.checkpoint.save or "
+        "torch.distributed.checkpoint.save wrote."
+    )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One value of a checkpoint: its flat key, and its path in the dict that was saved."""
+
+    key: str
+    path: tuple[Any, ...]
+    meta: Any
+
+    @property
+    def is_tensor(self) -> bool:
+        return not isinstance(self.meta, BytesStorageMetadata)
+
+    def is_under(self, key: str) -> bool:
+        return len(self.path) > 1 and self.path[0] == key
+
+
+def _entries(metadata: Metadata) -> list[_Entry]:
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    found = []
+    for key, meta in metadata.state_dict_metadata.items():
+        path = paths.get(key)
+        found.append(_Entry(key, tuple(path) if path is not None else (key,), meta))
+    return found
+
+
+def load(
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    strict: bool,
+    model_key: str | None,
+    optim_key: str,
+) -> Any:
+    """Load a checkpoint: its metadata says what to make room for."""
+    require_idle(model, "load")
+    tensors, extra_names = model_tensors(model)
+    grids = Grids([*tensors.values()])
+    entries: list[_Entry] = []
+    in_model: dict[str, list[_Entry]] = {}
+    place = Path(path)
+    with grids.main.together("load"):
+        place = find(path)
+        entries = _entries(FileSystemReader(place).read_metadata())
+        for entry in entries:
+            if model_key is None or entry.is_under(model_key):
+                in_model.setdefault(str(entry.path[model_key is not None]), []).append(entry)
+        told = Told(
+            {n: tuple(found[0].meta.size) for n, found in in_model.items() if _is_one(found)},
+            {n: None for n, found in in_model.items() if not _is_one(found)},
+        )
+        compare("load", told, tensors, extra_names, strict)
+        groups = _has_groups(entries, optim_key)
+        if optimizer is not None and not groups:
+            raise ConfigError(
+                f"load: an optimizer was passed, and the checkpoint has none under {optim_key!r}. "
+                f"Found {sorted({str(e.path[0]) for e in entries})}. Pass optim_key=."
+            )
+        if optimizer is not None:
+            names_in_groups(model, optimizer)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        allocate(model)
+        tensors, extra_names = model_tensors(model)
+    flat: dict[str, Any] = {}
+    for name, found in in_model.items():
+        if name in tensors:
+            flat[found[0].key] = tensors[name].detach()
+        elif name in extra_names:
+            flat |= {entry.key: _empty(entry) for entry in found}
+    optim_entries = [e for e in entries if e.is_under(optim_key)] if optimizer is not None else []
+    params: dict[Any, nn.Parameter] = dict(model.named_parameters())
+    if optimizer is not None:  # saved under ids
+        ordered = [p for group in optimizer.param_groups for p in group["params"]]
+        params |= dict(enumerate(ordered))
+    for entry in optim_entries:
+        flat[entry.key] = _room_for(entry, params, optimizer)
+    flat |= {e.key: _empty(e) for e in entries if e.path[0] == "extra"}
+    _in_step(grids, lambda: load_state_dict(flat, storage_reader=FileSystemReader(place)))
+    tree = _tree(entries, flat)
+    states = tree if model_key is None else tree.get(model_key, {})
+    modules = dict(model.named_modules())
+    for name in in_model:
+        if name in extra_names and name.rpartition(".")[2] == EXTRA_STATE:
+            modules[name.rpartition(".")[0]].set_extra_state(_lists(states[name]))
+    if optimizer is not None:
+        loaded = {"state": {}, **tree[optim_key]}
+        loaded["param_groups"] = _lists(loaded["param_groups"])
+        if keys_of(loaded) == "id":
+            loaded = rekey(loaded, "name", model=model, optimizer=optimizer)
+        known = {name: v for name, v in loaded["state"].items() if name in params}
+        load_named(model, optimizer, {**loaded, "state": known})
+    return _lists(tree.get("extra"))
+
+
+def _is_one(found: list[_Entry]) -> bool:
+    """True if what was saved under a name is a tensor, not an object that may hold some."""
+    return len(found) == 1 and found[0].is_tensor and len(found[0].path) <= 2
+
+
+def _has_groups(entries: list[_Entry], optim_key: str) -> bool:
+    return any(e.is_under(optim_key) and e.path[1] == "param_groups" for e in entries)
+
+
+def _empty(entry: _Entry) -> Any:
+    """Make room for a value that is loaded as it was saved."""
+    if not entry.is_tensor:
+        return ""
+    return torch.empty(entry.meta.size, dtype=entry.meta.properties.dtype)
+
+
+def _room_for(entry: _Entry, params: dict[Any, nn.Parameter], optimizer: Optimizer | None) -> Any:
+    """Make room for a value of an optimizer's state, placed as its parameter is."""
+    path = entry.path
+    if optimizer is None or not entry.is_tensor or len(path) != 4 or path[2] not in params:
+        return _empty(entry)
+    current = optimizer.state.get(params[path[2]], {}).get(path[3])
+    return state_like(params[path[2]], current, tuple(entry.meta.size), entry.meta.properties.dtype)
+
+
+def _tree(entries: list[_Entry], flat: dict[str, Any]) -> dict[Any, Any]:
+    """Put values back into the dicts that they were saved in; lists are dicts of numbers."""
+    root: dict[Any, Any] = {}
+    for entry in entries:
+        if entry.key in flat:
+            target = root
+            for part in entry.path[:-1]:
+                target = target.setdefault(part, {})
+            target[entry.path[-1]] = flat[entry.key]
+    return root
+
+
+def _lists(value: Any) -> Any:
+    """Turn dicts whose keys are 0, 1, 2, ... back into lists."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _lists(item) for key, item in value.items()}
+    if inner and all(isinstance(key, int) for key in inner):
+        return [inner[key] for key in sorted(inner)]
+    return inner
+
+
+# Full, in safetensors.
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def _require_safetensors() -> Any:
+    """Import the package when it is needed: it is optional."""
+    try:
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
+    except ImportError as error:
+        raise ConfigError(
+            "safetensors: the package is not installed. Install it with pip install safetensors."
+        ) from error
+
+
+class _Writer:
+    """Collects tensors of a file and writes it when it is full; the names come last."""
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        self._folder = folder
+        self._limit = max_file_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_nbytes = 0
+        self._files: list[tuple[Path, list[str]]] = []
+        self._total = 0
+        self.error: Exception | None = None
+
+    def __call__(self, names: list[str], tensor: Tensor | None) -> None:
+        """Take a tensor. An error is kept: the ranks that send must not be left alone."""
+        if tensor is None or self.error is not None:
+            return
+        try:
+            if self._pending and self._pending_nbytes + tensor.nbytes > self._limit:
+                self._flush()
+            self._pending[names[0]] = tensor.contiguous()
+            self._pending_nbytes += tensor.nbytes
+        except Exception as caught:
+            self.error = caught
+
+    def _flush(self) -> None:
+        package = _require_safetensors()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f".{SINGLE}.tmp-{len(self._files)}"
+        package.torch.save_file(self._pending, str(path), metadata={"format": "pt"})
+        self._files.append((path, list(self._pending)))
+        self._total += self._pending_nbytes
+        self._pending, self._pending_nbytes = {}, 0
+
+    def finish(self) -> None:
+        """Give the files their names."""
+        if self.error is not None:
+            self.discard()
+            raise self.error
+        self._flush()
+        before = set(_files_of(self._folder))
+        count, weight_map = len(self._files), {}
+        for number, (path, names) in enumerate(self._files, 1):
+            final = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            os.replace(path, self._folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index = self._folder / INDEX
+        if count > 1:
+            text = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            temporary = index.with_name(f".{INDEX}.tmp")
+            temporary.write_text(json.dumps(text, indent=2) + "\n")
+            os.replace(temporary, index)
+        else:
+            index.unlink(missing_ok=True)
+        for stale in before - set(weight_map.values()):
+            (self._folder / stale).unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        for path in self._folder.glob(f".{SINGLE}.tmp-*"):
+            path.unlink(missing_ok=True)
+
+
+def _files_of(folder: Path) -> list[str]:
+    """Return the files of the checkpoint in a folder."""
+    index = folder / INDEX
+    if index.exists():
+        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return sorted(set(names.values()))
+    return [SINGLE] if (folder / SINGLE).exists() else []
+
+
+def save_safetensors(
+    folder: PathLike,
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    max_bytes: int,
+    max_file_bytes: int,
+) -> None:
+    """Write a full model, file by file."""
+    require_idle(model, "save_safetensors")
+    tensors, _ = model_tensors(model)
+    main = Grids([*tensors.values()]).main
+    with main.together("save_safetensors"):
+        _require_safetensors()
+    writer = _Writer(Path(folder), max_file_bytes)
+    target = Target(on_all=False, dtype=dtype, device=torch.device("cpu"), counted=False)
+    full(model, None, "name", target, max_bytes, visit=writer)
+    with main.together("save_safetensors"):
+        if main.is_first:
+            writer.finish()
+
+
+def load_safetensors(
+    folder: PathLike, model: nn.Module, strict: bool, max_bytes: int
+) -> IncompatibleKeys:
+    """Read tensors one by one on the first rank, and scatter them."""
+    place = Path(folder)
+    files: dict[str, Any] = {}
+    stack = contextlib.ExitStack()
+
+    def describe() -> Told:
+        package = _require_safetensors()
+        names = _files_of(place)
+        if not names:
+            raise ConfigError(
+                f"load_safetensors: neither {SINGLE} nor {INDEX} in {place}. Pass the folder that "
+                "save_safetensors, or save_pretrained of transformers, wrote."
+            )
+        for name in names:
+            file = stack.enter_context(package.safe_open(str(place / name), framework="pt"))
+            files.update(dict.fromkeys(file.keys(), file))
+        shapes: dict[str, tuple[int, ...] | None] = {
+            name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()
+        }
+        return Told(shapes)
+
+    def no_optimizer(name: str, key: str) -> Tensor:
+        raise AssertionError(f"{name}.{key}")
+
+    with stack:
+        return load_full(
+            "load_safetensors",
+            model,
+            None,
+            describe,
+            lambda name: files[name].get_tensor(name),
+            no_optimizer,
+            from_rank0=True,
+            strict=strict,
+            max_bytes=max_bytes,
+        )

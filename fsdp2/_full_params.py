@@ -1,0 +1,103 @@
+"""``full_params``: the whole parameters of a model, one after another in bounded memory.
+
+Owns the choice of parameters and what the caller makes of each. It must not know how tensors
+travel: ``_stream`` does that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2._errors import ConfigError
+from fsdp2._idle import require_idle
+from fsdp2._stream import Grids, Held, Target, gather
+
+Transform = Callable[[str, Tensor], "Tensor | None"]
+
+
+def full_params(
+    module: nn.Module,
+    *,
+    max_bytes: int,
+    dtype: torch.dtype | None = None,
+    callback: Transform | None = None,
+    names: Callable[[str], bool] | None = None,
+    buffers: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over ``(name, whole tensor)`` of a module's parameters, in bounded memory.
+
+    Parameters are gathered in buckets, in the order of ``named_parameters()``; a tied one comes
+    once, under its first name. Tensors are new, detached and plain, on the device of the shards,
+    and belong to the caller; tensor-parallel ones are whole too. Collective: every rank iterates to
+    the end.
+
+    Adapters can be merged on the way: gather them first, then let ``callback`` add them::
+
+        adapters = dict(full_params(model, max_bytes=n, names=lambda name: "lora_" in name))
+
+        def merge(name, weight):
+            stem = name.removesuffix("base_layer.weight")
+            a, b = (adapters.get(f"{stem}lora_{x}.default.weight") for x in "AB")
+            return weight if a is None else weight + scale * (b @ a)
+
+        for name, weight in full_params(model, max_bytes=n, callback=merge): ...
+
+    Args:
+        module: a sharded module, or any other, whose parameters may be ``DTensor``s.
+        max_bytes: bytes of the bucket and of the buffers that it travels in, beside what the caller
+            keeps (the tensor of a loop's variable lives while the next bucket is gathered). A
+            parameter that is larger comes alone, in pieces: then it is that parameter and this.
+        dtype: floating-point tensors are cast to it, before they are sent if it is narrower.
+        callback: called with each name and whole tensor on every rank; what it returns is yielded,
+            and None leaves the tensor out. If it raises, it must raise on every rank.
+        names: which parameters to take; None takes all. It must say the same on every rank.
+        buffers: yield buffers too (this rank's), after the parameters.
+
+    Raises:
+        ConfigError: not a module; ``max_bytes`` is not a positive int; ``dtype`` is not one of
+            floating-point numbers.
+        StateError: inside a forward or a backward; a parameter is on the meta device.
+        UnsupportedError: a partial sum, or a tensor subclass without bytes of its own.
+    """
+    check_max_bytes("full_params", max_bytes)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(
+            f"full_params: expected dtype to be a floating-point dtype or None, found {dtype!r}."
+        )
+    require_idle(module, "full_params")
+    found: dict[str, Tensor] = dict(module.named_parameters())
+    if buffers:
+        found |= dict(module.named_buffers())
+    chosen = {name: found[name] for name in found if names is None or names(name)}
+    grids = Grids(list(chosen.values()))
+    helds = [grids.hold(name, tensor) for name, tensor in chosen.items()]
+    return _iterate(helds, max_bytes, Target(dtype=dtype), callback)
+
+
+def _iterate(
+    helds: list[Held], max_bytes: int, target: Target, callback: Transform | None
+) -> Iterator[tuple[str, Tensor]]:
+    for index, tensor in gather(helds, max_bytes, target):
+        assert tensor is not None
+        name, result = helds[index].name, tensor
+        del tensor
+        if callback is not None:
+            made = callback(name, result)
+            if made is None:
+                continue
+            result = made
+        yield name, result
+        del result
+
+
+def check_max_bytes(what: str, max_bytes: object) -> int:
+    """Raise ConfigError unless it is a positive int."""
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        raise ConfigError(
+            f"{what}: expected max_bytes to be a positive number of bytes, found {max_bytes!r}."
+        )
+    return max_bytes

@@ -1,0 +1,292 @@
+"""``fsdp2.checkpoint``: state of a sharded model and its optimizer, in memory and in files.
+
+Owns the public functions and the meaning of their arguments. ``_state`` makes and loads states,
+``_optim_state`` has names and ids, ``_files`` writes and reads.
+
+Three forms, each ``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``:
+
+============ ============================================ =====================================
+form         tensors                                      loads on
+============ ============================================ =====================================
+full         whole and plain                              any mesh, a plain model, torch's FSDP1
+                                                          and FSDP2
+sharded      ``DTensor``s; what ``save`` and ``load`` use any mesh, through a folder
+rank-local   this rank's part, plain                      the same ranks of the same meshes
+============ ============================================ =====================================
+
+Every function is collective over the ranks of the model's meshes. Where one rank meets an error,
+all of them raise it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.optim import Optimizer
+
+from fsdp2 import _state
+from fsdp2._full_params import check_max_bytes
+from fsdp2._optim_state import Keys, check_keys, keys_of
+from fsdp2._optim_state import rekey as rekey
+from fsdp2._state import IncompatibleKeys as IncompatibleKeys
+from fsdp2._stream import Target
+
+MAX_BYTES = 256 << 20
+"""Default cap on what a rank holds beside its shards while tensors travel."""
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Default size of a file of a safetensors checkpoint, as in ``transformers``."""
+
+__all__ = [
+    "IncompatibleKeys",
+    "full_state",
+    "load",
+    "load_full_state",
+    "load_local_state",
+    "load_safetensors",
+    "load_sharded_state",
+    "local_state",
+    "rekey",
+    "save",
+    "save_safetensors",
+    "sharded_state",
+]
+
+
+def full_state(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    rank0_only: bool = True,
+    cpu_offload: bool = True,
+    max_bytes: int = MAX_BYTES,
+    optim_keys: Keys = "name",
+) -> dict[str, Any]:
+    """Return the whole state of a model and its optimizer, as one process would have it.
+
+    Tensors are plain and new; names of a tied parameter share one. Ranks other than the writer hold
+    at most ``max_bytes`` beside their shards at any time, and so does the writer beside what it
+    has collected.
+
+    Args:
+        optimizer: one over the model's parameters.
+        rank0_only: only the first rank of the mesh gets the state, the others an empty dict.
+        cpu_offload: the tensors are in host memory.
+        max_bytes: bytes of the buffers that tensors travel in.
+        optim_keys: ``"name"`` calls parameters by name, as torch's FSDP1 and DCP helpers do,
+            ``"id"`` as ``optimizer.state_dict()`` of one process does.
+
+    Raises:
+        ConfigError: the optimizer holds other parameters; a wrong argument.
+        StateError: inside a forward or a backward; a parameter is on the meta device.
+        UnsupportedError: a parameter lies on some of the model's ranks only, is a partial sum, or
+            is a tensor subclass without bytes of its own.
+    """
+    check_max_bytes("full_state", max_bytes)
+    check_keys("full_state: optim_keys", optim_keys)
+    device = torch.device("cpu") if cpu_offload else None
+    target = Target(on_all=not rank0_only, device=device, counted=False)
+    return _state.full(model, optimizer, optim_keys, target, max_bytes)
+
+
+def load_full_state(
+    model: nn.Module,
+    state: Mapping[str, Any] | None,
+    optimizer: Optimizer | None = None,
+    *,
+    from_rank0: bool = True,
+    strict: bool = True,
+    max_bytes: int = MAX_BYTES,
+) -> IncompatibleKeys:
+    """Load a whole state: what ``full_state``, a plain model or torch's FSDP1 returned.
+
+    The first rank scatters each tensor to the ranks that hold parts of it, so that no other rank
+    has more than ``max_bytes`` beside its shards. Parameters on the meta device get memory first.
+    The optimizer's state may be under names or ids; values of a parameter's shape become
+    ``DTensor``s placed as the parameter is. Values are cast to the dtypes of the model.
+
+    Args:
+        state: needed on the first rank of the mesh only; the others may pass None.
+        from_rank0: False takes each rank's own ``state``, and nothing is sent.
+        strict: every name must be in both; a tied parameter needs one of its names.
+
+    Returns:
+        Names of the model that the state lacks, and the other way round (empty if ``strict``).
+
+    Raises:
+        ConfigError: names or shapes differ; no state for the optimizer. Nothing was changed.
+        StateError: inside a forward or a backward; reading a value failed.
+    """
+    check_max_bytes("load_full_state", max_bytes)
+    given: Any = state
+    named: dict[str, Any] = {}
+
+    def describe() -> _state.Told:
+        told = _state.tell(given, model, optimizer)
+        if optimizer is not None:
+            values = given["optimizer"]
+            if keys_of(values) == "id":
+                values = rekey(values, "name", model=model, optimizer=optimizer)
+            named.update(values["state"])
+        return told
+
+    return _state.load_full(
+        "load_full_state",
+        model,
+        optimizer,
+        describe,
+        lambda name: given["model"][name],
+        lambda name, key: named[name][key],
+        from_rank0=from_rank0,
+        strict=strict,
+        max_bytes=max_bytes,
+    )
+
+
+def sharded_state(
+    model: nn.Module, optimizer: Optimizer | None = None, *, optim_keys: Keys = "name"
+) -> dict[str, Any]:
+    """Return the state as it lies on the ranks: ``DTensor``s that share memory with the model.
+
+    Raises:
+        ConfigError: the optimizer holds other parameters.
+        StateError: inside a forward or a backward.
+    """
+    check_keys("sharded_state: optim_keys", optim_keys)
+    return _state.sharded(model, optimizer, optim_keys)
+
+
+def load_sharded_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> IncompatibleKeys:
+    """Load what ``sharded_state`` returned for a model on the same meshes.
+
+    Raises:
+        ConfigError: names or shapes differ; nothing was changed.
+        StateError: inside a forward or a backward.
+    """
+    return _state.load_sharded(model, state, optimizer, strict)
+
+
+def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """Return this rank's own parts as plain tensors, and under ``"layout"`` where they lie.
+
+    Tensors share memory with the model. ``torch.save`` of it is the fastest checkpoint there is,
+    and loads on the same ranks of the same meshes only.
+    """
+    return _state.local(model, optimizer)
+
+
+def load_local_state(
+    model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None
+) -> None:
+    """Load what ``local_state`` returned on this rank.
+
+    Raises:
+        ConfigError: some rank's parts lie elsewhere now; nothing was changed.
+    """
+    _state.load_local(model, state, optimizer)
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+) -> None:
+    """Write a sharded checkpoint with ``torch.distributed.checkpoint``: all of it, or nothing.
+
+    It is written to a folder beside ``path``, which takes the name once every rank has finished, so
+    a save that fails, or is interrupted, leaves the checkpoint before it whole. If the program ends
+    between the two renames, ``load`` finds the one before under its other name. All ranks must see
+    the same file system.
+
+    Args:
+        path: a folder; an older checkpoint there is replaced.
+        extra: any object that pickles (a step, a scheduler's state); the first rank's is kept.
+
+    Raises:
+        StateError: a rank could not write; the message says which one and why.
+    """
+    from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
+
+    _files.save(path, model, optimizer, extra)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    model_key: str | None = "model",
+    optim_key: str = "optimizer",
+) -> Any:
+    """Load a sharded checkpoint, written on any mesh; return its ``extra``.
+
+    It takes what ``save`` wrote, and what ``torch.distributed.checkpoint`` wrote for torch's FSDP1
+    or FSDP2: say under which keys of the saved dict the two states are (``model_key=None``: the
+    model's was saved by itself). Parameters on the meta device get memory first.
+
+    Raises:
+        ConfigError: no checkpoint there; names or shapes differ. Nothing was changed.
+    """
+    from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
+
+    return _files.load(path, model, optimizer, strict, model_key, optim_key)
+
+
+def save_safetensors(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = MAX_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a full model as safetensors, with the names of files that ``transformers`` loads.
+
+    One file, ``model.safetensors``, or several and an index. The first rank writes, and holds one
+    file's tensors at a time; the other ranks hold at most ``max_bytes`` beside their shards. A tied
+    parameter is written once, under its first name. Files that were there are replaced once all
+    new ones are written.
+
+    Args:
+        dtype: floating-point tensors are cast to it.
+        max_file_bytes: most bytes of tensors in a file (one tensor may be larger).
+
+    Raises:
+        ConfigError: the package ``safetensors`` is not installed.
+        StateError: the first rank could not write.
+    """
+    check_max_bytes("save_safetensors", max_bytes)
+    from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
+
+    _files.save_safetensors(folder, model, dtype, max_bytes, max_file_bytes)
+
+
+def load_safetensors(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    max_bytes: int = MAX_BYTES,
+) -> IncompatibleKeys:
+    """Load a full model from safetensors: the first rank reads, tensor by tensor, and scatters.
+
+    Raises:
+        ConfigError: no such files; names or shapes differ; ``safetensors`` is not installed.
+    """
+    check_max_bytes("load_safetensors", max_bytes)
+    from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
+
+    return _files.load_safetensors(folder, model, strict, max_bytes)

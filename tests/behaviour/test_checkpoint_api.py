@@ -1,0 +1,710 @@
+"""Promise: `fsdp2.checkpoint` moves state between meshes, libraries and files, whole or not at all.
+
+Everything is compared with a plain model and optimizer, or with what torch's own FSDP1, FSDP2 and
+`torch.distributed.checkpoint` read and write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
+
+import fsdp2
+from fsdp2 import checkpoint
+from tests._models import VOCAB, WIDTH, Batch, Case, seeded
+from tests._parity import bits, make_mesh, names_of, shard, whole
+from tests._pool import ranks
+
+
+class Odd(nn.Module):
+    """A tie, a scalar, one row, a frozen parameter, buffers and extra state."""
+
+    def __init__(self, scalar: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.full(() if scalar else (1,), 0.7))
+        self.row = nn.Parameter(torch.randn(1, WIDTH))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=not scalar)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.rand(3), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.count += 1
+        x = self.embed(ids) + self.row * self.scale + self.frozen
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
+
+
+class WithExtra(nn.Linear):
+    """A layer whose state is more than tensors."""
+
+    steps = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+ODD = Case(Odd, lambda model: list(model.blocks), lambda rows: Batch((), {}))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1 and p.requires_grad]
+    return torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2
+    )
+
+
+def simple_optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return one with a single group: FSDP1's parameters are flat, so their dims tell nothing."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(0, VOCAB, (12, 5), generator=torch.Generator().manual_seed(step))
+
+
+class Trained:
+    """A model, plain or sharded, and its optimizer, after some steps on the global batch."""
+
+    def __init__(
+        self, mesh: Any = None, seed: int = 1, steps: int = 0, scalar: bool = True
+    ) -> None:
+        self.mesh = mesh
+        self.model: nn.Module = seeded(lambda: Odd(scalar), seed)
+        if mesh is not None:
+            shard(self.model, ODD, mesh=mesh)
+        self.optimizer = optimizer_of(self.model) if scalar else simple_optimizer_of(self.model)
+        self.train(range(steps))
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            ids = batch(step)
+            if self.mesh is not None:
+                ids = ids.chunk(dist.get_world_size())[dist.get_rank()]
+            self.model(ids).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def moved(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [dict(optimizer.state[p]) for g in optimizer.param_groups for p in g["params"]]
+
+
+def assert_equal_runs(actual: Trained, expected: Trained) -> None:
+    """Assert that parameters, buffers, and optimizer states are the same bits."""
+    for name, parameter in names_of(expected.model).items():
+        assert torch.equal(bits(whole(names_of(actual.model)[name])), bits(whole(parameter))), name
+    for name, buffer in expected.model.named_buffers():
+        if name != "scratch":
+            assert torch.equal(actual.model.get_buffer(name), buffer), name
+    for found, wanted in zip(moved(actual.optimizer), moved(expected.optimizer), strict=True):
+        assert set(found) == set(wanted)
+        for key, value in wanted.items():
+            assert torch.equal(whole(found[key]), whole(value)), key
+    groups = zip(actual.optimizer.param_groups, expected.optimizer.param_groups, strict=True)
+    for mine, theirs in groups:
+        assert {**mine, "params": 0} == {**theirs, "params": 0}
+
+
+def meshes_of(world_size: int) -> list[tuple[int, ...]]:
+    return [(world_size,), (2, 2)] if world_size == 4 else [(world_size,)]
+
+
+# --- full -----------------------------------------------------------------------------------------
+
+
+@ranks(1, 3, 4)
+def test_a_full_state_is_that_of_one_process(world_size: int, rank: int) -> None:
+    """Names, order, values, ties; under ids it is what the plain optimizer loads."""
+    for shape in meshes_of(world_size):
+        run = Trained(make_mesh(*shape), steps=2)
+        state = checkpoint.full_state(run.model, run.optimizer, optim_keys="id", max_bytes=2000)
+        if rank != 0:
+            assert state == {}
+            continue
+        plain = Trained(seed=9)
+        assert list(state["model"]) == list(plain.model.state_dict())
+        assert state["model"]["head.weight"] is state["model"]["embed.weight"]
+        assert {type(value) for value in state["model"].values()} == {Tensor}
+        plain.model.load_state_dict(state["model"])
+        plain.optimizer.load_state_dict(state["optimizer"])
+        for name, value in state["model"].items():
+            assert torch.equal(plain.model.state_dict()[name], value)
+        plain.train(range(2, 3))
+    everywhere = checkpoint.full_state(run.model, run.optimizer, rank0_only=False)
+    assert whole(run.model.row).tolist() == everywhere["model"]["row"].tolist()
+    named = everywhere["optimizer"]
+    assert named["param_groups"][1]["params"][-1] == "scale" or "scale" in named["state"]
+    assert set(named["state"]) == {n for n, p in run.model.named_parameters() if p.requires_grad}
+
+
+@ranks(3, 4)
+def test_a_full_state_is_scattered_from_rank_0(world_size: int, rank: int) -> None:
+    """From a plain run, and from one sharded otherwise, under names or ids, into a stepped one."""
+    plain = Trained(steps=2)
+    ids = {"model": plain.model.state_dict(), "optimizer": plain.optimizer.state_dict()}
+    for shape in meshes_of(world_size):
+        for keys in ("id", "name"):
+            state: Any = ids if keys == "id" else dict(ids)
+            if keys == "name":
+                state["optimizer"] = checkpoint.rekey(
+                    ids["optimizer"], "name", model=plain.model, optimizer=plain.optimizer
+                )
+                assert "embed.weight" in state["optimizer"]["state"]
+            run = Trained(make_mesh(*shape), seed=3, steps=1 if keys == "id" else 0)
+            given = state if rank == 0 else None
+            checkpoint.load_full_state(run.model, given, run.optimizer, max_bytes=700)
+            assert_equal_runs(run, plain)
+            exp_avg = run.optimizer.state[run.model.embed.weight]["exp_avg"]
+            assert isinstance(exp_avg, DTensor)
+            assert exp_avg.placements == run.model.embed.weight.placements
+        checkpoint.load_full_state(run.model, ids, run.optimizer, from_rank0=False)
+        assert_equal_runs(run, plain)
+        run.train(range(2, 4))
+        whole_run = checkpoint.full_state(run.model, run.optimizer, rank0_only=False)
+    plain.train(range(2, 4))
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(whole_run["model"][name], value, rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_a_full_state_loads_onto_meta(rank: int) -> None:
+    plain = Trained(steps=1)
+    with torch.device("meta"):
+        model = Odd()
+    shard(model, ODD)
+    state = {"model": plain.model.state_dict()} if rank == 0 else None
+    checkpoint.load_full_state(model, state)
+    for name, parameter in names_of(plain.model).items():
+        assert torch.equal(whole(names_of(model)[name]), parameter), name
+    assert model.count.item() == 1
+    assert model.scratch.is_meta
+    model.scratch = torch.rand(3)
+    model(batch(0)).sum().backward()
+    assert names_of(model)["head.weight"] is names_of(model)["embed.weight"]
+
+
+@ranks(4)
+def test_tensor_parallel_states(rank: int) -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plain = nn.Sequential(nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH))
+    model = nn.Sequential(nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH))
+    for layer, dim in zip(model, (0, 1), strict=True):
+        made = distribute_tensor(layer.weight.detach(), mesh["tensor"], [Shard(dim)])
+        layer.weight = nn.Parameter(made)
+    fsdp2.fully_shard(model, mesh=mesh["data"])
+    given = {"model": plain.state_dict()} if rank == 0 else None
+    checkpoint.load_full_state(model, given, max_bytes=200)
+    state = checkpoint.full_state(model, rank0_only=False, max_bytes=200)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state["model"][name], value), name
+
+
+@ranks(2)
+def test_errors_are_the_same_on_every_rank(rank: int) -> None:
+    run = Trained(make_mesh(), steps=1)
+    before = {name: whole(p).clone() for name, p in names_of(run.model).items()}
+    full = checkpoint.full_state(run.model, run.optimizer)
+
+    def changed(change: Any) -> Any:
+        if rank != 0:
+            return None
+        state = {"model": dict(full["model"]), "optimizer": dict(full["optimizer"])}
+        change(state)
+        return state
+
+    cases = [
+        (lambda s: s["model"].pop("row"), r"1 missing names: row\. Pass strict=False"),
+        (lambda s: s["model"].update(more=torch.ones(1)), "1 names that the model lacks: more"),
+        (
+            lambda s: s["model"].update(row=torch.ones(2, 3)),
+            r"row: \(1, 13\) in the model, \(2, 3\)",
+        ),
+        (lambda s: s.pop("optimizer"), "has no 'optimizer'"),
+        (lambda s: s.pop("model"), "expected {'model'"),
+        (lambda s: s["optimizer"].update(param_groups=[]), "no param group with"),
+    ]
+    for change, message in cases:
+        with pytest.raises(fsdp2.ConfigError, match=message):
+            checkpoint.load_full_state(run.model, changed(change), run.optimizer)
+    for name, value in before.items():
+        assert torch.equal(whole(names_of(run.model)[name]), value), name
+    keys = checkpoint.load_full_state(
+        run.model,
+        changed(lambda s: (s["model"].pop("row"), s["model"].pop("head.weight"))),
+        strict=False,
+    )
+    assert keys == (["row"], [])
+    other = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1)
+    with pytest.raises(fsdp2.ConfigError, match="is no parameter of the model"):
+        checkpoint.full_state(run.model, other)
+    with pytest.raises(fsdp2.ConfigError, match="expected 'name' or 'id'"):
+        checkpoint.full_state(run.model, optim_keys="names")  # type: ignore[arg-type]
+
+    class Broken(dict[str, Any]):
+        """A state whose values cannot be read (a file that ends too early)."""
+
+        def __getitem__(self, key: str) -> Any:
+            raise OSError(f"cannot read {key}")
+
+    state = {"model": Broken(full["model"])} if rank == 0 else None
+    with pytest.raises(fsdp2.StateError, match="rank 0 failed with OSError: cannot read"):
+        checkpoint.load_full_state(run.model, state)
+
+
+def peak_of(run: Any) -> int:
+    """Return the most bytes that the CPU allocator gave out above the start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    live = highest = 0
+    assert profiler.profiler is not None
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            highest = max(highest, live)
+    return highest
+
+
+@ranks(2, 3)
+def test_only_the_writer_holds_more_than_the_cap(rank: int) -> None:
+    """No file, no collective and no conversion may hold more on a rank that does not write."""
+    model = nn.Sequential(*(nn.Linear(200, 300, bias=False) for _ in range(6)))
+    model.append(nn.Linear(200, 900, bias=False))
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for max_bytes in (100_000, 500_000):
+        state: dict[str, Any] = {}
+
+        def take(cap: int = max_bytes, into: dict[str, Any] = state) -> None:
+            into.update(checkpoint.full_state(model, optimizer, max_bytes=cap))
+
+        taken = peak_of(take)
+        fresh = torch.optim.Adam(model.parameters())
+        shards = sum(p.to_local().nbytes for p in model.parameters())
+
+        def give(cap: int = max_bytes, state: Any = state, fresh: Any = fresh) -> None:
+            checkpoint.load_full_state(model, state or None, fresh, max_bytes=cap)
+
+        given = peak_of(give)
+        if rank != 0:
+            assert taken <= max_bytes
+            assert given <= 2 * shards + 1.05 * max_bytes  # the new optimizer's two moments
+
+
+# --- sharded and rank-local -----------------------------------------------------------------------
+
+
+@ranks(2)
+def test_sharded_and_local_states_load_back(rank: int) -> None:
+    run, other = Trained(make_mesh(), steps=2), Trained(make_mesh(), seed=4)
+    state = checkpoint.sharded_state(run.model, run.optimizer)
+    assert state["model"]["row"].to_local().data_ptr() == run.model.row.to_local().data_ptr()
+    checkpoint.load_sharded_state(other.model, state, other.optimizer)
+    assert_equal_runs(other, run)
+    local = checkpoint.local_state(run.model, run.optimizer)
+    file = io.BytesIO()
+    torch.save(local, file)
+    file.seek(0)
+    third = Trained(make_mesh(), seed=5, steps=1)
+    checkpoint.load_local_state(third.model, torch.load(file), third.optimizer)
+    assert_equal_runs(third, run)
+    third.train(range(2, 3))
+    run.train(range(2, 3))
+    assert_equal_runs(third, run)
+    elsewhere = Trained(make_mesh(2, 1))
+    with pytest.raises(fsdp2.ConfigError, match=r"loads on the same ranks and meshes only"):
+        checkpoint.load_local_state(elsewhere.model, local)
+    with pytest.raises(fsdp2.ConfigError, match=r"Use save and load, or the full state"):
+        checkpoint.load_sharded_state(elsewhere.model, state)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def folder_of(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint"
+
+
+@ranks(3)
+def test_save_and_load(tmp_path: Path, rank: int, world_size: int) -> None:
+    path = folder_of(tmp_path)
+    run = Trained(make_mesh(), steps=2)
+    checkpoint.save(path, run.model, run.optimizer, extra={"step": 2, "rates": [1.0, 0.5]})
+    other = Trained(make_mesh(), seed=4, steps=1)
+    extra = checkpoint.load(path, other.model, other.optimizer)
+    assert extra == {"step": 2, "rates": [1.0, 0.5]}
+    assert_equal_runs(other, run)
+    run.train(range(2, 3))
+    checkpoint.save(path, run.model, run.optimizer)
+    assert checkpoint.load(path, other.model, other.optimizer) is None
+    assert_equal_runs(other, run)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    with torch.device("meta"):
+        model = Odd()
+    shard(model, ODD)
+    checkpoint.load(path, model)
+    assert torch.equal(whole(model.row), whole(run.model.row))
+    with pytest.raises(fsdp2.ConfigError, match=r"no checkpoint at"):
+        checkpoint.load(tmp_path / "nothing", run.model)
+    narrow = nn.Linear(2, 2)
+    fsdp2.fully_shard(narrow, mesh=make_mesh())
+    with pytest.raises(fsdp2.ConfigError, match=r"missing names: weight"):
+        checkpoint.load(path, narrow)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@ranks(2)
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, failing: int, rank: int) -> None:
+    """A disk that is full on one rank: every rank raises, and the old checkpoint loads."""
+    path = folder_of(tmp_path)
+    run = Trained(make_mesh(), steps=1)
+    checkpoint.save(path, run.model, run.optimizer)
+    saved = {name: whole(p).clone() for name, p in names_of(run.model).items()}
+    run.train(range(1, 2))
+
+    with contextlib.ExitStack() as stack:
+        if rank == failing:
+            stack.enter_context(_full_disk())
+        with pytest.raises(fsdp2.StateError, match="No space left on device"):
+            checkpoint.save(path, run.model, run.optimizer)
+    dist.barrier()  # rank 0 removes what it has written
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    checkpoint.load(path, run.model, run.optimizer)
+    for name, value in saved.items():
+        assert torch.equal(whole(names_of(run.model)[name]), value), name
+
+
+@contextlib.contextmanager
+def _full_disk() -> Any:
+    """Let every write of bytes to a file fail, as on a disk that is full."""
+    original = torch.save
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("No space left on device")
+
+    torch.save = fail  # type: ignore[assignment]  # what torch's own writer calls
+    try:
+        yield
+    finally:
+        torch.save = original
+
+
+@ranks(2)
+def test_a_save_that_is_killed_between_its_renames(tmp_path: Path, rank: int) -> None:
+    """What an interrupted save leaves: remains beside, and the old one under its other name."""
+    path = folder_of(tmp_path)
+    run = Trained(make_mesh(), steps=1)
+    checkpoint.save(path, run.model, run.optimizer)
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / ".checkpoint.tmp-1234").mkdir()
+        os.rename(path, tmp_path / ".checkpoint.old")
+    dist.barrier()
+    other = Trained(make_mesh(), seed=4)
+    checkpoint.load(path, other.model, other.optimizer)
+    assert_equal_runs(other, run)
+    checkpoint.save(path, run.model, run.optimizer)
+    checkpoint.load(path, other.model, other.optimizer)
+    assert sorted(os.listdir(tmp_path)) in (["checkpoint"], [".checkpoint.old", "checkpoint"])
+
+
+KILLED = """
+import os, sys, torch, torch.nn as nn
+from fsdp2 import checkpoint
+model = nn.Linear(3, 3)
+nn.init.constant_(model.weight, 1.0)
+checkpoint.save(sys.argv[1], model)
+nn.init.constant_(model.weight, 2.0)
+write = torch.save
+def die(value, file, *args, **kwargs):
+    file.write(b"half of a tensor")
+    file.flush()
+    os._exit(9)
+torch.save = die
+checkpoint.save(sys.argv[1], model)
+"""
+
+
+def test_a_save_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+    """The process ends in the middle of a file; a process alone can save and load, too."""
+    path = folder_of(tmp_path)
+    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(path)], check=False)
+    assert ended.returncode == 9
+    assert len(os.listdir(tmp_path)) == 2
+    model = nn.Linear(3, 3)
+    checkpoint.load(path, model)
+    assert model.weight.unique().tolist() == [1.0]
+    checkpoint.save(path, model)
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+@pytest.mark.parametrize("max_file_bytes", [10**9, 2000])
+@ranks(2)
+def test_safetensors(tmp_path: Path, max_file_bytes: int, rank: int) -> None:
+    """One file or several with an index; a tie once; an older one's files go."""
+    safetensors = pytest.importorskip("safetensors")
+    run = Trained(make_mesh(), steps=1)
+    for _ in range(2):
+        checkpoint.save_safetensors(
+            tmp_path, run.model, max_file_bytes=max_file_bytes, max_bytes=900
+        )
+    files = sorted(path.name for path in tmp_path.iterdir())
+    tensors: dict[str, Tensor] = {}
+    for name in files:
+        if name.endswith(".safetensors"):
+            with safetensors.safe_open(str(tmp_path / name), framework="pt") as file:
+                assert file.metadata() == {"format": "pt"}
+                tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+    if max_file_bytes == 10**9:
+        assert files == ["model.safetensors"]
+    else:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert sorted(set(index["weight_map"].values())) == files[:-1]
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    expected = {n: t for n, t in Trained().model.state_dict().items() if n != "head.weight"}
+    assert set(tensors) == set(expected)
+    full = checkpoint.full_state(run.model, rank0_only=False)["model"]
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, full[name]), name
+    other = Trained(make_mesh(), seed=4)
+    assert checkpoint.load_safetensors(tmp_path, other.model) == ([], [])
+    for name, parameter in names_of(run.model).items():
+        assert torch.equal(whole(names_of(other.model)[name]), whole(parameter)), name
+    dist.barrier()
+    checkpoint.save_safetensors(tmp_path, run.model, dtype=torch.bfloat16)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    with safetensors.safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
+        assert torch.equal(file.get_tensor("row"), full["row"].bfloat16())
+        assert file.get_tensor("count").dtype is torch.int64
+    with pytest.raises(fsdp2.ConfigError, match=r"neither model.safetensors nor"):
+        checkpoint.load_safetensors(tmp_path / "nothing", run.model)
+
+
+@ranks(2)
+def test_safetensors_is_optional(tmp_path: Path) -> None:
+    with contextlib.suppress(ImportError):
+        import safetensors  # noqa: F401
+
+        pytest.skip("safetensors is installed")
+    run = Trained(make_mesh())
+    for call in (checkpoint.save_safetensors, checkpoint.load_safetensors):
+        with pytest.raises(fsdp2.ConfigError, match="pip install safetensors"):
+            call(tmp_path, run.model)
+
+
+# --- torch's own ----------------------------------------------------------------------------------
+
+
+class InFsdp1:
+    """The model under torch's FSDP1, trained alike."""
+
+    def __init__(self, seed: int, steps: int) -> None:
+        self.model = Fsdp1(
+            seeded(lambda: Odd(scalar=False), seed),
+            use_orig_params=False,  # with True its full optimizer state mixes up the moments
+            device_id=torch.device("cpu"),
+        )
+        self.optimizer = simple_optimizer_of(self.model)
+        for step in range(steps):
+            ids = batch(step).chunk(dist.get_world_size())[dist.get_rank()]
+            self.model(ids).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def kind(self, name: str) -> Any:
+        if name == "full":
+            configs: Any = (FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False))
+            return Fsdp1.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
+        configs = (ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+        return Fsdp1.state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT, *configs)
+
+    def full(self) -> dict[str, Any]:
+        with self.kind("full"):
+            return {
+                "model": self.model.state_dict(),
+                "optimizer": Fsdp1.optim_state_dict(self.model, self.optimizer),
+            }
+
+
+def assert_same_states(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected["model"].items():
+        if not isinstance(value, Tensor):
+            assert actual["model"][name] == value
+            continue
+        assert torch.equal(whole(actual["model"][name]), whole(value)), name
+    for name, fields in expected["optimizer"]["state"].items():
+        for key, value in fields.items():
+            found = whole(torch.as_tensor(actual["optimizer"]["state"][name][key]))
+            assert torch.equal(found.float(), whole(torch.as_tensor(value)).float()), (name, key)
+
+
+@ranks(2)
+def test_full_checkpoints_of_fsdp1_in_both_directions(rank: int) -> None:
+    theirs = InFsdp1(seed=1, steps=2)
+    state = theirs.full()
+    ours = Trained(make_mesh(), seed=3, scalar=False)
+    checkpoint.load_full_state(ours.model, state if rank == 0 else None, ours.optimizer)
+    back = checkpoint.full_state(ours.model, ours.optimizer, rank0_only=False)
+    assert_same_states(back, state)
+    ours.train(range(2, 3))
+    mine = checkpoint.full_state(ours.model, ours.optimizer, rank0_only=False)
+    with theirs.kind("full"):
+        theirs.model.load_state_dict(mine["model"])
+        loaded = Fsdp1.optim_state_dict_to_load(theirs.model, theirs.optimizer, mine["optimizer"])
+        theirs.optimizer.load_state_dict(loaded)
+    assert_same_states(theirs.full(), mine)
+
+
+@ranks(2)
+def test_sharded_checkpoints_of_fsdp1_in_both_directions(tmp_path: Path, rank: int) -> None:
+    theirs = InFsdp1(seed=1, steps=2)
+    with theirs.kind("sharded"):
+        written = {
+            "model": theirs.model.state_dict(),
+            "optim": Fsdp1.optim_state_dict(theirs.model, theirs.optimizer),
+        }
+        dcp.save(written, checkpoint_id=tmp_path / "theirs")
+    ours = Trained(make_mesh(), seed=3, scalar=False)
+    checkpoint.load(tmp_path / "theirs", ours.model, ours.optimizer, optim_key="optim")
+    assert_same_states(
+        checkpoint.full_state(ours.model, ours.optimizer, rank0_only=False), theirs.full()
+    )
+    ours.train(range(2, 3))
+    checkpoint.save(tmp_path / "ours", ours.model, ours.optimizer)
+    with theirs.kind("sharded"):
+        state = {"model": theirs.model.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path / "ours")
+        theirs.model.load_state_dict(state["model"])
+        current = Fsdp1.optim_state_dict(theirs.model, theirs.optimizer)
+        optim = {"optimizer": {"state": current["state"]}}  # its groups are on rank 0 only
+        dcp.load(optim, checkpoint_id=tmp_path / "ours")
+        groups = checkpoint.sharded_state(ours.model, ours.optimizer)["optimizer"]["param_groups"]
+        loaded = Fsdp1.optim_state_dict_to_load(
+            theirs.model, theirs.optimizer, {**optim["optimizer"], "param_groups": groups}
+        )
+        theirs.optimizer.load_state_dict(loaded)
+    mine = checkpoint.full_state(ours.model, ours.optimizer, rank0_only=False)
+    assert_same_states(theirs.full(), mine)
+
+
+@ranks(2)
+def test_checkpoints_of_torchs_fsdp2_in_both_directions(tmp_path: Path) -> None:
+    class Untied(Odd):
+        def __init__(self) -> None:
+            super().__init__(scalar=False)
+            self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def made(library: Any, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = shard(seeded(Untied, seed), ODD, library)
+        optimizer = optimizer_of(model)
+        for step in range(2):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    theirs, ours = made(torch_fsdp, 1), made(fsdp2, 2)
+    sharded = get_state_dict(*theirs)
+    dcp.save({"model": sharded[0], "optim": sharded[1]}, checkpoint_id=tmp_path / "theirs")
+    checkpoint.load(tmp_path / "theirs", *ours, optim_key="optim")
+    full = get_state_dict(*theirs, options=StateDictOptions(full_state_dict=True))
+    expected = {"model": full[0], "optimizer": full[1]}
+    mine = checkpoint.full_state(*ours, rank0_only=False)
+    assert_same_states(mine, expected)
+    checkpoint.load_full_state(*(ours[0], expected, ours[1]))
+    again = made(torch_fsdp, 5)
+    set_state_dict(
+        *again,
+        model_state_dict=mine["model"],
+        optim_state_dict=mine["optimizer"],
+        options=StateDictOptions(full_state_dict=True),
+    )
+    full = get_state_dict(*again, options=StateDictOptions(full_state_dict=True))
+    assert_same_states({"model": full[0], "optimizer": full[1]}, mine)
+
+
+@ranks(2)
+def test_extra_state_and_local_optimizers(tmp_path: Path, rank: int) -> None:
+    def made(seed: int, steps: int) -> tuple[nn.Module, Any]:
+        model = seeded(lambda: nn.Sequential(WithExtra(WIDTH, WIDTH), nn.Linear(WIDTH, 3)), seed)
+        model[0].steps = steps
+        fsdp2.fully_shard(model, mesh=make_mesh())
+        optimizer = fsdp2.optim.local(torch.optim.AdamW, model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    source, target = made(1, 2), made(2, 0)
+    state = checkpoint.full_state(*source)
+    checkpoint.load_full_state(target[0], state or None, target[1])
+    assert target[0][0].steps == 2
+    third = made(3, 1)
+    checkpoint.save(tmp_path / "saved", *source)
+    checkpoint.load(tmp_path / "saved", *third)
+    assert third[0][0].steps == 2
+    for model, optimizer in (target, third):
+        found = checkpoint.full_state(model, optimizer, rank0_only=False)
+        assert_same_states(found, checkpoint.full_state(*source, rank0_only=False))
+
+
+def test_rekey() -> None:
+    plain = Trained(steps=1)
+    ids = plain.optimizer.state_dict()
+    names = checkpoint.rekey(ids, "name", model=plain.model, optimizer=plain.optimizer)
+    assert names["param_groups"][0]["params"][:2] == ["row", "embed.weight"]
+    for back in (
+        checkpoint.rekey(names, "id", model=plain.model, optimizer=plain.optimizer),
+        checkpoint.rekey(names, "id"),
+    ):
+        assert list(back["state"]) == list(ids["state"])
+        assert [g["params"] for g in back["param_groups"]] == [
+            g["params"] for g in ids["param_groups"]
+        ]
+    simple = torch.optim.SGD(plain.model.parameters(), lr=1.0)
+    named = checkpoint.rekey(simple.state_dict(), "name", model=plain.model)
+    assert named["param_groups"][0]["params"] == [n for n, _ in plain.model.named_parameters()]
+    assert checkpoint.rekey(named, "name") == named
+    with pytest.raises(fsdp2.ConfigError, match="Pass model="):
+        checkpoint.rekey(ids, "name")
+    with pytest.raises(fsdp2.ConfigError, match="which the model does not have"):
+        checkpoint.rekey(ids, "name", model=nn.Linear(2, 2))

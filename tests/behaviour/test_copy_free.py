@@ -1,0 +1,317 @@
+"""Promise: large parameters travel without copies, every byte once; values are what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, _direct
+from tests._models import CASES, loss_of, seeded
+from tests._parity import (
+    Pair,
+    assert_same,
+    assert_same_gradients,
+    make_mesh,
+    names_of,
+    whole,
+)
+from tests._pool import ranks
+from tests.behaviour import test_divergence as divergence
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@contextmanager
+def large_from(nbytes: int, max_ranks: int = _direct.MAX_RANKS) -> Iterator[None]:
+    """Send buffers of at least so many bytes directly, or in an all-to-all between more ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_direct, "LARGE_NBYTES", nbytes)
+        patch.setattr(_direct, "MAX_RANKS", max_ranks)
+        yield
+
+
+def straight(pair: Pair, nbytes: int | None = 1) -> Pair:
+    pair.model.set_copy_free_min_bytes(nbytes)
+    return pair
+
+
+class Copies(TorchDispatchMode):
+    """Counts elements that copying operations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.collectives: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            self.collectives.append(name)
+        if name == "aten::_foreach_copy_":
+            self.elements += sum(target.numel() for target in args[0])
+        if name in ("aten::copy_", "aten::_chunk_cat", "aten::cat", "aten::clone"):
+            written = args[0] if name == "aten::copy_" else result
+            self.elements += written.numel()
+        if name == "aten::split_with_sizes_copy":
+            self.elements += sum(target.numel() for target in kwargs["out"])
+        return result
+
+
+class Wide(nn.Module):
+    """A matrix of 256 KiB, and parameters of all the kinds that are packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8192, bias=False)
+        self.down = nn.Linear(8192, 8)
+        self.odd = nn.Parameter(torch.randn(13, 8))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(self.up(x).relu()) * self.scale
+        return torch.cat([y, x @ self.odd.T], 1)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["stack", "few_rows", "scalars", "tied_lm", "mixed_dtypes"])
+@ranks(2, 3)
+def test_trains_with_every_parameter_by_itself(name: str) -> None:
+    """Rows that divide evenly and rows that do not, through the backend's collectives and ours."""
+    straight(Pair(name)).train(steps=2)
+    with large_from(1):
+        straight(Pair(name)).train(steps=2)
+
+
+@pytest.mark.parametrize("resharding", [True, False, 2])
+@ranks(4)
+def test_trains_on_more_ranks(resharding: bool | int) -> None:
+    with large_from(1):
+        straight(Pair("stack", reshard_after_forward=resharding)).train(steps=2)
+        straight(Pair("nested_units", mesh=make_mesh(2, 2))).train(steps=2)
+
+
+@ranks(4)
+def test_many_ranks_exchange_in_one_operation() -> None:
+    """What more ranks than send one by one do: an all-to-all."""
+    with large_from(1, max_ranks=1):
+        straight(Pair("stack")).train(steps=2)
+        Pair("few_rows").train(steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@ranks(2, 3, 4)
+def test_every_case_with_every_parameter_by_itself(name: str) -> None:
+    with large_from(1):
+        straight(Pair(name)).train(steps=2)
+
+
+@ranks(2, 3)
+def test_a_large_model_trains_by_default() -> None:
+    torch.manual_seed(0)
+    reference = seeded(Wide)
+    model = fsdp2.fully_shard(seeded(Wide))
+    for _ in range(3):
+        x = torch.randn(6, 8)
+        count, rank = dist.get_world_size(), dist.get_rank()
+        loss_of(model(x.chunk(count)[rank])).backward()
+        (sum(loss_of(reference(part)) for part in x.chunk(count)) / count).backward()
+        assert_same_gradients(model, reference, rtol=1e-5)
+        with torch.no_grad():
+            for parameter in [*model.parameters(), *reference.parameters()]:
+                assert parameter.grad is not None
+                parameter -= 0.1 * parameter.grad
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@ranks(2, 3)
+def test_mixed_precision_and_accumulation() -> None:
+    """Straight gathers in the compute dtype; casts and sums without sync are packed."""
+    results = []
+    for nbytes in (None, 1):
+        with large_from(1 if nbytes else 1 << 40):
+            model = fsdp2.fully_shard(seeded(Wide), mp_policy=BF16)
+            model.set_copy_free_min_bytes(nbytes)
+            torch.manual_seed(dist.get_rank())
+            for micro in range(3):
+                model.set_requires_gradient_sync(micro == 2)
+                loss_of(model(torch.randn(2, 8))).backward()
+            results.append([whole(parameter.grad) for parameter in model.parameters()])
+    for packed, alone in zip(*results, strict=True):
+        assert_same(alone, packed, "gradient", rtol=1e-6)
+
+
+@ranks(4)
+def test_partly_reduced_gradients_survive_a_change_of_the_wire() -> None:
+    """Sums over shards that wait for the replicas are put where the new plan expects them."""
+    pair = straight(Pair("stack", mesh=make_mesh(2, 2)))
+    for micro in range(3):
+        pair.model.set_requires_all_reduce(micro == 2)
+        if micro == 1:
+            pair.model.set_copy_free_min_bytes(None)
+        batch = pair.batch()
+        loss, expected = pair.losses(batch)
+        loss.backward()
+        expected.backward()
+    assert_same_gradients(pair.model, pair.reference, pair.rtol)
+
+
+@ranks(2, 3, 4)
+def test_large_replicas_stay_equal_to_the_bit() -> None:
+    model = seeded(Wide)
+    fsdp2.fully_shard(model, shard_placement_fn=lambda _: torch.distributed.tensor.Replicate())
+    torch.manual_seed(dist.get_rank())
+    loss_of(model(torch.randn(2, 8))).backward()
+    for name, parameter in names_of(model).items():
+        mine = parameter.grad.to_local().clone()
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        assert all(torch.equal(mine, other) for other in everyone), name
+
+
+# --- what travels ---------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_step_copies_next_to_nothing() -> None:
+    """Only the small parameters are copied: less than a tenth of what there is."""
+    model = fsdp2.fully_shard(seeded(Wide))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    found = {}
+    for nbytes in (None, 1 << 16):
+        model.set_copy_free_min_bytes(nbytes)
+        for _ in range(2):
+            with Copies() as copies:
+                loss_of(model(torch.randn(2, 8))).backward()
+            model.zero_grad()
+        found[nbytes] = copies.elements / numel
+    assert found[None] > 1.9
+    assert found[1 << 16] < 0.1
+
+
+@ranks(2)
+def test_the_small_ones_still_share_a_collective() -> None:
+    model = fsdp2.fully_shard(seeded(Wide))
+    for _ in range(2):
+        with Copies() as copies:
+            loss_of(model(torch.randn(2, 8))).backward()
+    packed = [name for name in copies.collectives if "send" not in name and "recv" not in name]
+    assert len(packed) == 2
+    assert len(copies.collectives) == 2 + 2 * 2 * 2  # two matrices, there and back, one other rank
+
+
+@ranks(2)
+def test_collectives_of_the_users_own_get_everything_in_one() -> None:
+    class Gather(fsdp2.AllGather):
+        sizes: list[int] = []  # noqa: RUF012  # of this test
+
+        def allocate(self, size: Any, *, dtype: Any, device: Any) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        def __call__(
+            self,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            group: dist.ProcessGroup,
+            async_op: bool = False,
+        ) -> Any:
+            self.sizes.append(input_tensor.numel())
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+    pair = straight(Pair("stack"))
+    pair.train(steps=1)
+    pair.model.set_custom_all_gather(Gather())
+    pair.train(steps=1)
+    assert len(Gather.sizes) == 1  # the root's, kept between forward and backward
+
+
+# --- a narrower wire ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [None, 1])
+@ranks(2, 3)
+def test_gradients_travel_narrower_than_they_are_summed(nbytes: int | None) -> None:
+    """The sum of what bf16 can hold of each rank's gradient, in fp32: one rounding a rank."""
+    model = fsdp2.fully_shard(seeded(Wide))
+    model.set_copy_free_min_bytes(nbytes)
+    model.set_gradient_wire_dtype(torch.bfloat16)
+    plain = seeded(Wide)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(2, 8)
+    loss_of(model(x)).backward()
+    loss_of(plain(x)).backward()
+    for (name, parameter), reference in zip(
+        names_of(model).items(), plain.parameters(), strict=True
+    ):
+        expected = reference.grad.bfloat16().float()
+        dist.all_reduce(expected)
+        expected /= dist.get_world_size()
+        assert parameter.grad.dtype == torch.float32
+        assert_same(parameter.grad, expected, name, rtol=1e-6)
+
+
+@ranks(2)
+def test_a_narrow_wire_and_accumulation() -> None:
+    """What accumulates without sync stays in the reduce dtype, and is rounded once."""
+    model = fsdp2.fully_shard(seeded(Wide), mp_policy=BF16)
+    model.set_gradient_wire_dtype(torch.bfloat16)
+    other = fsdp2.fully_shard(seeded(Wide), mp_policy=BF16)
+    torch.manual_seed(dist.get_rank())
+    for micro in range(3):
+        x = torch.randn(2, 8)
+        for each in (model, other):
+            each.set_requires_gradient_sync(micro == 2)
+            loss_of(each(x)).backward()
+    for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert_same(parameter.grad, expected.grad, "gradient", rtol=2**-7)
+
+
+@ranks(2)
+def test_a_narrow_wire_and_a_reduction_of_the_users_own_are_refused() -> None:
+    model = fsdp2.fully_shard(seeded(Wide))
+    model.set_gradient_wire_dtype(torch.bfloat16)
+    with pytest.raises(fsdp2.ConfigError, match="set_gradient_wire_dtype"):
+        model.set_custom_reduce_scatter(fsdp2._comm.DefaultAllGather())
+    model.set_gradient_wire_dtype(None)
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    with pytest.raises(fsdp2.ConfigError, match="one or the other"):
+        model.set_gradient_wire_dtype(torch.bfloat16)
+
+
+# --- ranks that differ ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("way", ["swap", "skip", "skip_last"])
+@ranks(2, 3, limit_s=30)
+def test_ranks_that_run_different_units_are_told(way: str, steps: int, rank: int) -> None:
+    """Whoever stands in for another operation issues all of its collectives."""
+    with large_from(1):
+        model = divergence.sharded(alike=False)
+        model.set_copy_free_min_bytes(1)
+        divergence.train(model, steps)
+        divergence.assert_out_of_step(model, divergence.WAYS[way] if rank == 1 else "abc")
+
+
+@ranks(2)
+def test_copies_keep_the_choice() -> None:
+    import copy
+
+    model = straight(Pair("stack")).model
+    model.set_gradient_wire_dtype(torch.bfloat16)
+    other = copy.deepcopy(model)
+    unit = fsdp2.fully_shard.state(other)
+    assert unit.own_groups[0].wire.straight_nbytes == 1
+    assert unit.own_groups[0].wire.gradient_dtype == torch.bfloat16

@@ -1,0 +1,241 @@
+"""Promise: `full_params` yields every whole parameter, bit for bit, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import fsdp2
+from fsdp2 import ShardPlacementResult
+from tests._models import CASES, VOCAB, WIDTH, seeded
+from tests._parity import bits, make_mesh, shard
+from tests._pool import ranks
+
+
+class Odd(nn.Module):
+    """Shapes and dtypes of every kind; the last matrix is larger than the small caps below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.row = nn.Parameter(torch.randn(1, WIDTH))
+        self.two = nn.Parameter(torch.randn(2, 3, 5))
+        self.turned = nn.Parameter(torch.randn(29, WIDTH).t())
+        self.narrow = nn.Parameter(torch.randn(7, 2).bfloat16())
+        self.complex = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.count = nn.Parameter(torch.arange(11), requires_grad=False)
+        self.flags = nn.Parameter(torch.arange(6) % 2 == 0, requires_grad=False)
+        self.none = nn.Parameter(torch.empty(0, 4))
+        self.large = nn.Parameter(torch.randn(31, 29))
+        self.tied = self.large
+        self.register_buffer("steps", torch.tensor(3))
+
+
+def columns(parameter: nn.Parameter) -> Any:
+    return Shard(1) if parameter.dim() > 1 else Replicate()
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    return (
+        type(actual) is Tensor
+        and actual.dtype == expected.dtype
+        and actual.shape == expected.shape
+        and torch.equal(bits(actual), bits(expected))
+    )
+
+
+def assert_all(model: nn.Module, reference: nn.Module, **kwargs: Any) -> None:
+    expected = dict(reference.named_parameters())
+    found = list(fsdp2.full_params(model, **kwargs))
+    assert [name for name, _ in found] == list(expected)
+    for name, tensor in found:
+        assert not tensor.requires_grad
+        assert same(tensor, expected[name].detach()), name
+
+
+@pytest.mark.parametrize("max_bytes", [40, 10**6])
+@pytest.mark.parametrize("mesh", [(), (2, 2), (1, 3)])
+@ranks(2, 3, 4)
+def test_every_kind_of_parameter(mesh: tuple[int, ...], max_bytes: int, world_size: int) -> None:
+    if mesh and mesh[0] * mesh[1] != world_size:
+        pytest.skip("another world size")
+    reference = seeded(Odd)
+    for placement_fn in (None, columns):
+        model = seeded(Odd)
+        fsdp2.fully_shard(model, mesh=make_mesh(*mesh), shard_placement_fn=placement_fn)
+        assert_all(model, reference, max_bytes=max_bytes)
+
+
+@pytest.mark.parametrize("name", ["stack", "tied_lm", "nested_units", "mixed_dtypes"])
+@ranks(3)
+def test_models(name: str) -> None:
+    case = CASES[name]
+    model, reference = shard(seeded(case.build), case), seeded(case.build)
+    assert_all(model, reference, max_bytes=2000)
+    state = list(model.parameters())
+    assert all(isinstance(parameter, DTensor) for parameter in state)
+
+
+@pytest.mark.parametrize("rows", [12, 13])
+@ranks(4)
+def test_tensor_parallel_parameters_are_whole(rows: int) -> None:
+    """Rows over both axes, even or not; columns over one; replicated over one."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    whole = [torch.randn(rows, WIDTH) for _ in range(4)] + [torch.randn(rows)]
+    module = nn.ParameterList()
+    for tensor, placement in zip(
+        whole, [Shard(0), Shard(1), Replicate(), None, Shard(0)], strict=True
+    ):
+        made = (
+            tensor if placement is None else distribute_tensor(tensor, mesh["tensor"], [placement])
+        )
+        module.append(nn.Parameter(made))
+    fsdp2.fully_shard(module, mesh=mesh["data"])
+    for max_bytes in (64, 10**6):
+        found = dict(fsdp2.full_params(module, max_bytes=max_bytes))
+        for index, tensor in enumerate(whole):
+            assert same(found[str(index)], tensor), index
+
+
+@ranks(4)
+def test_parameters_on_meshes_of_their_own(rank: int) -> None:
+    """A mesh of the same ranks, a slice of it, and ranks that are no axis of it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    other = init_device_mesh("cpu", (4,))
+    model, reference = seeded(Odd), seeded(Odd)
+    chosen = {id(model.large): other, id(model.turned): mesh["shard"]}
+
+    def choose(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(0), chosen.get(id(parameter)))
+
+    del model.scalar
+    del reference.scalar
+    fsdp2.fully_shard(model, mesh=mesh, shard_placement_fn=choose)
+    assert model.large.device_mesh.ndim == 1
+    assert_all(model, reference, max_bytes=900)
+    state = fsdp2.checkpoint.full_state(model, max_bytes=900)
+    if rank == 0:
+        for name, tensor in reference.state_dict().items():
+            assert same(state["model"][name], tensor), name
+    pairs = DeviceMesh("cpu", torch.tensor([[0, 3], [1, 2]]), mesh_dim_names=("pair", "place"))
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    fsdp2.fully_shard(model[1], mesh=pairs["place"])
+    fsdp2.fully_shard(model, mesh=mesh)
+    with pytest.raises(fsdp2.UnsupportedError, match=r"1.weight lies on 2 of 4 ranks"):
+        fsdp2.checkpoint.full_state(model)
+
+
+@ranks(2)
+def test_a_root_that_stayed_whole_after_its_forward() -> None:
+    case = CASES["stack"]
+    model, reference = shard(seeded(case.build), case), seeded(case.build)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert_all(model, reference, max_bytes=10**5)
+    model(torch.ones(2, WIDTH))
+    assert_all(model, reference, max_bytes=10**5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@ranks(3)
+def test_dtypes_are_cast_on_the_way(dtype: torch.dtype) -> None:
+    model, reference = seeded(Odd), seeded(Odd)
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    for name, tensor in fsdp2.full_params(model, max_bytes=500, dtype=dtype):
+        expected = reference.get_parameter(name).detach()
+        expected = expected.to(dtype) if expected.dtype.is_floating_point else expected
+        assert same(tensor, expected), name
+
+
+@ranks(2)
+def test_names_buffers_and_a_callback_that_merges_adapters() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Linear(WIDTH, VOCAB)
+            self.lora_a = nn.Parameter(torch.randn(3, WIDTH))
+            self.lora_b = nn.Parameter(torch.randn(VOCAB, 3))
+            self.register_buffer("seen", torch.ones(2))
+
+    model, plain = seeded(Adapted), seeded(Adapted)
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    adapters = dict(fsdp2.full_params(model, max_bytes=999, names=lambda n: "lora_" in n))
+    assert list(adapters) == ["lora_a", "lora_b"]
+
+    def merge(name: str, tensor: Tensor) -> Tensor | None:
+        if name in adapters:
+            return None
+        return tensor + adapters["lora_b"] @ adapters["lora_a"] if name == "base.weight" else tensor
+
+    merged = dict(fsdp2.full_params(model, max_bytes=999, callback=merge, buffers=True))
+    assert list(merged) == ["base.weight", "base.bias", "seen"]
+    expected = plain.base.weight + plain.lora_b @ plain.lora_a
+    torch.testing.assert_close(merged["base.weight"], expected.detach())
+
+
+@pytest.mark.parametrize(("count", "max_bytes"), [(20, 8000), (20, 30000), (1, 1000)])
+@ranks(2, 3)
+def test_no_more_than_max_bytes_is_alive(count: int, max_bytes: int) -> None:
+    model = nn.Sequential(*(nn.Linear(29, 31, bias=False) for _ in range(count)))
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    largest = 29 * 33 * 4
+    held = sum(p.to_local().nbytes for p in model.parameters())
+    assert held < largest * count
+    seen = _peak(lambda: sum(1 for _ in fsdp2.full_params(model, max_bytes=max_bytes)))
+    limit = max(max_bytes, largest + max_bytes) if max_bytes < 3 * largest else max_bytes
+    assert seen <= limit + largest + 4096  # the loop's own variable, and alignment
+
+
+def _peak(run: Callable[[], Any]) -> int:
+    """Return the most bytes that the CPU allocator gave out above the start."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    live = highest = 0
+    assert profiler.profiler is not None
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            highest = max(highest, live)
+    return highest
+
+
+@ranks(2)
+def test_refusals() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    for wrong in (0, -1, 1.5, True, None):
+        with pytest.raises(fsdp2.ConfigError, match="max_bytes"):
+            fsdp2.full_params(model, max_bytes=wrong)  # type: ignore[arg-type]
+    with pytest.raises(fsdp2.ConfigError, match="dtype"):
+        fsdp2.full_params(model, max_bytes=10, dtype=torch.int32)
+    with pytest.raises(fsdp2.ConfigError, match="expected a module"):
+        fsdp2.full_params([model], max_bytes=10)  # type: ignore[arg-type]
+    inside: list[str] = []
+
+    def hook(module: nn.Module, args: Any) -> None:
+        with pytest.raises(fsdp2.StateError, match="<root> is inside a forward"):
+            fsdp2.full_params(model, max_bytes=10)
+        inside.append("forward")
+
+    handle = model.register_forward_pre_hook(hook)
+    model(torch.ones(1, WIDTH)).sum().backward()
+    handle.remove()
+    assert inside == ["forward"]
+    with torch.device("meta"):
+        empty = nn.Linear(3, 3)
+    with pytest.raises(fsdp2.StateError, match=r"weight: is on the meta device"):
+        fsdp2.full_params(empty, max_bytes=10)
+    partial = nn.Module()
+    mesh = make_mesh()
+    partial.sum = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    with pytest.raises(fsdp2.UnsupportedError, match=r"sum: is a partial sum"):
+        fsdp2.full_params(partial, max_bytes=10)

@@ -1,0 +1,532 @@
+"""Promise: a step holds no more than the memory setting says, and computes what it always did.
+
+The models have an embedding and a head of more than a MiB in the root, so these are *parts*: groups
+of their own (decision note 0012).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from fsdp2 import _events
+from fsdp2._events import Event
+from tests._models import Batch, Case, loss_of
+from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
+from tests._pool import ranks
+
+VOCAB, WIDTH, HIDDEN = 601, 449, 29  # the embedding is just above a MiB
+SETTINGS = ("low", "balanced", "fast", 64_000_000)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Language(nn.Module):
+    """An embedding, blocks, a norm and a head with a bias.
+
+    A call says how the head is used: ``"yes"``, ``"no"``, ``"twice"`` (before the blocks too, so
+    that its gradient is complete after theirs) or ``"checkpoint"``.
+    """
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, head: str = "yes") -> Tensor:
+        x = self.embed(ids)
+        early = self.head(x) if head == "twice" else 0.0
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if head == "no":
+            return x
+        if head == "checkpoint":
+            return checkpoint(self.head, x, use_reentrant=False)
+        return self.head(x) + early
+
+
+def batch(rows: int) -> Batch:
+    return Batch((torch.randint(0, VOCAB, (rows, 2)),), {})
+
+
+CASE = Case(Language, lambda m: list(m.blocks), batch)
+
+
+@contextmanager
+def recording() -> Iterator[list[Event]]:
+    events: list[Event] = []
+    with _events.listen(events.append):
+        yield events
+
+
+def moves(events: list[Event], kind: str, phase: str | None = None) -> Counter[str]:
+    """Count events of a kind by the name of their group."""
+    return Counter(e.fqn for e in events if e.kind == kind and phase in (None, e.phase))
+
+
+def gradients_of(pair: Pair, *heads: str) -> None:
+    """Run a step in which rank ``i`` uses the head as ``heads[i]`` says; compare gradients."""
+    count, whole = dist.get_world_size(), pair.batch()
+    parts = [whole.chunk(index, count).args[0] for index in range(count)]
+    loss_of(pair.model(parts[dist.get_rank()], heads[dist.get_rank()])).backward()
+    losses = [loss_of(pair.reference(p, h)) for p, h in zip(parts, heads, strict=True)]
+    torch.stack(losses).mean().backward()
+    pair.step()
+
+
+# --- the same training ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", SETTINGS)
+@ranks(3)
+def test_every_setting_trains_as_the_plain_model(memory: str | int) -> None:
+    pair = Pair(CASE)
+    pair.model.set_memory(memory)
+    pair.train(steps=4)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@ranks(2)
+def test_with_a_root_that_frees_or_keeps_its_parameters(reshard: bool) -> None:
+    Pair(CASE, reshard_after_forward=reshard).train(steps=4)
+
+
+@ranks(4)
+def test_on_a_replicate_axis() -> None:
+    pair = Pair(CASE, mesh=make_mesh(2, 2))
+    pair.train(steps=3)
+    heads = ("no", "yes", "yes", "no")
+    for _ in range(2):
+        gradients_of(pair, *heads)
+    gradients_of(pair, "yes", "yes", "twice", "yes")
+    pair.check()
+
+
+@ranks(2)
+def test_in_mixed_precision() -> None:
+    """Gradients of bf16 parameters are reduced in fp32: as torch's own fully_shard does it."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    train_alike(CASE, mp_policy=policy, steps=4)
+
+
+@ranks(2)
+def test_settings_may_change_between_steps() -> None:
+    pair = Pair(CASE)
+    for memory in (*SETTINGS, *SETTINGS):
+        pair.model.set_memory(memory)
+        pair.backward()
+        pair.step()
+    pair.check()
+
+
+# --- what backward does not read ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard", [True, None])
+@ranks(2)
+def test_backward_does_not_gather_the_embedding(reshard: bool | None) -> None:
+    """From the second step on, when ranks know of each other that nobody reads it."""
+    pair = Pair(CASE, reshard_after_forward=reshard)
+    pair.train(steps=2)
+    loss = pair.run(pair.model, pair.local(pair.batch()))
+    assert isinstance(pair.model.embed.weight, DTensor)
+    assert isinstance(pair.model.head.weight, DTensor) == (reshard is True)
+    with recording() as events:
+        loss.backward()
+    gathered = moves(events, "unshard")
+    assert gathered["embed"] == 0
+    assert gathered["head"] == (reshard is True)
+    assert moves(events, "reduce")["embed"] == 1
+    pair.model.zero_grad()
+    pair.train(steps=1)
+
+
+@ranks(2)
+def test_an_embedding_that_is_a_unit_is_not_gathered_either() -> None:
+    pair = Pair(Case(Language, lambda m: [m.embed, *m.blocks, m.head], batch))
+    pair.train(steps=2)
+    with recording() as events:
+        pair.backward()
+    assert moves(events, "unshard")["embed"] == 1
+    assert moves(events, "unshard")["head"] == 2
+    pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_what_backward_reads_stays_or_is_gathered() -> None:
+    """A weight that a rank starts to read, behind the embedding's back, is there for backward."""
+
+    class Tied(Language):
+        tie = False
+
+        def forward(self, ids: Tensor, head: str = "yes") -> Tensor:
+            y = super().forward(ids, head)
+            return y + F.linear(self.norm.weight, self.embed.weight) if self.tie else y
+
+    pair = Pair(Case(Tied, lambda m: list(m.blocks), batch))
+    pair.train(steps=2)
+    for ranks_that_read in ((), (1,), (0, 1), (1,)):
+        losses = []
+        whole = pair.batch()
+        for index in range(2):
+            pair.reference.tie = index in ranks_that_read
+            losses.append(pair.run(pair.reference, whole.chunk(index, 2)))
+        torch.stack(losses).mean().backward()
+        pair.model.tie = dist.get_rank() in ranks_that_read
+        pair.run(pair.model, pair.local(whole)).backward()
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("order", ["together", "apart"])
+@ranks(2)
+def test_two_forwards_before_backward(order: str) -> None:
+    pair = Pair(CASE)
+    pair.train(steps=2)
+    for _ in range(2):
+        batches = pair.batch(), pair.batch()
+        losses = [pair.losses(b) for b in batches]
+        if order == "together":
+            sum(loss for loss, _ in losses).backward()  # type: ignore[union-attr]
+        else:
+            for loss, _ in losses:
+                loss.backward()
+        sum(expected for _, expected in losses).backward()  # type: ignore[union-attr]
+        pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_two_backwards_of_one_forward() -> None:
+    pair = Pair(CASE)
+    pair.train(steps=2)
+    loss, expected = pair.losses(pair.batch())
+    for retain in (True, False):
+        loss.backward(retain_graph=retain)
+        expected.backward(retain_graph=retain)
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@ranks(2)
+def test_a_part_under_checkpointing_is_whole_when_it_is_recomputed(reentrant: bool) -> None:
+    class Checkpointed(Language):
+        def forward(self, ids: Tensor, head: str = "yes") -> Tensor:
+            x = checkpoint(self.embed, ids, use_reentrant=False)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return checkpoint(self.head, self.norm(x), use_reentrant=reentrant)
+
+    Pair(Case(Checkpointed, lambda m: list(m.blocks), batch)).train(steps=4)
+
+
+@ranks(2)
+def test_parts_in_checkpoint_wrappers() -> None:
+    """The wrapper runs outside of the checkpoint, the module that holds the weight inside."""
+
+    class Wrapped(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = checkpoint_wrapper(self.embed)
+            self.head = checkpoint_wrapper(nn.Sequential(nn.Linear(WIDTH, WIDTH), self.head))
+
+    Pair(Case(Wrapped, lambda m: list(m.blocks), batch)).train(steps=4)
+
+
+@ranks(2)
+def test_a_frozen_embedding() -> None:
+    pair = Pair(CASE, prepare=lambda m: m.embed.requires_grad_(False))
+    pair.train(steps=3)
+    with recording() as events:
+        pair.backward()
+    assert moves(events, "unshard")["embed"] == 1
+    pair.step()
+
+
+@ranks(2)
+def test_evaluation_before_and_between_steps() -> None:
+    pair = Pair(CASE)
+    with torch.inference_mode():
+        pair.losses(pair.batch())
+    for _ in range(2):
+        pair.train(steps=2)
+        with torch.no_grad():
+            pair.losses(pair.batch())
+        pair.check()
+    with recording() as events:
+        pair.backward()
+    assert moves(events, "unshard")["embed"] == 1
+    pair.step()
+
+
+@ranks(2)
+def test_a_double_backward_through_gradients_of_inputs() -> None:
+    class Floats(Language):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Linear(VOCAB, WIDTH)
+
+    pair = Pair(
+        Case(Floats, lambda m: list(m.blocks), lambda n: Batch((torch.randn(n, VOCAB),), {}))
+    )
+    pair.train(steps=2)
+    for _ in range(2):
+        whole = pair.batch()
+        losses = []
+        for model, parts in ((pair.model, [dist.get_rank()]), (pair.reference, [0, 1])):
+            found = []
+            for index in parts:
+                x = whole.chunk(index, 2).args[0].requires_grad_()
+                loss = pair.run(model, Batch((x,), {}))
+                (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+                found.append(loss + gradient.square().sum())
+            losses.append(torch.stack(found).mean())
+        for loss in losses:
+            loss.backward()
+        pair.step()
+    pair.train(steps=1)
+
+
+# --- reduced early --------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_the_head_is_reduced_before_the_blocks() -> None:
+    """Its gradient is complete before theirs. The embedding's is not."""
+    pair = Pair(CASE)
+    for step in range(3):
+        with recording() as events:
+            pair.backward()
+        order = [e.fqn for e in events if e.kind == "reduce"]
+        blocks = ["blocks.2", "blocks.1", "blocks.0"]
+        expected = ["head", *blocks, "embed", ""] if step else [*blocks, "embed", "head", ""]
+        assert order == expected
+        pair.step()
+
+
+@ranks(2, 3)
+def test_ranks_may_differ_in_their_use_of_a_part(rank: int, world_size: int) -> None:
+    """One rank does not use the head, or uses it late: gradients are right in every step."""
+    pair = Pair(CASE)
+    pair.train(steps=2)
+    others = ["yes"] * (world_size - 1)
+    for heads in (["no", *others], [*others, "no"], ["no"] * world_size, [*others, "twice"]):
+        with recording() as events:
+            gradients_of(pair, *heads)
+        late = heads[-1] == "twice"
+        assert moves(events, "reduce")["head"] == (2 if late else 1), heads
+    for _ in range(2):  # now known to be late: reduced once again
+        with recording() as events:
+            gradients_of(pair, *others, "twice")
+        assert moves(events, "reduce")["head"] == 1
+    pair.train(steps=1)
+
+
+@ranks(2)
+def test_the_use_of_a_part_may_alternate() -> None:
+    pair = Pair(CASE)
+    for head in ("no", "yes", "twice", "no", "yes", "checkpoint", "yes"):
+        gradients_of(pair, head, "yes")
+    pair.check()
+
+
+@ranks(2)
+def test_accumulation_without_sync() -> None:
+    pair = Pair(CASE)
+    for _ in range(3):
+        pair.model.set_requires_gradient_sync(False)
+        pair.backward()
+        pair.model.set_requires_gradient_sync(True)
+        pair.backward()
+        pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_backwards_that_are_not_the_last() -> None:
+    pair = Pair(CASE)
+    for _ in range(2):
+        pair.model.set_is_last_backward(False)
+        pair.backward()
+        pair.model.set_is_last_backward(True)
+        pair.backward()
+        pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_hooks_of_the_user_run_once_a_backward() -> None:
+    """Those on sharded parameters: gradients that hooks wait for are set during backward."""
+    pair = Pair(CASE)
+    seen: Counter[str] = Counter()
+    for name, param in pair.model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _p, name=name: seen.update([name]))
+    pair.train(steps=3)
+    assert set(seen.values()) == {3}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@ranks(2)
+def test_training_goes_on_after_an_exception(phase: str) -> None:
+    class ProvokedError(Exception):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise ProvokedError
+
+    pair = Pair(CASE)
+    pair.train(steps=2)
+    block = pair.model.blocks[1]
+    register = (
+        block.register_forward_hook if phase == "forward" else block.register_full_backward_hook
+    )
+    handle = register(fail)
+    with pytest.raises(ProvokedError):
+        pair.run(pair.model, pair.local(pair.batch())).backward()
+    handle.remove()
+    pair.model.zero_grad()
+    pair.train(steps=3)
+
+
+@ranks(2)
+def test_a_copy_has_parts_of_its_own() -> None:
+    pair = Pair(CASE)
+    pair.train(steps=2)
+    other = copy.deepcopy(pair.model)
+    ids = pair.local(pair.batch())
+    for model in (pair.model, other, pair.model, other):
+        model.zero_grad()
+        pair.run(model, ids).backward()
+    assert_same_gradients(other, copy.deepcopy(pair.model))
+    unit, copied = fsdp2.fully_shard.state(pair.model), fsdp2.fully_shard.state(other)
+    assert unit is not None
+    assert copied is not None
+    assert [g.part for g in copied.own_groups] == [g.part for g in unit.own_groups]
+    hooks = other.embed._forward_pre_hooks.values()
+    assert [hook.group for hook in hooks] == copied.own_groups[:1]
+
+
+# --- which groups there are -----------------------------------------------------------------------
+
+
+@ranks(2)
+def test_what_is_a_part() -> None:
+    """Large submodules of a unit that contains units; never the parameters of a tie."""
+
+    class Outer(nn.Module):
+        def __init__(self, tie: bool = False) -> None:
+            super().__init__()
+            self.inner = Language(1)
+            self.small = nn.Linear(3, 3)
+            if tie:
+                self.inner.head.weight = self.inner.embed.weight
+
+    def parts(model: nn.Module, *units: nn.Module) -> list[str]:
+        for unit in units:
+            fsdp2.fully_shard(unit)
+        root = fsdp2.fully_shard.state(fsdp2.fully_shard(model))
+        assert root is not None
+        return [group.part for group in root.own_groups]
+
+    model = Outer()
+    assert parts(model, model.inner.blocks[0]) == ["inner.embed", "inner.head", ""]
+    assert parts(Outer()) == [""]
+    model = Outer(tie=True)
+    assert parts(model, model.inner.blocks[0]) == [""]
+
+
+# --- the setting ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("memory", "limit"), [("low", 1), ("balanced", 2), ("fast", 3)])
+@ranks(2)
+def test_never_more_units_are_whole_than_the_setting_says(memory: str, limit: int) -> None:
+    """Counted at every event: units below the root that are whole, or on their way."""
+    pair = Pair(Case(lambda: Language(6), lambda m: list(m.blocks), batch))
+    pair.model.set_memory(memory)
+    units = [fsdp2.fully_shard.state(block) for block in pair.model.blocks]
+    groups = [group for unit in units if unit is not None for group in unit.own_groups]
+    counts: list[int] = []
+
+    def count(*_: Any) -> None:
+        counts.append(sum(group.is_unsharded or group.is_gathering for group in groups))
+
+    for block in pair.model.blocks:
+        block.up.register_forward_pre_hook(count)
+        block.up.register_full_backward_hook(count)
+    with _events.listen(count):
+        pair.train(steps=3)
+    assert max(counts) == limit
+
+
+@pytest.mark.parametrize(("memory", "running"), [("low", 0), ("balanced", 1), ("fast", 3)])
+@ranks(2)
+def test_never_more_reductions_hold_their_inputs(memory: str, running: int) -> None:
+    """Seen whenever something is gathered or reduced. One more may, if the oldest is small."""
+    pair = Pair(Case(lambda: Language(6), lambda m: list(m.blocks), batch))
+    pair.model.set_memory(memory)
+    pair.backward()
+    root = fsdp2.fully_shard.state(pair.model)
+    assert root is not None
+    assert root.runtime is not None
+    runtime, counts, large = root.runtime, [], []
+
+    def count(_: Event) -> None:
+        counts.append(len(runtime._reductions))
+        large.append(sum(reduction.nbytes >= 1 << 20 for reduction in runtime._reductions))
+
+    with _events.listen(count):
+        pair.backward()
+    assert max(counts) == (running + 1 if running else 0)
+    assert max(large) <= max(1, running) if running else not any(large)
+    assert not runtime._reductions
+
+
+@ranks(2)
+def test_a_budget_buys_overlap() -> None:
+    """More bytes never give less; too few name what is needed, and change nothing."""
+    model = Pair(CASE).model
+    unit = fsdp2.fully_shard.state(model)
+    assert unit is not None
+    with pytest.raises(fsdp2.ConfigError, match="bytes are not enough") as caught:
+        model.set_memory(1000)
+    least = int(str(caught.value).split(" take ")[1].split()[0])
+    assert least > 2 * VOCAB * WIDTH * 4
+    found = []
+    for budget in (least, least + 100_000, least + 200_000, 10 * least):
+        model.set_memory(budget)
+        overlap = unit.settings.overlap
+        assert all(
+            u.settings.overlap == overlap for u in map(fsdp2.fully_shard.state, model.blocks)
+        )
+        found.append((overlap.prefetch, overlap.reductions))
+    assert found == sorted(found)
+    assert found[0] == (0, 0)
+    assert found[-1] == (2, 3)

@@ -1,0 +1,246 @@
+"""Promise: inside `summon_full_params` a sharded model has the parameters of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import fsdp2
+from tests._models import CASES, HIDDEN, WIDTH, seeded
+from tests._parity import Pair, assert_same, bits, make_mesh, names_of, shard, whole
+from tests._pool import ranks
+
+
+def assert_whole(model: nn.Module, reference: nn.Module) -> None:
+    expected = names_of(reference)
+    found = names_of(model)
+    assert list(found) == list(expected)
+    for name, parameter in found.items():
+        assert type(parameter) is nn.Parameter, name
+        assert parameter.requires_grad is expected[name].requires_grad, name
+        assert torch.equal(bits(parameter), bits(expected[name])), name
+
+
+def assert_restored(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+    """Assert that the very same sharded parameters are registered."""
+    now = names_of(model)
+    assert all(now[name] is parameter for name, parameter in before.items())
+    assert all(isinstance(parameter, DTensor) for parameter in now.values())
+
+
+@pytest.mark.parametrize("name", ["stack", "tied_lm", "scalars", "mixed_dtypes"])
+@ranks(3)
+def test_parameters_are_whole_and_come_back(name: str) -> None:
+    case = CASES[name]
+    model, reference = shard(seeded(case.build), case), seeded(case.build)
+    before = names_of(model)
+    with fsdp2.summon_full_params(model):
+        assert_whole(model, reference)
+        model.state_dict()
+        model.load_state_dict(model.state_dict())
+        assert_whole(model, reference)
+    assert_restored(model, before)
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
+@ranks(4)
+def test_writes_persist_if_writeback_says_so(mesh: tuple[int, ...]) -> None:
+    case = CASES["stack"]
+    model, reference = shard(seeded(case.build), case, mesh=make_mesh(*mesh)), seeded(case.build)
+    before = names_of(model)
+
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 3.0)
+            module.bias = nn.Parameter(torch.arange(float(module.bias.numel())))
+
+    with fsdp2.summon_full_params(model, writeback=False), torch.no_grad():
+        model.apply(fill)
+        assert model.out.weight.unique().tolist() == [3.0]
+    assert_restored(model, before)
+    with fsdp2.summon_full_params(model, writeback=False):
+        assert_whole(model, reference)
+    with fsdp2.summon_full_params(model):
+        model.apply(fill)
+    reference.apply(fill)
+    assert_restored(model, before)
+    with fsdp2.summon_full_params(model, writeback=False):
+        assert_whole(model, reference)
+
+
+@ranks(2)
+def test_training_goes_on_with_what_was_written() -> None:
+    """A root that stayed whole after its forward gathers what was written."""
+    pair = Pair("stack")
+    pair.train(steps=1)
+    with fsdp2.summon_full_params(pair.model), torch.no_grad():
+        pair.model.out.weight.mul_(0.5)
+        pair.model.blocks[0].up.weight.zero_()
+    with torch.no_grad():
+        pair.reference.out.weight.mul_(0.5)
+        pair.reference.blocks[0].up.weight.zero_()
+    pair.train(steps=2)
+
+
+@ranks(2)
+def test_gradients_are_whole_and_written_back() -> None:
+    torch.manual_seed(0)
+    model, plain = (
+        seeded(lambda: nn.Linear(WIDTH, HIDDEN)),
+        seeded(lambda: nn.Linear(WIDTH, HIDDEN)),
+    )
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    x = torch.randn(3, WIDTH)
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    with fsdp2.summon_full_params(model, with_grads=True):
+        assert_same(model.weight.grad, plain.weight.grad, "weight.grad")
+        model.weight.grad.mul_(2)
+        model.bias.grad = None
+    assert isinstance(model.weight.grad, DTensor)
+    assert_same(model.weight.grad, plain.weight.grad * 2, "weight.grad")
+    assert model.bias.grad is None
+    with fsdp2.summon_full_params(model, with_grads=True, writeback=False):
+        assert model.bias.grad is None
+        model.weight.grad.zero_()
+    assert_same(model.weight.grad, plain.weight.grad * 2, "weight.grad")
+    with fsdp2.summon_full_params(model, with_grads=True):
+        model.bias.grad = torch.ones(HIDDEN)
+    assert_same(model.bias.grad, torch.ones(HIDDEN), "bias.grad")
+    with fsdp2.summon_full_params(model):
+        assert model.weight.grad is None
+    assert model.weight.grad is not None
+
+
+@ranks(4)
+def test_tensor_parallel_parameters_are_whole() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model, plain = seeded(lambda: nn.Linear(WIDTH, 14)), seeded(lambda: nn.Linear(WIDTH, 14))
+    model.weight = nn.Parameter(
+        distribute_tensor(model.weight.detach(), mesh["tensor"], [Shard(0)])
+    )
+    fsdp2.fully_shard(model, mesh=mesh["data"])
+    with fsdp2.summon_full_params(model), torch.no_grad():
+        assert_whole(model, plain)
+        model.weight.copy_(model.weight.flip(0))
+    assert torch.equal(
+        dict(fsdp2.full_params(model, max_bytes=10**5))["weight"], plain.weight.detach().flip(0)
+    )
+
+
+@ranks(2)
+def test_rank_0_only(rank: int) -> None:
+    case = CASES["stack"]
+    model, reference = shard(seeded(case.build), case), seeded(case.build)
+    before = names_of(model)
+    with fsdp2.summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=True):
+        if rank == 0:
+            assert_whole(model, reference)
+        else:
+            assert_restored(model, before)
+        with (
+            pytest.raises(fsdp2.StateError, match="is nested in a context of the same"),
+            fsdp2.summon_full_params(model),
+        ):
+            pass
+    assert_restored(model, before)
+
+
+@ranks(2)
+def test_nested_and_not_recursive() -> None:
+    case = CASES["stack"]
+    model, reference = shard(seeded(case.build), case), seeded(case.build)
+    before = names_of(model)
+    with fsdp2.summon_full_params(model, recurse=False):
+        assert type(model.out.weight) is nn.Parameter
+        assert isinstance(model.blocks[0].up.weight, DTensor)
+    assert_restored(model, before)
+    with fsdp2.summon_full_params(model.out):  # no unit, inside of one
+        assert torch.equal(model.out.weight, reference.out.weight)
+        assert isinstance(model.inp.weight, DTensor)
+    with fsdp2.summon_full_params(model.blocks, recurse=True):
+        assert type(model.blocks[1].up.weight) is nn.Parameter
+    assert_restored(model, before)
+    with fsdp2.summon_full_params(model, writeback=False), torch.no_grad():
+        with fsdp2.summon_full_params(model.blocks[0]):
+            model.blocks[0].up.weight.fill_(4)
+            model.out.weight.fill_(4)
+        assert_whole(model.blocks[1], reference.blocks[1])
+    assert_restored(model, before)
+    assert whole(model.blocks[0].up.weight).unique().tolist() == [4.0]
+    assert torch.equal(whole(model.out.weight), reference.out.weight)
+
+
+@ranks(2)
+def test_refusals() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    for part in (model[0], model):
+        fsdp2.fully_shard(part, mesh=make_mesh())
+    before = names_of(model)
+    with (
+        pytest.raises(fsdp2.ConfigError, match="rank0_only=True with writeback=True"),
+        fsdp2.summon_full_params(model, rank0_only=True),
+    ):
+        pass
+    with (
+        pytest.raises(fsdp2.ConfigError, match="recurse"),
+        fsdp2.summon_full_params(model, recurse=1),  # type: ignore[arg-type]
+    ):
+        pass
+    inside: list[str] = []
+
+    def summon(what: str) -> None:
+        with (
+            pytest.raises(fsdp2.StateError, match=r"inside a (forward|backward)"),
+            fsdp2.summon_full_params(model),
+        ):
+            pass
+        inside.append(what)
+
+    handle = model[0].register_forward_hook(lambda *_: summon("forward"))
+    x = model(torch.ones(2, WIDTH, requires_grad=True))
+    x.register_hook(lambda grad: summon("backward"))
+    x.sum().backward()
+    handle.remove()
+    assert sorted(set(inside)) == ["backward", "forward"]
+    with fsdp2.summon_full_params(model):
+        for call in (model, model[0]):
+            with pytest.raises(fsdp2.StateError, match="inside summon_full_params"):
+                call(torch.ones(1, WIDTH))
+        with pytest.raises(fsdp2.StateError, match="inside summon_full_params"):
+            model[0].unshard()
+    assert_restored(model, before)
+    values = {name: whole(p).clone() for name, p in before.items()}
+
+    def spoil(change: Any) -> None:
+        with torch.no_grad(), fsdp2.summon_full_params(model):
+            model[1].bias.zero_()
+            change()
+
+    def reshape() -> None:
+        model[0].weight = nn.Parameter(torch.ones(2))
+
+    def remove() -> None:
+        model[0].weight = None
+
+    for change, message in ((reshape, r"0.weight has shape \(2,\) now"), (remove, "was removed")):
+        with pytest.raises(fsdp2.StateError, match=message):
+            spoil(change)
+        assert_restored(model, before)
+        for name, value in values.items():
+            assert torch.equal(whole(before[name]), value)
+
+    def fail() -> None:
+        raise KeyError("the user's own")
+
+    with pytest.raises(KeyError, match="the user's own"):
+        spoil(fail)
+    assert_restored(model, before)
+    loss: Tensor = model(torch.ones(1, WIDTH)).sum()
+    loss.backward()
