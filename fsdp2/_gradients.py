@@ -14,6 +14,7 @@ belongs to whoever holds it. A user who keeps ``p.grad`` across steps keeps the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _packing, _torch
 from fsdp2._layout import ReduceLayout
 from fsdp2._param import FSDPParam
+
+_buffers: WeakValueDictionary[int, GradientBuffer] = WeakValueDictionary()
+"""Buffers that are alive, by the address of a gradient's storage."""
 
 
 class GradientBuffer:
@@ -65,11 +69,40 @@ class GradientBuffer:
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
         self._storages += [summed.untyped_storage() for summed, _ in self._sums]
         local = view = only = None  # or they would count as holders
+        self._lent: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._held = self._references()
+        for storage in self._storages:
+            _buffers[storage.data_ptr()] = self
 
     def _references(self) -> list[int]:
         counts = [_torch.storage_use_count(storage) for storage in self._storages]
         return counts + _torch.count_references(self._grads)
+
+    @staticmethod
+    def holding(grad: Tensor) -> GradientBuffer | None:
+        """Return the buffer that ``grad`` is a gradient of, if there is one."""
+        if not isinstance(grad, DTensor):
+            return None
+        storage = _torch.local_tensor(grad).untyped_storage()
+        buffer = _buffers.get(storage.data_ptr())
+        if buffer is None or not any(grad is own for own in buffer._grads):
+            return None
+        return buffer
+
+    def lend(self, first: Tensor, numel: int) -> Tensor:
+        """View ``[numel]`` elements from the local part of gradient ``first`` on.
+
+        The view is the buffer's own and made once: whoever keeps it (and not this buffer) beyond
+        the moment would read the values of later steps.
+        """
+        local = _torch.local_tensor(first)
+        key = (local.data_ptr(), numel, local.dtype)
+        if key not in self._lent:
+            self._lent[key] = local.as_strided((numel,), (1,))
+            at = local.untyped_storage().data_ptr()
+            index = [storage.data_ptr() for storage in self._storages].index(at)
+            self._held[index] += 1
+        return self._lent[key]
 
     @property
     def is_free(self) -> bool:

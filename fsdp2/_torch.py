@@ -94,6 +94,10 @@ get_spec = attrgetter("_spec")
 """``local_tensor`` and ``spec_of`` for ``map``: an optimizer step asks for hundreds of each."""
 
 
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Inside it an attribute of a subclass is read without looking for its ``__torch_function__``."""
+
+
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Return the placement of a shard of a shard: this axis splits what later axes split first."""
     return _StridedShard(dim, split_factor=split_factor)
@@ -271,6 +275,11 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor
 def scale_all_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors of one device in place: a few kernels for all of them on a device."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+fused_adam = torch._fused_adam_
+fused_adamw = torch._fused_adamw_
+"""The kernels of ``Adam(fused=True)``, which ``torch.optim`` calls with lists of tensors."""
 
 
 # References: whether a buffer may be reused. See [Note: reused gradients] in _gradients.
