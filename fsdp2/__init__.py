@@ -1,6 +1,7 @@
 """Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it."""
 
 from fsdp2 import optim as optim
+from fsdp2 import wrap as wrap
 from fsdp2._api import fully_shard, register_fsdp_forward_method
 from fsdp2._clip import clip_grad_norm_
 from fsdp2._comm import AllGather, Comm, ReduceScatter

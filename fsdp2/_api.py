@@ -6,16 +6,16 @@ happen in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from fsdp2._checks import (
     check_flag,
-    check_ignored,
     check_method,
     check_modules,
     check_placement_fn,
@@ -25,6 +25,7 @@ from fsdp2._checks import (
 from fsdp2._collect import Collected, collect, refuse_extensions, take_ties
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import UNIT_ATTRIBUTE, ForwardMethod, register_hooks, unit_of
+from fsdp2._ignored import Ignored
 from fsdp2._mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._module import FSDPModule, register_names, sharded_class
 from fsdp2._param import FSDPParam
@@ -52,6 +53,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
 ) -> M:
     """Shard the parameters of a module, in place, over the data-parallel ranks.
 
@@ -82,6 +84,8 @@ def fully_shard(
         conditional: some ranks may skip this module, or units below it, in a forward. The nearest
             unit above that is not conditional then gathers its parameters and reduces its gradients
             together with its own, on every rank.
+        ignored_states: more to leave alone: modules (with all parameters and buffers in them), or
+            parameters and buffers; not both.
 
     Returns:
         ``module`` itself.
@@ -97,7 +101,8 @@ def fully_shard(
     check_policies(mp_policy, offload_policy)
     check_placement_fn(shard_placement_fn)
     classes = {target: sharded_class(type(target)) for target in modules}
-    collected = collect(modules, data, shard_placement_fn, check_ignored(ignored_params))
+    ignored = Ignored.of(ignored_params, ignored_states)
+    collected = collect(modules, data, shard_placement_fn, ignored)
     smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
 
     if any(smaller.values()):

@@ -6,7 +6,7 @@ Owns the messages for wrong arguments. It must not know how arguments are used.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def check_modules(module: object) -> list[nn.Module]:
         modules.append(candidate)
     modules = _outermost(modules)
     for target in modules:
-        if isinstance(target, nn.ModuleList | nn.ModuleDict) and not _has_forward(target):
+        if isinstance(target, nn.ModuleList | nn.ModuleDict) and not has_forward(target):
             raise ConfigError(
                 f"fully_shard: {type(target).__name__} has no forward, so nothing would gather "
                 "its parameters. Apply fully_shard to each of its modules, or to its parent."
@@ -56,7 +56,7 @@ def check_modules(module: object) -> list[nn.Module]:
     return modules
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
@@ -129,20 +129,6 @@ def check_policies(mp_policy: object, offload_policy: object) -> None:
             f"fully_shard: expected offload_policy to be a fsdp2.OffloadPolicy, found "
             f"{type(offload_policy).__name__}."
         )
-
-
-def check_ignored(ignored: object) -> set[nn.Parameter]:
-    if ignored is None:
-        return set()
-    params: set[nn.Parameter] = set()
-    for param in ignored if isinstance(ignored, Iterable) else [ignored]:
-        if not isinstance(param, nn.Parameter):
-            raise ConfigError(
-                f"fully_shard: expected ignored_params to be a set of nn.Parameter, found "
-                f"{type(param).__name__} in it. Pass the parameters, not their names or modules."
-            )
-        params.add(param)
-    return params
 
 
 def check_flag(name: str, value: object) -> bool:

@@ -27,8 +27,10 @@ from torch.distributed._composable.contract import (  # what `replicate` and the
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as FSDPModule  # what isinstance checks ask about
+from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
 from torch.distributed.fsdp import fully_shard  # for its accessor alone
+from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta  # both for make_spec
@@ -280,6 +282,12 @@ def scale_all_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 fused_adam = torch._fused_adam_
 fused_adamw = torch._fused_adamw_
 """The kernels of ``Adam(fused=True)``, which ``torch.optim`` calls with lists of tensors."""
+
+
+def custom_policy_function(policy: CustomPolicy) -> Callable[[nn.Module], Any]:
+    """Return the function of a module that the user made the policy of."""
+    function: Callable[[nn.Module], Any] = policy._lambda_fn
+    return function
 
 
 # References: whether a buffer may be reused. See [Note: reused gradients] in _gradients.

@@ -106,7 +106,8 @@ fully_shard(module,
     offload_policy=OffloadPolicy(),
     ignored_params=None,
     dp_mesh_dims=None,
-    conditional=False)
+    conditional=False,
+    ignored_states=None)
 register_fsdp_forward_method(module, method_name)
 share_comm_ctx(modules)
 MixedPrecisionPolicy(param_dtype=None,
