@@ -7,7 +7,9 @@ from fsdp2._clip import clip_grad_norm_
 from fsdp2._comm import AllGather, Comm, ReduceScatter
 from fsdp2._control import share_comm_ctx
 from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._inspect import GroupInfo, ShardInfo, UnitInfo, units
 from fsdp2._module import FSDPModule, UnshardHandle
+from fsdp2._no_sync import no_sync
 from fsdp2._policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -24,17 +26,22 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
+    "GroupInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",
+    "ShardInfo",
     "ShardPlacementResult",
     "StateError",
+    "UnitInfo",
     "UnshardHandle",
     "UnsupportedError",
     "clip_grad_norm_",
     "fully_shard",
+    "no_sync",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "units",
 ]
 
 __version__ = "0.1.0"

@@ -279,6 +279,12 @@ def scale_all_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def lerp_all_(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
+    """Move each tensor towards its end by ``weight``, in place: a few kernels for all of them."""
+    if tensors:
+        torch._foreach_lerp_(list(tensors), list(ends), weight)
+
+
 fused_adam = torch._fused_adam_
 fused_adamw = torch._fused_adamw_
 """The kernels of ``Adam(fused=True)``, which ``torch.optim`` calls with lists of tensors."""

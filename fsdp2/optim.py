@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from fsdp2._ema import EMA as EMA
 from fsdp2._errors import ConfigError, UnsupportedError
 from fsdp2._fused import VARIANTS, FusedAdam
 from fsdp2._runs import Plan, Table
 
-__all__ = ["local"]
+__all__ = ["EMA", "local"]
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,

@@ -51,17 +51,22 @@ ConfigError
 DataParallelMeshDims
 FSDPError
 FSDPModule
+GroupInfo
 MixedPrecisionPolicy
 OffloadPolicy
 ReduceScatter
+ShardInfo
 ShardPlacementResult
 StateError
+UnitInfo
 UnshardHandle
 UnsupportedError
 clip_grad_norm_
 fully_shard
+no_sync
 register_fsdp_forward_method
-share_comm_ctx""",
+share_comm_ctx
+units""",
     )
 
 
