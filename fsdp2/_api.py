@@ -36,6 +36,7 @@ from fsdp2._policy import (
     Settings,
     ShardPlacementResult,
 )
+from fsdp2._precision import CastBuffers, policy_for
 from fsdp2._unit import Unit
 
 M = TypeVar("M", nn.Module, list[nn.Module])
@@ -110,13 +111,15 @@ def fully_shard(
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
-    unit = Unit(tuple(modules), mp_policy, settings, check_flag("conditional", conditional))
+    policy = policy_for(mp_policy, modules)
+    unit = Unit(tuple(modules), policy, settings, check_flag("conditional", conditional))
+    unit.chosen_policy = mp_policy
     device = data.device
     params = _make_params(collected)
     for used, tied in take_ties(collected).items():
         params.setdefault(used, []).extend(tied)
     for used, members in params.items():
-        group = ParamGroup(used, mp_policy, device, offload_policy)
+        group = ParamGroup(used, policy, device, offload_policy)
         group.settings = settings
         group.shard(members)
         if smaller[used] is not None:
@@ -124,6 +127,11 @@ def fully_shard(
         unit.own_groups.append(group)
     for buffer_site in collected.buffers:
         buffer_site.move_to(device)
+    if mp_policy.buffer_dtype is not None:
+        sites = [(site.module, site.name) for site in collected.buffers]
+        unit.cast_buffers = CastBuffers(sites, mp_policy.buffer_dtype)
+        if policy.buffer_dtype is not None:
+            unit.cast_buffers.cast()
     for target in modules:
         target.__dict__[UNIT_ATTRIBUTE] = unit
         register_names(target, unit)

@@ -117,13 +117,15 @@ def check_policies(mp_policy: object, offload_policy: object) -> None:
             f"fully_shard: expected mp_policy to be a fsdp2.MixedPrecisionPolicy, found "
             f"{type(mp_policy).__name__}."
         )
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+    for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
         dtype = getattr(mp_policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(
                 f"fully_shard: expected mp_policy.{name} to be a floating-point dtype or None, "
                 f"found {dtype!r}."
             )
+    for name in ("cast_root_forward_inputs", "keep_low_precision_grads", "full_precision_in_eval"):
+        check_flag(f"mp_policy.{name}", getattr(mp_policy, name))
     if not isinstance(offload_policy, OffloadPolicy):
         raise ConfigError(
             f"fully_shard: expected offload_policy to be a fsdp2.OffloadPolicy, found "

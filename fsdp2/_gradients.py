@@ -48,7 +48,7 @@ class GradientBuffer:
         self._sums: list[tuple[Tensor, int]] = []
         self._grads: list[Tensor] = []
         for position, param in enumerate(params):
-            dtype = param.storage_dtype
+            dtype = param.kept_dtype(layout.dtype)
             if dtype not in self._flats:
                 self._flats[dtype] = torch.empty(
                     layout.numel, dtype=dtype, device=device, pin_memory=pinned
@@ -62,7 +62,12 @@ class GradientBuffer:
             elif not view.is_contiguous():
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._copies.append((local, view))
-            self._grads.append(_torch.new_dtensor(local, param.spec, like=param.like))
+            spec, like = param.spec, param.like
+            if dtype is not param.storage_dtype:
+                mesh, placements = spec.mesh, spec.placements
+                spec = _torch.make_spec(mesh, placements, spec.shape, spec.stride, dtype)
+                like = torch.empty(local.shape, dtype=dtype, device=device)
+            self._grads.append(_torch.new_dtensor(local, spec, like=like))
         only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
         self._stamps = None if only is None else only[layout.stamp_start :]
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]
