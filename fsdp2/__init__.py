@@ -1,10 +1,12 @@
 """Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it."""
 
+from fsdp2 import debug as debug
 from fsdp2 import optim as optim
 from fsdp2 import wrap as wrap
 from fsdp2._api import fully_shard, register_fsdp_forward_method
 from fsdp2._clip import clip_grad_norm_
 from fsdp2._comm import AllGather, Comm, ReduceScatter
+from fsdp2._comm_hooks import Compress, register_comm_hook
 from fsdp2._control import share_comm_ctx
 from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
 from fsdp2._inspect import GroupInfo, ShardInfo, UnitInfo, units
@@ -22,6 +24,7 @@ __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
     "Comm",
+    "Compress",
     "ConfigError",
     "DataParallelMeshDims",
     "FSDPError",
@@ -39,6 +42,7 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "no_sync",
+    "register_comm_hook",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "units",

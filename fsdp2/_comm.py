@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +178,7 @@ class Wire:
         self.gather: Any = DefaultAllGather()
         self.scatter: Any = DefaultReduceScatter()
         self.scatter_group: dist.ProcessGroup | None = None
+        self.sum_replicas: Callable[[torch.Tensor, dist.ProcessGroup], None] | None = None
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -185,6 +186,11 @@ class Wire:
         """Return a buffer of a reduction."""
         buffer: torch.Tensor = self.scatter.allocate(shape, dtype=dtype, device=device)
         return buffer
+
+    @property
+    def only_sums(self) -> bool:
+        """True if what joins gradients leaves a mean to the engine."""
+        return self.sum_replicas is not None
 
     @property
     def custom(self) -> tuple[Any, Any]:
@@ -231,6 +237,10 @@ class Wire:
         self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:
         """Replace ``tensor`` by what all ranks of the axis hold, joined."""
+        if self.sum_replicas is not None:
+            assert axis.pg is not None
+            self.sum_replicas(tensor, axis.pg)
+            return None
         work: dist.Work | None = dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)
         return work
 

@@ -18,11 +18,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import _packing, _torch
+from fsdp2._errors import StateError
 from fsdp2._layout import ReduceLayout
-from fsdp2._param import FSDPParam
+from fsdp2._param import FSDPParam, OwnerMark
 
 _buffers: WeakValueDictionary[int, GradientBuffer] = WeakValueDictionary()
 """Buffers that are alive, by the address of a gradient's storage."""
@@ -152,14 +153,55 @@ def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) ->
         if have_hooks:
             grad = _torch.apply_gradient_hooks(param, grad)
         existing = param.grad
-        if existing is None:
-            param.grad = grad
-        elif isinstance(existing, DTensor) and isinstance(grad, DTensor):
-            _torch.local_tensor(existing).add_(_torch.local_tensor(grad))
-        else:
-            existing.add_(grad)
+        try:
+            if existing is None:
+                param.grad = grad
+            elif isinstance(grad, DTensor):
+                _add(param, existing, grad)
+            else:
+                existing.add_(grad)
+        except RuntimeError as error:
+            raise StateError(_mismatch(param, grad)) from error
         if have_hooks:
             _torch.run_post_accumulate_hooks(param)
+
+
+def _add(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
+    """Add to the gradient that a parameter has: ours of earlier, or what the user put there.
+
+    A whole tensor, or a DTensor with other placements on the same mesh, is placed as ours first.
+    """
+    if not isinstance(existing, DTensor) or existing.placements != grad.placements:
+        mesh, placements = grad.device_mesh, grad.placements
+        if isinstance(existing, DTensor):
+            existing = existing.redistribute(mesh, placements)
+        else:
+            existing = distribute_tensor(existing, mesh, placements, src_data_rank=None)
+        param.grad = existing
+    own, new = _torch.local_tensor(existing), _torch.local_tensor(grad)
+    if own.shape != new.shape:  # broadcasting would hide it
+        raise RuntimeError(f"local shapes {tuple(own.shape)} and {tuple(new.shape)}")
+    own.add_(new)
+
+
+def _mismatch(param: torch.nn.Parameter, grad: Tensor) -> str:
+    owner = OwnerMark.owner_of(param)
+    name = "a parameter" if owner is None else owner.fqn
+    return (
+        f"{name}: its gradient is {_describe(grad)}, and cannot be set or added: the parameter is "
+        f"now {_describe(param)}, its grad {_describe(param.grad)}. Replace a sharded parameter "
+        "or gradient only by one of the same shape, dtype, device and mesh, or by None."
+    )
+
+
+def _describe(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    text = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.dtype}"
+    if isinstance(tensor, DTensor):
+        local = _torch.local_tensor(tensor)
+        text += f" ({tuple(local.shape)} here, on {local.device}, {tensor.placements})"
+    return text
 
 
 def local_gradient(grad: DTensor, param: FSDPParam) -> Tensor:

@@ -47,6 +47,7 @@ def test_all() -> None:
 AllGather
 CPUOffloadPolicy
 Comm
+Compress
 ConfigError
 DataParallelMeshDims
 FSDPError
@@ -64,6 +65,7 @@ UnsupportedError
 clip_grad_norm_
 fully_shard
 no_sync
+register_comm_hook
 register_fsdp_forward_method
 share_comm_ctx
 units""",
