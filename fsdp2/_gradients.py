@@ -77,8 +77,9 @@ class GradientBuffer:
         local = view = only = None  # or they would count as holders
         self._lent: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._held = self._references()
-        for storage in self._storages:
-            _buffers[storage.data_ptr()] = self
+        if _torch.has_real_memory():
+            for storage in self._storages:
+                _buffers[storage.data_ptr()] = self
 
     def _references(self) -> list[int]:
         counts = [_torch.storage_use_count(storage) for storage in self._storages]

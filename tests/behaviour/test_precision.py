@@ -144,6 +144,24 @@ def test_full_precision_in_evaluation(reshard_after_forward: bool | int) -> None
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
 
 
+@ranks(4)
+def test_full_precision_with_a_smaller_mesh() -> None:
+    """Parameters that wait on fewer ranks between forward and backward change their dtype too."""
+    policy = MixedPrecisionPolicy(BF16, FP32, full_precision_in_eval=True)
+    model = shard(seeded(Watched), CASES["stack"], mp_policy=policy, reshard_after_forward=2)
+    plain = seeded(Stack)
+    x = torch.randn(4, 13)
+    for _ in range(2):
+        loss_of(model.train()(x)).backward()
+        model.zero_grad()
+        loss_of(model.eval()(x)).backward()
+        plain.zero_grad()
+        loss_of(plain(x)).backward()
+        assert_same(model.out.weight.grad, plain.out.weight.grad, "gradient")  # type: ignore[arg-type]
+        assert_same(model.blocks[0].up.bias.grad, plain.blocks[0].up.bias.grad, "gradient")
+        model.zero_grad()
+
+
 @ranks(2)
 def test_modes_of_parts_and_moments() -> None:
     """Each unit follows its own mode; between forward and backward it is an error."""
