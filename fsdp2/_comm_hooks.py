@@ -115,6 +115,11 @@ def register_comm_hook(
         )
     if hook is not None and not callable(hook):
         raise ConfigError(f"register_comm_hook: expected a function or None, found {hook!r}.")
+    if isinstance(hook, Compress) and state is not None:
+        raise ConfigError(
+            "register_comm_hook: found a state for Compress, which needs one of its own for each "
+            "unit and axis. Leave it out."
+        )
     groups = [group for unit in units for group in unit.own_groups]
     for unit in units:
         if unit.runtime is not None and unit.runtime.clock.phase is not IDLE:

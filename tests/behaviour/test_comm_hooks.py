@@ -147,6 +147,8 @@ def test_hooks_that_are_refused() -> None:
         fsdp2.register_comm_hook(nn.Linear(1, 1), summing)
     with pytest.raises(fsdp2.ConfigError, match="expected a function"):
         fsdp2.register_comm_hook(model, 3)  # type: ignore[arg-type]
+    with pytest.raises(fsdp2.ConfigError, match="Leave it out"):
+        fsdp2.register_comm_hook(model, fsdp2.Compress(BF16), {})
     with pytest.raises(fsdp2.ConfigError, match=r"found torch\.float32"):
         fsdp2.Compress(FP32)
 
