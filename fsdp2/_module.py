@@ -118,7 +118,9 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
         for unit in units_in(self, recurse=True):
             check_mode_change(unit, mode)
         result = super().train(mode)
-        follow_mode(own_unit(self))
+        own = unit_of(self)
+        if own is not None:
+            follow_mode(own)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
