@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -91,7 +92,15 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
     placement = param.placement
     if isinstance(new, nn.Parameter):
         if placement.is_sharded(new):
-            return _torch.local_tensor(new), new
+            local, fits = _torch.local_tensor(new), placement.layout.shard_shape(rank)
+            if tuple(local.shape) != fits or local.layout is not torch.strided:
+                raise StateError(
+                    f"{param.fqn}: its local tensor was replaced by one of shape "
+                    f"{tuple(local.shape)} and layout {local.layout}. This rank's shard is dense, "
+                    f"of shape {fits}. Put one of that shape there, or a whole nn.Parameter on "
+                    "the module."
+                )
+            return local, new
         if placement.is_unsharded(new):
             return own_rows(param, new, rank), None
     found = "nothing" if new is None else f"{type(new).__name__} of shape {tuple(new.shape)}"

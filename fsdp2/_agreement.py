@@ -393,6 +393,11 @@ class Stamp:
         """Look at the sum of the stamps ``[n]`` of a reduction, which is not this one's."""
         self._agreement.compare_sum(self.number, seen.tolist(), self.axis)
 
+    def silence(self, is_silent: bool) -> bool:
+        """Switch checks of the process group off (or on); return whether they were off before."""
+        before, self._agreement.is_silent = self._agreement.is_silent, is_silent
+        return before
+
     @property
     def broken(self) -> str | None:
         """Why nothing can be sent any more; None if all is well."""

@@ -6,16 +6,16 @@ happen in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from fsdp2._checks import (
     check_flag,
-    check_ignored,
     check_method,
     check_modules,
     check_placement_fn,
@@ -25,6 +25,7 @@ from fsdp2._checks import (
 from fsdp2._collect import Collected, collect, find_parts, refuse_extensions, take_ties
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import UNIT_ATTRIBUTE, ForwardMethod, register_hooks, unit_of
+from fsdp2._ignored import Ignored
 from fsdp2._mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._module import FSDPModule, register_names, sharded_class
 from fsdp2._param import FSDPParam
@@ -36,6 +37,7 @@ from fsdp2._policy import (
     Settings,
     ShardPlacementResult,
 )
+from fsdp2._precision import CastBuffers, policy_for
 from fsdp2._unit import Unit
 
 M = TypeVar("M", nn.Module, list[nn.Module])
@@ -53,6 +55,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
 ) -> M:
     """Shard the parameters of a module, in place, over the data-parallel ranks.
 
@@ -84,6 +87,8 @@ def fully_shard(
         conditional: some ranks may skip this module, or units below it, in a forward. The nearest
             unit above that is not conditional then gathers its parameters and reduces its gradients
             together with its own, on every rank.
+        ignored_states: more to leave alone: modules (with all parameters and buffers in them), or
+            parameters and buffers; not both.
 
     Returns:
         ``module`` itself.
@@ -99,7 +104,8 @@ def fully_shard(
     check_policies(mp_policy, offload_policy)
     check_placement_fn(shard_placement_fn)
     classes = {target: sharded_class(type(target)) for target in modules}
-    collected = collect(modules, data, shard_placement_fn, check_ignored(ignored_params))
+    ignored = Ignored.of(ignored_params, ignored_states)
+    collected = collect(modules, data, shard_placement_fn, ignored)
     smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
 
     if any(smaller.values()):
@@ -107,14 +113,16 @@ def fully_shard(
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
-    unit = Unit(tuple(modules), mp_policy, settings, check_flag("conditional", conditional))
+    policy = policy_for(mp_policy, modules)
+    unit = Unit(tuple(modules), policy, settings, check_flag("conditional", conditional))
+    unit.chosen_policy = mp_policy
     device = data.device
     params = _make_params(collected)
     hooked: list[tuple[nn.Module, ParamGroup]] = []
     names = {part: name for top in modules for name, part in top.named_modules()}
 
     def make_group(used: DataMesh, members: list[FSDPParam]) -> ParamGroup:
-        group = ParamGroup(used, mp_policy, device, offload_policy)
+        group = ParamGroup(used, policy, device, offload_policy)
         group.settings = settings
         group.shard(members)
         if smaller[used] is not None:
@@ -141,6 +149,11 @@ def fully_shard(
             inner.register_forward_pre_hook(hook)
     for buffer_site in collected.buffers:
         buffer_site.move_to(device)
+    if mp_policy.buffer_dtype is not None:
+        sites = [(site.module, site.name) for site in collected.buffers]
+        unit.cast_buffers = CastBuffers(sites, mp_policy.buffer_dtype)
+        if policy.buffer_dtype is not None:
+            unit.cast_buffers.cast()
     for target in modules:
         target.__dict__[UNIT_ATTRIBUTE] = unit
         register_names(target, unit)

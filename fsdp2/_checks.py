@@ -6,7 +6,7 @@ Owns the messages for wrong arguments. It must not know how arguments are used.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def check_modules(module: object) -> list[nn.Module]:
         modules.append(candidate)
     modules = _outermost(modules)
     for target in modules:
-        if isinstance(target, nn.ModuleList | nn.ModuleDict) and not _has_forward(target):
+        if isinstance(target, nn.ModuleList | nn.ModuleDict) and not has_forward(target):
             raise ConfigError(
                 f"fully_shard: {type(target).__name__} has no forward, so nothing would gather "
                 "its parameters. Apply fully_shard to each of its modules, or to its parent."
@@ -56,7 +56,7 @@ def check_modules(module: object) -> list[nn.Module]:
     return modules
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
@@ -117,32 +117,20 @@ def check_policies(mp_policy: object, offload_policy: object) -> None:
             f"fully_shard: expected mp_policy to be a fsdp2.MixedPrecisionPolicy, found "
             f"{type(mp_policy).__name__}."
         )
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+    for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
         dtype = getattr(mp_policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(
                 f"fully_shard: expected mp_policy.{name} to be a floating-point dtype or None, "
                 f"found {dtype!r}."
             )
+    for name in ("cast_root_forward_inputs", "keep_low_precision_grads", "full_precision_in_eval"):
+        check_flag(f"mp_policy.{name}", getattr(mp_policy, name))
     if not isinstance(offload_policy, OffloadPolicy):
         raise ConfigError(
             f"fully_shard: expected offload_policy to be a fsdp2.OffloadPolicy, found "
             f"{type(offload_policy).__name__}."
         )
-
-
-def check_ignored(ignored: object) -> set[nn.Parameter]:
-    if ignored is None:
-        return set()
-    params: set[nn.Parameter] = set()
-    for param in ignored if isinstance(ignored, Iterable) else [ignored]:
-        if not isinstance(param, nn.Parameter):
-            raise ConfigError(
-                f"fully_shard: expected ignored_params to be a set of nn.Parameter, found "
-                f"{type(param).__name__} in it. Pass the parameters, not their names or modules."
-            )
-        params.add(param)
-    return params
 
 
 def check_flag(name: str, value: object) -> bool:

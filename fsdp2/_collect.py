@@ -26,6 +26,7 @@ from fsdp2._errors import ConfigError
 from fsdp2._extension import brings_extension, check_extension, smaller_mesh_refused
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
+from fsdp2._ignored import Ignored
 from fsdp2._mesh import DataMesh
 from fsdp2._param import FSDPParam, OwnerMark, Site
 from fsdp2._placement import ParamPlacement, place, shard_dim, shard_mesh
@@ -80,7 +81,7 @@ def collect(
     modules: Sequence[nn.Module],
     data: DataMesh,
     placement_fn: Callable[[nn.Parameter], Any] | None,
-    ignored: set[nn.Parameter],
+    ignored: Ignored,
 ) -> Collected:
     """Find, check and place the parameters of ``modules`` that no unit below them has taken.
 
@@ -89,7 +90,7 @@ def collect(
     """
     collected = Collected([data])
     found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
-    for top, prefix, module in _managed(modules):
+    for top, prefix, module in _managed(modules, ignored):
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
@@ -104,7 +105,11 @@ def collect(
                     collected.tied.setdefault(owner, []).append(site)
             else:
                 found.setdefault(param, (fqn, []))[1].append(Site(module, name))
-        collected.buffers += [BufferSite(module, name) for name in module._buffers]
+        collected.buffers += [
+            BufferSite(module, name)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer not in ignored
+        ]
     for param, (fqn, sites) in found.items():
         _check_param(param, fqn, data)
         choice = None if placement_fn is None else placement_fn(param)
@@ -215,12 +220,14 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                 collected.escaped.setdefault(group, []).append(param)
 
 
-def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def _managed(
+    modules: Sequence[nn.Module], ignored: Ignored
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Yield (top, name, module) for modules that no unit or other composable API below has."""
     seen: set[nn.Module] = set()
 
     def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen:
+        if module in seen or module in ignored.modules:
             return
         seen.add(module)
         yield prefix, module

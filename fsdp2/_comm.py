@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,6 +203,7 @@ class Wire:
         self.scatter_group: dist.ProcessGroup | None = None
         self.straight_nbytes: int | None = STRAIGHT_NBYTES
         self.gradient_dtype: torch.dtype | None = None
+        self.sum_replicas: Callable[[torch.Tensor, dist.ProcessGroup], None] | None = None
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -210,6 +211,11 @@ class Wire:
         """Return a buffer of a reduction."""
         buffer: torch.Tensor = self.scatter.allocate(shape, dtype=dtype, device=device)
         return buffer
+
+    @property
+    def only_sums(self) -> bool:
+        """True if what joins gradients leaves a mean to the engine."""
+        return self.sum_replicas is not None
 
     @property
     def custom(self) -> tuple[Any, Any]:
@@ -291,6 +297,10 @@ class Wire:
         self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:
         """Replace ``tensor`` by what all ranks of the axis hold, joined."""
+        if self.sum_replicas is not None:
+            assert axis.pg is not None
+            self.sum_replicas(tensor, axis.pg)
+            return None
         work: dist.Work | None = dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)
         return work
 

@@ -14,14 +14,19 @@ belongs to whoever holds it. A user who keeps ``p.grad`` across steps keeps the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import _packing, _torch
+from fsdp2._errors import StateError
 from fsdp2._layout import ReduceLayout
-from fsdp2._param import FSDPParam
+from fsdp2._param import FSDPParam, OwnerMark
+
+_buffers: WeakValueDictionary[int, GradientBuffer] = WeakValueDictionary()
+"""Buffers that are alive, by the address of a gradient's storage."""
 
 
 class GradientBuffer:
@@ -44,7 +49,7 @@ class GradientBuffer:
         self._sums: list[tuple[Tensor, int]] = []
         self._grads: list[Tensor] = []
         for position, param in enumerate(params):
-            dtype = param.storage_dtype
+            dtype = param.kept_dtype(layout.dtype)
             if dtype not in self._flats:
                 self._flats[dtype] = torch.empty(
                     layout.numel, dtype=dtype, device=device, pin_memory=pinned
@@ -58,7 +63,12 @@ class GradientBuffer:
             elif not view.is_contiguous():
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._copies.append((local, view))
-            self._grads.append(_torch.new_dtensor(local, param.spec, like=param.like))
+            spec, like = param.spec, param.like
+            if dtype is not param.storage_dtype:
+                mesh, placements = spec.mesh, spec.placements
+                spec = _torch.make_spec(mesh, placements, spec.shape, spec.stride, dtype)
+                like = torch.empty(local.shape, dtype=dtype, device=device)
+            self._grads.append(_torch.new_dtensor(local, spec, like=like))
         only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
         self._stamps = None if only is None else only[layout.stamp_start :]
         self._outputs: list[Tensor] = []
@@ -68,11 +78,41 @@ class GradientBuffer:
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
         self._storages += [summed.untyped_storage() for summed, _ in self._sums]
         local = view = only = None  # or they would count as holders
+        self._lent: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._held = self._references()
+        if _torch.has_real_memory():
+            for storage in self._storages:
+                _buffers[storage.data_ptr()] = self
 
     def _references(self) -> list[int]:
         counts = [_torch.storage_use_count(storage) for storage in self._storages]
         return counts + _torch.count_references(self._grads)
+
+    @staticmethod
+    def holding(grad: Tensor) -> GradientBuffer | None:
+        """Return the buffer that ``grad`` is a gradient of, if there is one."""
+        if not isinstance(grad, DTensor):
+            return None
+        storage = _torch.local_tensor(grad).untyped_storage()
+        buffer = _buffers.get(storage.data_ptr())
+        if buffer is None or not any(grad is own for own in buffer._grads):
+            return None
+        return buffer
+
+    def lend(self, first: Tensor, numel: int) -> Tensor:
+        """View ``[numel]`` elements from the local part of gradient ``first`` on.
+
+        The view is the buffer's own and made once: whoever keeps it (and not this buffer) beyond
+        the moment would read the values of later steps.
+        """
+        local = _torch.local_tensor(first)
+        key = (local.data_ptr(), numel, local.dtype)
+        if key not in self._lent:
+            self._lent[key] = local.as_strided((numel,), (1,))
+            at = local.untyped_storage().data_ptr()
+            index = [storage.data_ptr() for storage in self._storages].index(at)
+            self._held[index] += 1
+        return self._lent[key]
 
     @property
     def is_free(self) -> bool:
@@ -123,14 +163,55 @@ def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) ->
         if have_hooks:
             grad = _torch.apply_gradient_hooks(param, grad)
         existing = param.grad
-        if existing is None:
-            param.grad = grad
-        elif isinstance(existing, DTensor) and isinstance(grad, DTensor):
-            _torch.local_tensor(existing).add_(_torch.local_tensor(grad))
-        else:
-            existing.add_(grad)
+        try:
+            if existing is None:
+                param.grad = grad
+            elif isinstance(grad, DTensor):
+                _add(param, existing, grad)
+            else:
+                existing.add_(grad)
+        except RuntimeError as error:
+            raise StateError(_mismatch(param, grad)) from error
         if have_hooks:
             _torch.run_post_accumulate_hooks(param)
+
+
+def _add(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
+    """Add to the gradient that a parameter has: ours of earlier, or what the user put there.
+
+    A whole tensor, or a DTensor with other placements on the same mesh, is placed as ours first.
+    """
+    if not isinstance(existing, DTensor) or existing.placements != grad.placements:
+        mesh, placements = grad.device_mesh, grad.placements
+        if isinstance(existing, DTensor):
+            existing = existing.redistribute(mesh, placements)
+        else:
+            existing = distribute_tensor(existing, mesh, placements, src_data_rank=None)
+        param.grad = existing
+    own, new = _torch.local_tensor(existing), _torch.local_tensor(grad)
+    if own.shape != new.shape:  # broadcasting would hide it
+        raise RuntimeError(f"local shapes {tuple(own.shape)} and {tuple(new.shape)}")
+    own.add_(new)
+
+
+def _mismatch(param: torch.nn.Parameter, grad: Tensor) -> str:
+    owner = OwnerMark.owner_of(param)
+    name = "a parameter" if owner is None else owner.fqn
+    return (
+        f"{name}: its gradient is {_describe(grad)}, and cannot be set or added: the parameter is "
+        f"now {_describe(param)}, its grad {_describe(param.grad)}. Replace a sharded parameter "
+        "or gradient only by one of the same shape, dtype, device and mesh, or by None."
+    )
+
+
+def _describe(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    text = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.dtype}"
+    if isinstance(tensor, DTensor):
+        local = _torch.local_tensor(tensor)
+        text += f" ({tuple(local.shape)} here, on {local.device}, {tensor.placements})"
+    return text
 
 
 def local_gradient(grad: DTensor, param: FSDPParam) -> Tensor:

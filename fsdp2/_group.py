@@ -234,8 +234,18 @@ class ParamGroup:
                 sources.append((_torch.local_tensor(param.sharded), param.sharded))
             param.machine = self.machine
             param.param_dtype = self.policy.param_dtype
+            param.keeps_reduced_dtype = self.policy.keep_low_precision_grads
         self.params.extend(params)
         self._plan(sources)
+
+    def compute_by(self, policy: MixedPrecisionPolicy) -> None:
+        """Compute in the dtype of another policy from now on."""
+        self.reshard()
+        self.policy = policy
+        self._tail = ExtensionTail(self.data, policy, self.device)
+        for param in self.params:
+            param.param_dtype = policy.param_dtype
+        self._plan(own_sources(self.params))
 
     def release(self, params: Sequence[FSDPParam]) -> None:
         """Give parameters up; another group takes them."""

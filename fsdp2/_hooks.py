@@ -53,6 +53,7 @@ from torch import Tensor
 
 from fsdp2 import _torch
 from fsdp2._errors import StateError
+from fsdp2._precision import stale_call
 from fsdp2._runtime import Runtime, attach
 from fsdp2._tree import map_tensors, visit_tensors
 from fsdp2._unit import Unit
@@ -69,11 +70,21 @@ def unit_of(module: nn.Module) -> Unit | None:
 class Call:
     """One recorded forward of a unit, from its marks to its backward. Autograd's graph owns it."""
 
-    __slots__ = ("__weakref__", "_active", "_done_in", "marked", "previous", "runtime", "unit")
+    __slots__ = (
+        "__weakref__",
+        "_active",
+        "_done_in",
+        "_policy",
+        "marked",
+        "previous",
+        "runtime",
+        "unit",
+    )
 
     def __init__(self, unit: Unit, runtime: Runtime) -> None:
         self.unit = unit
         self.runtime = runtime
+        self._policy = unit.policy
         self.previous: tuple[Unit, ...] = ()
         self.marked = False
         self._active = False
@@ -86,6 +97,8 @@ class Call:
         runtime.begin_backward()
         if self._active or self._done_in == runtime.backward_number:
             return
+        if unit.policy is not self._policy:
+            raise StateError(stale_call(unit.fqn))
         self._active = True
         unit.active_calls += 1
         runtime.calls.append(self)
@@ -198,8 +211,7 @@ def pre_forward(
     assert runtime is not None
     call = Call(unit, runtime) if torch.is_grad_enabled() and unit.groups else None
     unit.calls.append(call)
-    policy = unit.policy
-    dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    dtype = unit.input_dtype
     if call is None and dtype is None:
         return args, kwargs
 

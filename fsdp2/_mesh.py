@@ -215,20 +215,33 @@ def default_mesh() -> DeviceMesh:
 
     Initialises the default process group from the launcher's environment if there is none.
     """
+    require_process_group("fully_shard: mesh=None")
+    return init_device_mesh(default_device_type(), mesh_shape=(dist.get_world_size(),))
+
+
+def require_process_group(who: str) -> None:
+    """Initialise the default process group from the environment if there is none.
+
+    Raises:
+        ConfigError: that does not tell enough.
+    """
     if not dist.is_initialized():
         try:
             dist.init_process_group()
         except ValueError as error:
             raise ConfigError(
-                "fully_shard: mesh=None needs a process group, and none could be initialised "
+                f"{who} needs a process group, and none could be initialised "
                 f"({error}). Start the program with torchrun, call init_process_group first, or "
                 "pass mesh=init_device_mesh(...)."
             ) from error
+
+
+def default_device_type() -> str:
+    """Name the accelerator, or the CPU."""
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )
-    kind = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(kind, mesh_shape=(dist.get_world_size(),))
+    return accelerator.type if accelerator is not None else "cpu"
 
 
 def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:

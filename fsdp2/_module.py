@@ -23,6 +23,7 @@ from fsdp2._errors import ConfigError, StateError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import UNIT_ATTRIBUTE, call_compiled, forward_raised, unit_of
 from fsdp2._pipelining import StageState
+from fsdp2._precision import check_mode_change, follow_mode
 from fsdp2._unit import Unit
 
 COMPOSABLE_NAME = "fully_shard"
@@ -114,6 +115,20 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         own_unit(self).reshard_if_idle()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode, and the precision that policies want in it (``full_precision_in_eval``).
+
+        Raises:
+            StateError: that would change the dtype of parameters that a step is using.
+        """
+        for unit in units_in(self, recurse=True):
+            check_mode_change(unit, mode)
+        result = super().train(mode)
+        own = unit_of(self)
+        if own is not None:
+            follow_mode(own)
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear every gradient, whichever form of the parameters is registered.

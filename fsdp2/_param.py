@@ -139,6 +139,7 @@ class FSDPParam:
         self.trainable = original.requires_grad
         self.is_extended = False
         self.param_dtype: torch.dtype | None = None
+        self.keeps_reduced_dtype = False
         self.machine = StateMachine()
         self.uses: list[nn.Module] = []
         self.attributes = _own_attributes(original)
@@ -185,6 +186,13 @@ class FSDPParam:
             return self.unsharded_dtype
         return self.compute_dtype
 
+    def kept_dtype(self, reduced: torch.dtype) -> torch.dtype:
+        """Dtype of the sharded gradient, of one that was reduced in another."""
+        dtype = self.storage_dtype
+        if not self.keeps_reduced_dtype or not dtype.is_floating_point:
+            return dtype
+        return dtype if reduced.is_complex else reduced
+
     @property
     def like(self) -> torch.Tensor | None:
         """A tensor of the shard's shape, dtype and device; a plain one if the shard is not."""
@@ -209,6 +217,8 @@ class FSDPParam:
         assert isinstance(self.sharded, DTensor)
         _torch.set_local_tensor(self.sharded, local)
         self.sharded.__dict__[_MARK] = OwnerMark(self)
+        if self.keeps_reduced_dtype:
+            self.sharded.grad_dtype = None  # any
         self.local = local
         self.piece = piece
         self.storage_dtype = local.dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,17 +25,32 @@ class MixedPrecisionPolicy:
         output_dtype: dtype to which floating-point outputs of the forward are cast.
         cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, inside
             lists, tuples, named tuples, dicts and dataclasses too.
+        cast_root_forward_inputs: cast them at the root, whatever ``cast_forward_inputs`` says.
+        buffer_dtype: dtype in which floating-point buffers of the unit are registered. A state dict
+            has them in their own dtype, with their own values unless somebody wrote to them since,
+            and loading fills these.
+        keep_low_precision_grads: leave sharded gradients in the dtype that they were reduced in,
+            instead of their parameter's. The optimizer has to take that.
+        full_precision_in_eval: while every module of the unit is in evaluation mode, do not cast
+            parameters, inputs and buffers. ``train()`` and ``eval()`` plan the unit again then.
+
+    The last four are keywords, and are not in torch's class.
 
     Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
     gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
 
-    Source: the meaning of the same class in ``torch.distributed.fsdp``.
+    Source: the meaning of the same class in ``torch.distributed.fsdp``; the last four are those of
+    FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    cast_root_forward_inputs: bool = field(default=False, kw_only=True)
+    buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    keep_low_precision_grads: bool = field(default=False, kw_only=True)
+    full_precision_in_eval: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

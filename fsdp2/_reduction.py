@@ -179,7 +179,10 @@ class Reducer:
             self._scaled_for = (plan, settings)
             layout, data = plan.layout, self._data
             self.scale = GradientScale.choose(
-                data.size, layout.wire_dtype, settings.divide_by, settings.only_sums
+                data.size,
+                layout.wire_dtype,
+                settings.divide_by,
+                settings.only_sums or self.wire.only_sums,
             )
             joined = 1.0 if self.scale.op == ReduceOp.AVG else data.size * self.scale.before
             codes = torch.tensor([code * joined for code in plan.codes], dtype=layout.dtype)

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing, _torch
+from fsdp2._gradients import GradientBuffer
 from fsdp2._param import OwnerMark, Piece
 
 State = dict[str, Any]
@@ -212,6 +213,67 @@ def _is_same(part: Tensor, old: Any) -> bool:
     )
 
 
+class _Seen:
+    """Gradients that lie as a plan expects them, so that it need not look again.
+
+    Of a buffer of ours they are told by their addresses: they live as long as it does. Others are
+    told by weak references.
+    """
+
+    def __init__(
+        self,
+        addresses: list[int],
+        buffers: list[weakref.ref[GradientBuffer]],
+        others: list[weakref.ref[Tensor]],
+    ) -> None:
+        self._addresses = addresses
+        self._buffers = buffers
+        self._others = others
+        self._joined: list[weakref.ref[Tensor]] = []  # of buffers of ours, which own them
+
+    @staticmethod
+    def nothing() -> _Seen:
+        return _Seen([], [], [])
+
+    @staticmethod
+    def of(grads: Sequence[Tensor]) -> _Seen:
+        buffers: dict[int, weakref.ref[GradientBuffer]] = {}
+        others = []
+        for grad in grads:
+            buffer = GradientBuffer.holding(grad)
+            if buffer is None:
+                others.append(weakref.ref(grad))
+            else:
+                buffers[id(buffer)] = weakref.ref(buffer)
+        return _Seen(list(map(id, grads)), list(buffers.values()), others)
+
+    def are(self, grads: Sequence[Tensor]) -> bool:
+        """True if these are the gradients that were seen."""
+        if list(map(id, grads)) != self._addresses:
+            return False
+        for known in (self._buffers, self._others):
+            if any(map(is_, map(referent, known), repeat(None))):
+                return False
+        return True
+
+    def join(self, firsts: Sequence[Tensor], runs: Sequence[Tensor]) -> list[Tensor]:
+        """View the gradient of each run, from that of its first member with rows on."""
+        if self._joined:
+            return list(map(referent, self._joined))
+        joined = []
+        for first, run in zip(firsts, runs, strict=True):
+            buffer, numel = GradientBuffer.holding(first), run.numel()
+            if not numel:
+                joined.append(run.new_empty(0))
+            elif buffer is None:
+                joined.append(_torch.local_tensor(first).as_strided((numel,), (1,)))
+            else:
+                joined.append(buffer.lend(first, numel))
+        if not self._others and all(run.numel() for run in runs):
+            self._joined = list(map(weakref.ref, joined))
+        return joined
+
+
 class Plan:
     """The runs of one param group, for parameters of which the same ones have gradients."""
 
@@ -238,7 +300,8 @@ class Plan:
         self._firsts = [
             start + (run.filled or [0])[0] for run, start in zip(self.flat, starts, strict=False)
         ]
-        self._seen: list[weakref.ref[Tensor]] = []  # gradients that lie as they must
+        self._flat_tensors = [run.tensor for run in self.flat]
+        self._seen = _Seen.nothing()
         # written through other tensors, which autograd and the sharded module must notice
         self.written: list[Tensor] = [*self._stepped, *(member.local for member in flat)]
         self.targets: list[Tensor] = [*(run.tensor for run in self.runs), *self.plain]
@@ -252,21 +315,16 @@ class Plan:
             return None
         if any(map(is_, map(get_grad, self.plain), repeat(None))):
             return None
-        grads = list(map(get_grad, self._stepped))
-        if any(map(is_, grads, repeat(None))):
-            return None
+        with _torch.DisableTorchFunctionSubclass():  # asking DTensors costs four times as much
+            grads = list(map(get_grad, self._stepped))
         if not all(map(is_, map(_torch.get_local_tensor, self._stepped), self._locals)):
             return None
-        if not (self._seen and all(map(is_, grads, map(referent, self._seen)))):
-            if not self._lie_as_shards(grads):
+        if not self._seen.are(grads):
+            if any(map(is_, grads, repeat(None))) or not self._lie_as_shards(grads):
                 return None
-            self._seen = list(map(weakref.ref, grads))
-        joined = [
-            _torch.get_local_tensor(grads[first]).as_strided(run.tensor.shape, (1,))
-            if run.filled
-            else run.tensor.new_empty(0)
-            for run, first in zip(self.flat, self._firsts, strict=True)
-        ]
+            self._seen = _Seen.of(grads)
+        firsts = [grads[first] for first in self._firsts]
+        joined = self._seen.join(firsts, self._flat_tensors)
         parts = map(_torch.get_local_tensor, grads[self._flat_count :])
         return joined + [part if part.dim() else part.view(1) for part in parts]
 

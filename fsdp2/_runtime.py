@@ -448,6 +448,7 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
     runtime = Runtime(root, list(names))
     for unit, name in names.items():
         unit.runtime, unit.fqn = runtime, name
+        unit.choose_input_dtype()
         if unit is not root and unit.post_optim_event is not None:
             root.post_optim_event, unit.post_optim_event = unit.post_optim_event, None
         for group in unit.groups:

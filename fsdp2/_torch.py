@@ -28,8 +28,10 @@ from torch.distributed._composable.contract import (  # what `replicate` and the
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as FSDPModule  # what isinstance checks ask about
+from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
 from torch.distributed.fsdp import fully_shard  # for its accessor alone
+from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta  # both for make_spec
@@ -93,6 +95,10 @@ def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
 get_local_tensor = attrgetter("_local_tensor")
 get_spec = attrgetter("_spec")
 """``local_tensor`` and ``spec_of`` for ``map``: an optimizer step asks for hundreds of each."""
+
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Inside it an attribute of a subclass is read without looking for its ``__torch_function__``."""
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
@@ -313,6 +319,23 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def scale_all_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors of one device in place: a few kernels for all of them on a device."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def lerp_all_(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
+    """Move each tensor towards its end by ``weight``, in place: a few kernels for all of them."""
+    if tensors:
+        torch._foreach_lerp_(list(tensors), list(ends), weight)
+
+
+fused_adam = torch._fused_adam_
+fused_adamw = torch._fused_adamw_
+"""The kernels of ``Adam(fused=True)``, which ``torch.optim`` calls with lists of tensors."""
+
+
+def custom_policy_function(policy: CustomPolicy) -> Callable[[nn.Module], Any]:
+    """Return the function of a module that the user made the policy of."""
+    function: Callable[[nn.Module], Any] = policy._lambda_fn
+    return function
 
 
 # References: whether a buffer may be reused. See [Note: reused gradients] in _gradients.

@@ -203,9 +203,8 @@ class TracedUnit:
         self._bucketed = bucketed
         self.groups: tuple[TracedGroup, ...] = ()
         self.has_several_modules = len(unit.modules) > 1
-        policy = unit.policy
-        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        self.output_dtype = policy.output_dtype
+        self.input_dtype: torch.dtype | None = None
+        self.output_dtype: torch.dtype | None = None
 
     # Around the trace.
 
@@ -213,6 +212,9 @@ class TracedUnit:
         """Prepare a step: sharded parameters make room for those that the step will gather."""
         if [group.group for group in self.groups] != self.unit.groups:
             self.groups = tuple(TracedGroup(g, self._bucketed) for g in self.unit.groups)
+        policy = self.unit.policy  # another one in evaluation, maybe
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.output_dtype = policy.output_dtype
         keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
             group.refresh(keeps)

@@ -28,6 +28,7 @@ from fsdp2._streams import Streams
 
 if TYPE_CHECKING:
     from fsdp2._hooks import Call
+    from fsdp2._precision import CastBuffers
     from fsdp2._runtime import Runtime
     from fsdp2._traced import TracedUnit
 
@@ -43,7 +44,9 @@ class Unit:
         conditional: bool = False,
     ) -> None:
         self.modules = modules
-        self.policy = policy
+        self.policy = policy  # that holds now, see _precision
+        self.chosen_policy = policy
+        self.cast_buffers: CastBuffers | None = None
         self.settings = settings
         self.conditional = conditional
         self.own_groups: list[ParamGroup] = []
@@ -51,6 +54,8 @@ class Unit:
         self.governor: Unit | None = None
         self.fqn = ""
         self.runtime: Runtime | None = None
+        self.input_dtype: torch.dtype | None = None
+        self.choose_input_dtype()
         self.streams: Streams | None = None
         self.post_optim_event: torch.Event | None = None
         self.forward_prefetch: tuple[Unit, ...] | None = None
@@ -125,6 +130,14 @@ class Unit:
         choice = self.settings.reshard_after_forward
         return choice is False or (choice is None and self.is_root and with_grad)
 
+    def choose_input_dtype(self) -> None:
+        """See to what floating-point inputs of a forward are cast. Call it when that may change."""
+        policy = self.policy
+        casts = policy.cast_forward_inputs
+        if policy.cast_root_forward_inputs and self.is_root:
+            casts = True
+        self.input_dtype = policy.param_dtype if casts else None
+
     def inspect(self) -> None:
         for group in self.groups:
             group.inspect()
@@ -198,11 +211,21 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""
-        kept = ["modules", "policy", "settings", "conditional", "own_groups", "fqn"]
+        kept = [
+            "modules",
+            "policy",
+            "chosen_policy",
+            "cast_buffers",
+            "settings",
+            "conditional",
+            "own_groups",
+            "fqn",
+        ]
         kept += ["forward_prefetch", "backward_prefetch"]
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["modules"], state["policy"], state["settings"])  # type: ignore[misc]  # not a new object
         vars(self).update(state)
+        self.choose_input_dtype()
         self.groups = self.own_groups

@@ -7,6 +7,7 @@ around a step. Which parameters step as one tensor is decided in ``_runs``.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -16,10 +17,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from fsdp2._ema import EMA as EMA
 from fsdp2._errors import ConfigError, UnsupportedError
+from fsdp2._fused import VARIANTS, FusedAdam
 from fsdp2._runs import Plan, Table
 
-__all__ = ["local"]
+__all__ = ["EMA", "local"]
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -104,6 +107,7 @@ class LocalOptimizer:
     _plain_class: type[Optimizer]
     _table: Table
     _plans: list[Plan] | None
+    _kernels: list[FusedAdam]
     _inside: Table | None
     _known: set[int]
     param_groups: list[dict[str, Any]]
@@ -112,6 +116,7 @@ class LocalOptimizer:
         self = object.__new__(cls)
         self._table = defaultdict(dict)
         self._plans = self._inside = None
+        self._kernels = []
         self._known = set()
         return self
 
@@ -126,12 +131,13 @@ class LocalOptimizer:
 
     @state.setter
     def state(self, table: Table) -> None:
-        self._table, self._plans = table, None
+        self._table, self._plans, self._kernels = table, None, []
         if not isinstance(table, defaultdict):
             self._table = defaultdict(dict, table)
 
     def _publish(self) -> None:
         """Let the table hold the state."""
+        self._settle()
         plans, self._plans = self._plans, None
         known = len(self._table)
         with torch.no_grad():
@@ -142,6 +148,13 @@ class LocalOptimizer:
             order = [p for group in self.param_groups for p in group["params"] if p in self._table]
             ordered = {param: self._table[param] for param in order}
             self._table = defaultdict(dict, {**ordered, **self._table})
+
+    def _settle(self) -> None:
+        """Let the runs hold all of their state."""
+        kernels, self._kernels = self._kernels, []
+        with torch.no_grad():
+            for kernel in kernels:
+                kernel.settle()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one step. ``closure`` computes the loss again, with gradients; its result is returned.
@@ -158,17 +171,50 @@ class LocalOptimizer:
         with torch.no_grad():
             grads = self._plan(groups)
             assert self._plans is not None
-            targets = [t for plan in self._plans for t in plan.targets[: len(plan.runs)]]
-            try:
-                for target, grad in zip(targets, grads, strict=True):
-                    target.grad = grad
-                self._step_inside(groups)
-            finally:
-                for target in targets:  # [Note: reused gradients]
-                    target.grad = None
+            if not self._step_fused(groups, grads):
+                self._step_with(groups, grads)
             for plan in self._plans:
                 increment_version(plan.written)
         return loss
+
+    def _step_with(self, groups: list[dict[str, Any]], grads: list[Tensor]) -> None:
+        """Run the class's own step on local tensors that have these gradients."""
+        assert self._plans is not None
+        targets = [t for plan in self._plans for t in plan.targets[: len(plan.runs)]]
+        try:
+            for target, grad in zip(targets, grads, strict=True):
+                target.grad = grad
+            self._step_inside(groups)
+        finally:
+            for target in targets:  # [Note: reused gradients]
+                target.grad = None
+
+    def _step_fused(self, groups: list[dict[str, Any]], grads: list[Tensor]) -> bool:
+        """Step by one kernel call a param group, if the class would do the same; or return False.
+
+        ``GradScaler`` hands a fused optimizer ``grad_scale`` and ``found_inf``, as attributes.
+        """
+        assert self._plans is not None
+        if self._plain_class not in VARIANTS or not all(group["fused"] for group in groups):
+            return False
+        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        if not scaled and not self._kernels:
+            pairs = zip(self._plans, groups, strict=True)
+            kernels = [FusedAdam.of(plan, group) for plan, group in pairs]
+            self._kernels = [kernel for kernel in kernels if kernel is not None]
+            if len(self._kernels) < len(kernels):
+                self._kernels = []  # they have not counted anything yet
+        if not self._kernels:
+            return False
+        counts = itertools.accumulate((len(plan.runs) for plan in self._plans), initial=0)
+        parts = [grads[start:end] for start, end in itertools.pairwise(counts)]
+        triples = list(zip(self._kernels, parts, groups, strict=True))
+        if scaled or not all(kernel.takes(own, group) for kernel, own, group in triples):
+            self._settle()
+            return False
+        for kernel, own, group in triples:
+            kernel.step(own, group)
+        return True
 
     def _plan(self, groups: list[dict[str, Any]]) -> list[Tensor]:
         """Return the gradient of each run; plan again if plans do not hold any more."""

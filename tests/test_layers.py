@@ -124,7 +124,14 @@ def test_imports_come_from_lower_layers_only(name: str) -> None:
 def test_nothing_comes_from_torchs_own_fsdp(name: str) -> None:
     """Nothing but the public names that other software asks about, in one file."""
     found = {n for n in torch_imports(name) if re.match(r"torch\.distributed\.(_?fsdp|.*fsdp)", n)}
-    names = ("FSDPModule", "UnshardHandle", "fully_shard") if name == "_torch.py" else ()
+    allowed = (
+        "FSDPModule",
+        "ShardingStrategy",
+        "UnshardHandle",
+        "fully_shard",
+        "wrap.CustomPolicy",
+    )
+    names = allowed if name == "_torch.py" else ()
     assert found == {f"torch.distributed.fsdp.{n}" for n in names}
 
 

@@ -48,15 +48,19 @@ AllGather
 CPUOffloadPolicy
 Comm
 CompiledModel
+Compress
 ConfigError
 DataParallelMeshDims
 FSDPError
 FSDPModule
+GroupInfo
 MixedPrecisionPolicy
 OffloadPolicy
 ReduceScatter
+ShardInfo
 ShardPlacementResult
 StateError
+UnitInfo
 UnshardHandle
 UnsupportedError
 clip_grad_norm_
@@ -64,9 +68,12 @@ compile
 full_params
 fully_shard
 materialize
+no_sync
+register_comm_hook
 register_fsdp_forward_method
 share_comm_ctx
-summon_full_params""",
+summon_full_params
+units""",
     )
 
 
@@ -107,17 +114,27 @@ fully_shard(module,
     mp_policy=MixedPrecisionPolicy(param_dtype=None,
     reduce_dtype=None,
     output_dtype=None,
-    cast_forward_inputs=True),
+    cast_forward_inputs=True,
+    cast_root_forward_inputs=False,
+    buffer_dtype=None,
+    keep_low_precision_grads=False,
+    full_precision_in_eval=False),
     offload_policy=OffloadPolicy(),
     ignored_params=None,
     dp_mesh_dims=None,
-    conditional=False)
+    conditional=False,
+    ignored_states=None)
 register_fsdp_forward_method(module, method_name)
 share_comm_ctx(modules)
 MixedPrecisionPolicy(param_dtype=None,
     reduce_dtype=None,
     output_dtype=None,
-    cast_forward_inputs=True)
+    cast_forward_inputs=True,
+    *,
+    cast_root_forward_inputs=False,
+    buffer_dtype=None,
+    keep_low_precision_grads=False,
+    full_precision_in_eval=False)
 OffloadPolicy()
 CPUOffloadPolicy(pin_memory=True)
 DataParallelMeshDims(shard=None, replicate=None)
@@ -133,6 +150,7 @@ def test_signatures_of_the_modules_methods() -> None:
     assert_expected_inline(
         "\n".join(text_of(method) for method in methods),
         """\
+FSDPModule.train(self, mode=True)
 FSDPModule.zero_grad(self, set_to_none=True)
 FSDPModule.unshard(self, async_op=False)
 FSDPModule.reshard(self)
@@ -184,6 +202,15 @@ def is_public(name: str) -> bool:
     return not name.startswith("_") or name == "__call__"
 
 
+OWN_FIELDS = {
+    "cast_root_forward_inputs": False,
+    "buffer_dtype": None,
+    "keep_low_precision_grads": False,
+    "full_precision_in_eval": False,
+}
+"""Of `MixedPrecisionPolicy`, ours alone: keywords whose defaults leave torch's meaning as it is."""
+
+
 def torchs_methods(cls: type) -> list[str]:
     """Return the methods of torch's own that users call or implement."""
     return [name for name, value in vars(cls).items() if callable(value) and is_public(name)]
@@ -192,7 +219,9 @@ def torchs_methods(cls: type) -> list[str]:
 def default_of(parameter: inspect.Parameter) -> object:
     """Return a default as a value that can be compared over packages: policies by their fields."""
     default = parameter.default
-    return (type(default).__name__, vars(default)) if hasattr(default, "__dict__") else default
+    if not hasattr(default, "__dict__"):
+        return default
+    return type(default).__name__, {k: v for k, v in vars(default).items() if k not in OWN_FIELDS}
 
 
 def assert_takes(ours: Callable[..., Any], theirs: Callable[..., Any], name: str) -> None:
@@ -247,7 +276,9 @@ def test_policies_have_torchs_fields_and_defaults(name: str) -> None:
         pytest.skip(f"torch {torch.__version__} has no {name}")
     kwargs = {"shard": ("a", "b")} if name == "DataParallelMeshDims" else {}
     ours = getattr(fsdp2, name)(**kwargs)
-    assert vars(ours) == vars(theirs(**kwargs))
+    expected = vars(theirs(**kwargs))
+    own = OWN_FIELDS if name == "MixedPrecisionPolicy" else {}
+    assert vars(ours) == {**expected, **own}
     assert ours == getattr(fsdp2, name)(**kwargs)
     assert hash(ours) == hash(getattr(fsdp2, name)(**kwargs))
 

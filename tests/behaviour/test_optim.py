@@ -423,6 +423,64 @@ def test_gradient_scaling(fused: bool) -> None:
     assert int(twins.optimizer.state[twins.ours.inp.weight]["step"]) == 3  # type: ignore[index, union-attr]
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+@ranks(2)
+def test_the_fused_kernel_takes_over_and_gives_back(decoupled: bool) -> None:
+    """One kernel call steps all runs while it may; what it may not, the class does, bit for bit."""
+    twins = Twins(PADDED, torch.optim.Adam, lr=0.1, fused=True, decoupled_weight_decay=decoupled)
+    groups = [optimizer.param_groups[0] for _, optimizer in twins.pairs]
+    twins.step(3)
+    assert len(twins.optimizer._kernels) == 1
+    for group in groups:
+        group["lr"] = 0.01
+    twins.step(1)
+    assert len(twins.optimizer._kernels) == 1
+    for group in groups:
+        group["lr"] = torch.tensor(0.02)
+    twins.step(2)
+    assert not twins.optimizer._kernels
+    for group in groups:
+        group["lr"], group["maximize"] = 0.03, True
+    twins.step(2)
+    assert len(twins.optimizer._kernels) == 1
+    twins.check()  # reads the state
+    twins.step(2)
+    assert len(twins.optimizer._kernels) == 1
+    for _, optimizer in twins.pairs:
+        optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+        optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    twins.step(1)
+    for _, optimizer in twins.pairs:
+        optimizer.found_inf.fill_(1.0)  # type: ignore[attr-defined]
+    twins.step(1)
+    for _, optimizer in twins.pairs:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    twins.step(2)
+    assert len(twins.optimizer._kernels) == 1
+    twins.step(1, without=("inp",))  # these count on their own from now on
+    twins.step(2)
+    assert not twins.optimizer._kernels
+    twins.check()
+
+
+@ranks(2)
+def test_gradients_that_a_user_keeps() -> None:
+    """A gradient kept across steps keeps its values, though steps read the buffer as one tensor."""
+    twins = Twins(PADDED, lr=0.1)
+    kept = []
+    for step in range(5):
+        twins.backward()
+        if step in (1, 2):
+            grad = twins.ours.inp.weight.grad  # type: ignore[union-attr]
+            kept.append((grad, local_of(grad).clone()))  # type: ignore[arg-type]
+        for _, optimizer in twins.pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.check_parameters()
+    for grad, values in kept:
+        assert torch.equal(local_of(grad), values)  # type: ignore[arg-type]
+
+
 @ranks(2)
 def test_own_classes() -> None:
     """A class of the user's runs if he vouches for it, and keeps what it writes to its groups."""

@@ -1,0 +1,247 @@
+"""Tools to look at a run: ``check_order`` and ``without_communication``. Off, they cost nothing.
+
+Owns hooks and wires that exist only while one of them is on. It must not know what a step needs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2 import _torch
+from fsdp2._checks import check_count
+from fsdp2._comm import Wire
+from fsdp2._control import groups_in, units_in
+from fsdp2._errors import ConfigError, StateError
+from fsdp2._events import IDLE
+from fsdp2._mesh import MeshAxis
+from fsdp2._unit import Unit
+
+__all__ = ["OrderCheck", "check_order", "without_communication"]
+
+SHOWN = 12
+"""How many units of an order an error lists."""
+
+
+def check_order(
+    model: nn.Module, steps: int = 2, *, process_group: dist.ProcessGroup | None = None
+) -> OrderCheck:
+    """Watch in which order a model's units run, on all ranks.
+
+    In the first ``steps`` forwards ranks compare, before each unit, which one each is about to run:
+    before any of them communicates, so that a difference is an error and not a hang. In later
+    forwards each rank compares with the order of the last of these, and warns once for each unit
+    that comes out of turn. Recomputed forwards do not count.
+
+    Args:
+        model: what ``fully_shard`` was applied to, units below it included.
+        steps: forwards to compare over ranks. Each comparison is one small synchronous collective.
+        process_group: the ranks that run the model; default: all.
+
+    Returns:
+        An object whose ``remove()`` ends the watch.
+
+    Raises:
+        ConfigError: there is no unit in ``model``.
+        StateError: (from a forward, on every rank) ranks run different units; with all orders.
+
+    On a CPU ranks always agree about their collectives before these mix (``docs/architecture.md``);
+    on a device they do only here.
+
+    Source: the check of the execution order in torch's FSDP1 (``TORCH_DISTRIBUTED_DEBUG``).
+    """
+    return OrderCheck(_units_of(model, "check_order"), check_count("steps", steps), process_group)
+
+
+class OrderCheck:
+    """The watch that ``check_order`` begins."""
+
+    def __init__(
+        self, units: Sequence[tuple[str, Unit]], steps: int, pg: dist.ProcessGroup | None
+    ) -> None:
+        self.order: list[str] = []
+        self._steps = steps
+        self._pg = pg
+        self._running: list[str] = []
+        self._entered: Unit | None = None
+        self._forwards = 0
+        self._warned: set[str] = set()
+        self._handles = []
+        for name, unit in units:
+            for module in unit.modules:
+                before = module.register_forward_pre_hook(_Before(self, unit, name), prepend=True)
+                after = module.register_forward_hook(_After(self, unit), always_call=True)
+                self._handles += [before, after]
+
+    def remove(self) -> None:
+        """End the watch."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def enter(self, unit: Unit, name: str) -> None:
+        """A unit is about to run."""
+        if _torch.graph_task_id() != -1:  # recomputation
+            return
+        if self._entered is None:
+            self._entered, self._running = unit, []
+        self._running.append(name or "<root>")
+        if self._forwards < self._steps:
+            self._compare()
+        else:
+            self._warn()
+
+    def leave(self, unit: Unit) -> None:
+        """A unit's forward is over, or raised."""
+        if self._entered is not unit or _torch.graph_task_id() != -1:
+            return
+        self._entered = None
+        if self._forwards < self._steps:
+            self.order = self._running
+        self._forwards += 1
+
+    def _compare(self) -> None:
+        own = [*self.order, "|", *self._running] if self.order else self._running
+        orders: list[Any] = [None] * dist.get_world_size(self._pg)
+        dist.all_gather_object(orders, own, group=self._pg)
+        if any(order != own for order in orders):
+            ranks = dist.get_process_group_ranks(self._pg or dist.group.WORLD)
+            did = "; ".join(f"rank {r}: {_shown(o)}" for r, o in zip(ranks, orders, strict=True))
+            self._entered = None
+            raise StateError(
+                f"{self._running[-1]}: ranks run different units, or in another order ({did}; "
+                "| is where a forward begins). Nothing was mixed yet. Every rank must run the same "
+                "units in the same order. Pass conditional=True to fully_shard for a unit that "
+                "some ranks skip."
+            )
+
+    def _warn(self) -> None:
+        position, name = len(self._running) - 1, self._running[-1]
+        expected = self.order[position] if position < len(self.order) else "nothing"
+        if name != expected and name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
+                f"fsdp2: {name} runs where {expected} ran before (forward {self._forwards + 1}, "
+                f"unit {position + 1}). Prefetching follows the recorded order, and gathers in "
+                "vain where it changes.",
+                stacklevel=2,
+            )
+
+
+class _Before:
+    """A hook as an object: copies of the module keep a check of their own."""
+
+    def __init__(self, check: OrderCheck, unit: Unit, name: str) -> None:
+        self._check, self._unit, self._name = check, unit, name
+
+    @_torch.never_traced
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._check.enter(self._unit, self._name)
+
+
+class _After:
+    def __init__(self, check: OrderCheck, unit: Unit) -> None:
+        self._check, self._unit = check, unit
+
+    @_torch.never_traced
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._check.leave(self._unit)
+
+
+def _shown(order: list[str]) -> str:
+    left_out = ["..."] if len(order) > SHOWN else []
+    return " ".join([*left_out, *order[-SHOWN:]])
+
+
+@contextmanager
+def without_communication(model: nn.Module) -> Iterator[None]:
+    """Replace the collectives of a model's units by nothing, to measure what they cost.
+
+    Everything else of a step runs: packing, copies, casts, scaling. Parameters of other ranks and
+    gradients are whatever memory held, so **results are wrong** (a warning says so): do not step an
+    optimizer whose parameters you want to keep. Collectives of ``clip_grad_norm_`` and of your own
+    stay. Every rank enters and leaves the context together. Custom collectives and hooks of
+    reductions are left out too.
+
+    Raises:
+        ConfigError: there is no unit in ``model``.
+        StateError: entered during a step.
+
+    Source: ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE`` of torch's FSDP1.
+    """
+    units = [unit for _, unit in _units_of(model, "without_communication")]
+    for unit in units:
+        if unit.runtime is not None and unit.runtime.clock.phase is not IDLE:
+            raise StateError(
+                f"without_communication: entered during the {unit.runtime.clock.phase} of "
+                f"{unit.runtime.root.fqn or '<root>'}. Enter it between steps."
+            )
+    warnings.warn(
+        "fsdp2.debug.without_communication: nothing is sent, so all results are wrong until the "
+        "context is left. Use it for measurements only.",
+        stacklevel=3,
+    )
+    groups = groups_in(model, recurse=True)
+    wires = [group.wire for group in groups]
+    for group, wire in zip(groups, wires, strict=True):
+        group.reshard()
+        group.wire = _NoWire(wire)
+    stamps = [stamp for group in groups for stamp in group.stamps]
+    checked = [stamp.silence(True) for stamp in stamps]
+    try:
+        yield
+    finally:
+        for unit in units:
+            if unit.runtime is not None:
+                unit.runtime.recover_if_failed()
+        for group, wire in zip(groups, wires, strict=True):
+            group.reshard()
+            group.wire = wire
+        for stamp, was_silent in reversed(list(zip(stamps, checked, strict=True))):
+            stamp.silence(was_silent)
+
+
+class _NoWire(Wire):
+    """A wire that carries nothing; buffers are those of the wire whose place it takes."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self.gather, self.scatter = wire.gather, wire.scatter
+        self.scatter_group = wire.scatter_group
+        self.straight_nbytes, self.gradient_dtype = wire.straight_nbytes, wire.gradient_dtype
+
+    def all_gather(
+        self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool
+    ) -> dist.Work | None:
+        return None
+
+    def reduce_scatter(
+        self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
+    ) -> dist.Work | None:
+        return None
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
+    ) -> dist.Work | None:
+        return None
+
+
+def _units_of(model: nn.Module, who: str) -> list[tuple[str, Unit]]:
+    """Return the units in a model, each with its first name."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{who}: expected an nn.Module, found {type(model).__name__}.")
+    names = {module: name for name, module in model.named_modules()}
+    units = units_in(model, recurse=True)
+    if not units:
+        raise ConfigError(
+            f"{who}: fully_shard was applied to nothing in this {type(model).__name__}. Pass the "
+            "sharded model."
+        )
+    return [(next(names[m] for m in unit.modules if m in names), unit) for unit in units]

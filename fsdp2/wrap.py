@@ -1,0 +1,335 @@
+"""Which modules become units: ``shard_model``, and the meshes of FSDP1's sharding strategies.
+
+Owns the reading of wrap policies (torch's, or a user's) and of the launcher's environment. It must
+not know what a unit does: it calls ``fully_shard`` as a user would.
+
+[Note: what a policy picks]
+A policy is asked about modules below the root, each once, whatever names it has. Three sorts are
+told apart: classes; a function of a module, which answers with a bool or with keywords of
+``fully_shard``; and a recursive policy of FSDP1, ``policy(module, recurse, nonwrapped_numel)``,
+which is asked on the way down whether to go on and on the way up whether to shard what is left. A
+module without parameters is never picked. A container without a ``forward`` has nothing that would
+gather its parameters, so what was said of it holds for each of its modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import socket
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp2 import _torch
+from fsdp2._api import fully_shard
+from fsdp2._checks import has_forward
+from fsdp2._errors import ConfigError
+from fsdp2._hooks import unit_of
+from fsdp2._ignored import Ignored
+from fsdp2._mesh import default_device_type, default_mesh, require_process_group
+
+__all__ = ["hybrid_mesh", "shard_model", "strategy"]
+
+Choice = dict[str, Any]
+Chosen = dict[nn.Module, Choice]
+WrapPolicy = (
+    Collection[type[nn.Module]]
+    | _torch.CustomPolicy
+    | Callable[[nn.Module], bool | Choice]
+    | Callable[[nn.Module, bool, int], bool]
+)
+
+KEYWORDS = frozenset(inspect.signature(fully_shard).parameters) - {"module"}
+_OF_FSDP1 = {
+    "sharding_strategy": "**fsdp2.wrap.strategy(...)",
+    "process_group": "mesh",
+    "device_mesh": "mesh",
+    "mixed_precision": "mp_policy",
+    "cpu_offload": "offload_policy",
+    "auto_wrap_policy": "policy",
+    "ignored_modules": "ignored_states",
+}
+
+
+def shard_model(
+    model: nn.Module, policy: WrapPolicy, **fully_shard_kwargs: Any
+) -> dict[str, dict[str, Any]]:
+    """Apply ``fully_shard`` to the modules that a policy picks, innermost first, and to the root.
+
+    Args:
+        model: the root, changed in place. It is a unit whatever the policy says.
+        policy: what becomes a unit of its own below the root. One of
+
+            - a set (or list) of module classes, or torch's ``ModuleWrapPolicy``;
+            - a function of a module that returns a bool, or a dict of keywords of ``fully_shard``
+              that take precedence over ``fully_shard_kwargs`` (an empty one means False), or
+              torch's ``CustomPolicy`` made of such a function;
+            - a recursive policy of FSDP1, as ``functools.partial(size_based_auto_wrap_policy,
+              min_num_params=...)``.
+        fully_shard_kwargs: keywords of ``fully_shard`` for all units, and for the root.
+            ``ignored_params`` and ``ignored_states`` hold for every unit, and the policy is not
+            asked about ignored modules.
+
+    Returns:
+        What was chosen: the name of each unit (its first; ``""`` is the root) in the order in which
+        they were sharded, with the keywords that its policy gave it.
+
+    A module with several names is one unit. Parameters that are tied over several units belong to
+    the first unit that contains them all. A container without a ``forward`` (``ModuleList``) passes
+    what was said of it on to its modules. Modules without parameters are not picked, nor is what
+    ``fully_shard`` was applied to before.
+
+    Raises:
+        ConfigError: not a policy; keywords that ``fully_shard`` does not have; what ``fully_shard``
+            raises.
+
+    Source: what ``auto_wrap_policy`` means in torch's ``FullyShardedDataParallel``.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"shard_model: expected an nn.Module, found {type(model).__name__}. Pass the model."
+        )
+    _check_keywords(fully_shard_kwargs, "fully_shard_kwargs")
+    names = {module: name for name, module in reversed(list(model.named_modules()))}
+    kwargs = fully_shard_kwargs
+    ignored = Ignored.of(kwargs.get("ignored_params"), kwargs.get("ignored_states"))
+    chosen: Chosen = {}
+    for module, choice in _run(policy, model, ignored).items():
+        _choose(module, choice, ignored, chosen)
+    chosen.pop(model, None)
+    for module, choice in chosen.items():
+        _check_keywords(choice, f"the policy's choice for {names[module]}")
+    order = [m for m in _post_order(model) if m in chosen and unit_of(m) is None]
+    if kwargs.get("mesh") is None:
+        kwargs = {**kwargs, "mesh": default_mesh()}
+    for module in order:
+        fully_shard(module, **{**kwargs, **chosen[module]})
+    fully_shard(model, **kwargs)
+    return {**{names[module]: chosen[module] for module in order}, "": {}}
+
+
+def _post_order(model: nn.Module) -> list[nn.Module]:
+    """Return every module once, children before parents."""
+    order: dict[nn.Module, None] = {}
+    entered: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> None:
+        if module not in entered:
+            entered.add(module)
+            for child in module.children():
+                walk(child)
+            order[module] = None
+
+    walk(model)
+    return list(order)
+
+
+def _check_keywords(choice: Choice, what: str) -> None:
+    for name in choice:
+        if name not in KEYWORDS:
+            instead = _OF_FSDP1.get(name)
+            hint = f"Pass {instead} instead." if instead else f"It has {sorted(KEYWORDS)}."
+            raise ConfigError(
+                f"shard_model: found {name!r} in {what}, which fully_shard does not have. {hint}"
+            )
+
+
+def _choose(module: nn.Module, choice: Choice, ignored: Ignored, chosen: Chosen) -> None:
+    """Take a module, or what is in it if it has no forward. See [Note: what a policy picks]."""
+    if module in ignored.modules or not any(p not in ignored for p in module.parameters()):
+        return
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not has_forward(module):
+        for child in module.children():
+            _choose(child, choice, ignored, chosen)
+    elif module not in chosen or choice:
+        chosen[module] = choice
+
+
+# --- reading policies -----------------------------------------------------------------------------
+
+
+def _run(policy: object, model: nn.Module, ignored: Ignored) -> Chosen:
+    """Ask the policy about every module below the root."""
+    if isinstance(policy, _torch.CustomPolicy):
+        return _ask(_torch.custom_policy_function(policy), model, ignored)
+    if isinstance(policy, Iterable) and not isinstance(policy, str) and not callable(policy):
+        classes = tuple(policy)
+        wrong = [c for c in classes if not (isinstance(c, type) and issubclass(c, nn.Module))]
+        if wrong or not classes:
+            found = f"{wrong[0]!r} in it" if wrong else "none"
+            raise ConfigError(
+                f"shard_model: expected classes of modules as policy, found {found}. Pass for "
+                "example {TransformerBlock}."
+            )
+        return _ask(lambda module: isinstance(module, classes), model, ignored)
+    if isinstance(policy, type) or not callable(policy):
+        raise ConfigError(
+            f"shard_model: expected policy to be a set of module classes, a function, or a policy "
+            f"of torch.distributed.fsdp.wrap, found {policy!r}."
+        )
+    if _is_recursive(policy):
+        chosen: Chosen = {}
+        _recurse(policy, model, ignored, chosen)
+        return chosen
+    return _ask(policy, model, ignored)
+
+
+def _is_recursive(policy: Callable[..., Any]) -> bool:
+    """True for a policy of FSDP1, which takes ``(module, recurse, nonwrapped_numel)``."""
+    try:
+        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _ask(function: Callable[[nn.Module], Any], model: nn.Module, ignored: Ignored) -> Chosen:
+    chosen: Chosen = {}
+    for name, module in model.named_modules():
+        if module is model or module in ignored.modules:
+            continue
+        answer = function(module)
+        if not isinstance(answer, bool | dict):
+            raise ConfigError(
+                f"shard_model: the policy returned {answer!r} for {name}. Return True, False, or a "
+                "dict of keywords of fully_shard."
+            )
+        if answer:
+            chosen[module] = answer if isinstance(answer, dict) else {}
+    return chosen
+
+
+def _recurse(
+    policy: Callable[..., Any],
+    module: nn.Module,
+    ignored: Ignored,
+    chosen: Chosen,
+    is_root: bool = True,
+) -> int:
+    """Ask a recursive policy; return how many elements are in units at or below ``module``."""
+    numel = sum(param.numel() for param in module.parameters() if param not in ignored)
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    taken = 0
+    for child in module.children():
+        if child not in ignored.modules and child not in chosen:
+            taken += _recurse(policy, child, ignored, chosen, is_root=False)
+    if is_root or not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
+        return taken
+    chosen[module] = {}
+    return numel
+
+
+# --- strategies -----------------------------------------------------------------------------------
+
+
+def strategy(
+    name: str | _torch.ShardingStrategy,
+    mesh: DeviceMesh | None = None,
+    *,
+    device_type: str | None = None,
+) -> dict[str, Any]:
+    """Return the keywords of ``fully_shard`` that mean a sharding strategy of FSDP1.
+
+    =====================  =============================  =========================
+    strategy               mesh                           reshard_after_forward
+    =====================  =============================  =========================
+    FULL_SHARD             ``(all,)``                     True, but not at the root
+    SHARD_GRAD_OP          ``(all,)``                     False
+    NO_SHARD               ``(all, 1)``                   False
+    HYBRID_SHARD           ``(nodes, ranks of a node)``   True, but not at the root
+    _HYBRID_SHARD_ZERO2    ``(nodes, ranks of a node)``   False
+    =====================  =============================  =========================
+
+    ``NO_SHARD`` keeps every parameter whole on every rank and all-reduces gradients: its parameters
+    are DTensors over a shard axis of size 1.
+
+    Args:
+        name: the strategy, as its name or as torch's enum.
+        mesh: a mesh of your own: 1-D for the first two (2-D ``(n, 1)`` for ``NO_SHARD``), 2-D for
+            the last two. Default: all ranks, by ``hybrid_mesh`` for the last two. Collective then.
+        device_type: of a default mesh; default: the accelerator, or the CPU.
+
+    Raises:
+        ConfigError: not a strategy; a mesh that does not fit it.
+
+    Source: the meaning of ``torch.distributed.fsdp.ShardingStrategy``.
+    """
+    key = name.name if isinstance(name, _torch.ShardingStrategy) else name
+    known = _torch.ShardingStrategy.__members__
+    if key not in known:
+        raise ConfigError(f"strategy: expected one of {', '.join(known)}, found {name!r}.")
+    keeps = key in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
+    ndim = 1 if key in ("FULL_SHARD", "SHARD_GRAD_OP") else 2
+    if mesh is None:
+        mesh = _mesh_of(key, device_type)
+    elif mesh.ndim != ndim or (key == "NO_SHARD" and mesh.size(1) != 1):
+        wanted = "2-D, of shape (ranks, 1)" if key == "NO_SHARD" else f"{ndim}-D"
+        raise ConfigError(
+            f"strategy: {key} needs a mesh that is {wanted}, found one of shape "
+            f"{tuple(mesh.shape)}. Leave it out to use all ranks."
+        )
+    return {"mesh": mesh, "reshard_after_forward": False if keeps else None}
+
+
+def _mesh_of(key: str, device_type: str | None) -> DeviceMesh:
+    if "HYBRID" in key:
+        return hybrid_mesh(device_type)
+    require_process_group("strategy")
+    kind, size = device_type or default_device_type(), dist.get_world_size()
+    if key == "NO_SHARD":
+        return init_device_mesh(kind, (size, 1), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+
+
+def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = None) -> DeviceMesh:
+    """Return the mesh ``("replicate", "shard")`` that shards in a node and replicates over nodes.
+
+    Which ranks share a node is read from the launcher's environment: ``GROUP_RANK`` (torchrun),
+    ``SLURM_NODEID``, or else the host's name. Ranks of a node need not follow each other.
+    Collective over all ranks; initialises the default process group if there is none.
+
+    Args:
+        device_type: default: the accelerator, or the CPU.
+        ranks_per_node: do not look, but take so many consecutive ranks for a node.
+
+    Raises:
+        ConfigError: nodes with different numbers of ranks, on every rank.
+
+    Source: the groups that ``HYBRID_SHARD`` makes if it is given none, in torch's FSDP1.
+    """
+    require_process_group("hybrid_mesh")
+    size = dist.get_world_size()
+    if ranks_per_node is None:
+        nodes: list[Any] = [None] * size
+        dist.all_gather_object(nodes, _node())
+    else:
+        if isinstance(ranks_per_node, bool) or ranks_per_node < 1 or size % ranks_per_node:
+            raise ConfigError(
+                f"hybrid_mesh: found ranks_per_node={ranks_per_node!r} for {size} ranks. Pass a "
+                "divisor of their number."
+            )
+        nodes = [str(rank // ranks_per_node) for rank in range(size)]
+    rows: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        rows.setdefault(node, []).append(rank)
+    if len({len(row) for row in rows.values()}) > 1:
+        listing = ", ".join(f"{node}: {row}" for node, row in rows.items())
+        raise ConfigError(
+            f"hybrid_mesh: expected as many ranks on each node, found {listing}. Start the program "
+            "with equal nodes, or pass ranks_per_node, or a mesh of your own."
+        )
+    kind = device_type or default_device_type()
+    return DeviceMesh(kind, list(rows.values()), mesh_dim_names=("replicate", "shard"))
+
+
+def _node() -> str:
+    """Name this rank's node."""
+    for name in ("GROUP_RANK", "SLURM_NODEID"):
+        if name in os.environ:
+            return os.environ[name]
+    return socket.gethostname()
