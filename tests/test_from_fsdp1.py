@@ -61,23 +61,17 @@ def test_everything_of_fsdp1_has_a_row() -> None:
     assert not wanted - named_in_tables()
 
 
-def test_every_row_names_a_test_or_what_it_comes_with() -> None:
+def test_every_row_names_a_test() -> None:
     for cells in rows():
-        test = cells[-1]
-        path = re.fullmatch(r"`(tests/\S+\.py)`", test)
-        if path is not None:
-            assert (ROOT / path[1]).exists(), cells
-        else:
-            assert re.fullmatch(r"with `fsdp2\.(materialize|summon_full_params|checkpoint)`", test)
+        path = re.fullmatch(r"`(tests/\S+\.py)`", cells[-1])
+        assert path is not None, cells
+        assert (ROOT / path[1]).exists(), cells
 
 
 def test_names_of_ours_exist() -> None:
-    """Every `fsdp2.name` on the page is there, or is one that other rows wait for."""
-    waiting = {"materialize", "summon_full_params", "checkpoint", "full_params"}
+    """Every `fsdp2.name` on the page is there."""
     for name in re.findall(r"fsdp2\.((?:\w+\.)?\w+)", PAGE):
         first, _, second = name.partition(".")
-        if first in waiting and not hasattr(fsdp2, first):
-            continue
         value = getattr(fsdp2, first)
         if second and not isinstance(value, type):
             assert hasattr(value, second), name
@@ -112,9 +106,6 @@ class Model(nn.Module):
 def test_blocks_run(index: int) -> None:
     """Each on a fresh model, on two ranks of one node."""
     block = BLOCKS[index]
-    missing = [n for n in re.findall(r"fsdp2\.(\w+)", block) if not hasattr(fsdp2, n)]
-    if missing:
-        return  # see test_blocks_that_wait
     os.environ.pop("GROUP_RANK", None)
     os.environ.pop("SLURM_NODEID", None)
     torch.manual_seed(0)
@@ -128,10 +119,3 @@ def test_blocks_run(index: int) -> None:
         "x": torch.randn(4, 13),
     }
     exec(compile(block, f"docs/from-fsdp1.md, block {index}", "exec"), names)
-
-
-def test_blocks_that_wait() -> None:
-    """Only blocks of parts that do not exist yet are left out above."""
-    for block in BLOCKS:
-        missing = {n for n in re.findall(r"fsdp2\.(\w+)", block) if not hasattr(fsdp2, n)}
-        assert missing <= {"materialize", "summon_full_params"}
