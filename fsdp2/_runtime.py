@@ -349,7 +349,9 @@ class Runtime:
         if self._reductions:
             self.wait_for_reductions()
         event, self.root.post_optim_event = self.root.post_optim_event, None
-        if event is not None:
+        if event is not None and self.streams.async_op:
+            event.synchronize()
+        elif event is not None:
             event.wait()
 
     def wait_for_reductions(self) -> None:
