@@ -308,7 +308,7 @@ sys.exit(train_lm.main(sys.argv[3:]))
 @pytest.mark.parametrize(
     ("moment", "survivor"),
     [
-        ("dcp.save", HALF),
+        pytest.param("dcp.save", HALF, marks=pytest.mark.slow),
         pytest.param("os.rename", HALF, marks=pytest.mark.slow),
         ("os.replace", HALF),
         pytest.param("shutil.rmtree", STEPS - 1, marks=pytest.mark.slow),

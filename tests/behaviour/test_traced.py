@@ -127,9 +127,8 @@ def test_a_replicate_axis(name: str) -> None:
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize(
-    "choice", [2, *(pytest.param(c, marks=pytest.mark.slow) for c in (True, False))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [2, True, False])
 @ranks(4, limit_s=200)
 def test_each_way_to_reshard(choice: bool | int) -> None:
     pair = TracedPair("nested_units", reshard_after_forward=choice)
@@ -196,6 +195,7 @@ class BreakingBlock(Block):
         return self.down(self.mid(x))
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_graph_breaks_change_no_number() -> None:
     """What is not in a graph runs the same functions eagerly."""
@@ -277,6 +277,7 @@ backward: 3 all_gather, 4 reduce_scatter""",
     )
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_batch_sizes_may_change() -> None:
     """One graph serves every batch size, if dynamic shapes are asked for."""
@@ -305,6 +306,7 @@ def test_evaluation_and_eager_steps_in_between() -> None:
     assert pair.graphs.counts == "2 forward, 1 backward"
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_backwards_in_another_order_than_forwards() -> None:
     """An eager and a compiled forward of one model may wait for their backwards together."""
@@ -320,6 +322,7 @@ def test_backwards_in_another_order_than_forwards() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_several_microbatches() -> None:
     """Gradients of several backwards add up, with sync or without, which changes nothing here."""
@@ -359,6 +362,7 @@ def test_an_exception_leaves_the_model_sharded() -> None:
     pair.train(steps=2)
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_state_and_optimizers_in_between() -> None:
     """The compiled model has the model's names and state; loading into it is seen by its graphs."""
@@ -428,6 +432,7 @@ class MethodBlock(Block):
         return self.forward(x)
 
 
+@pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_registered_forward_methods() -> None:
     pair = TracedPair(Case(lambda: WithMethod(MethodBlock), each_block, floats))
