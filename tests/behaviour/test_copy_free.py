@@ -276,6 +276,8 @@ def test_a_narrow_wire_and_accumulation() -> None:
             loss_of(each(x)).backward()
     for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
         assert_same(parameter.grad, expected.grad, "gradient", rtol=2**-7)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert not all(torch.equal(whole(a.grad), whole(b.grad)) for a, b in pairs), "nothing rounded"
 
 
 @ranks(2)
