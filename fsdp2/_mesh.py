@@ -201,6 +201,7 @@ def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> MeshAxis:
+    _torch.pause_at_exit()
     names = mesh.mesh_dim_names
     return MeshAxis(
         names[dim] if names else f"axis {dim}",

@@ -6,10 +6,13 @@ torch's own FSDP2 that other software asks about come in here too, and nowhere e
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import functools
 import inspect
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -234,6 +237,21 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 _on_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+
+EXIT_PAUSE_S = 0.02
+
+
+@functools.cache
+def pause_at_exit() -> None:
+    """Give a backend's threads, once this process ends, the moment in which they let go of tensors.
+
+    A thread of gloo's drops the tensors of its last collective after it has told that this is done,
+    and needs the interpreter's lock for that. Where it asks for the lock of an interpreter that is
+    already ending (Python before 3.14), the process aborts after its last line, with ``terminate
+    called without an active exception``. torch's caches of DTensor plans keep the group alive, so
+    that destroying it does not end its threads.
+    """
+    atexit.register(time.sleep, EXIT_PAUSE_S)
 
 
 def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:

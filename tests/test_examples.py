@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +32,6 @@ class Finished:
     stderr: str
 
 
-ABORT = "terminate called without an active exception"
-
-
 @dataclass(frozen=True)
 class Workplace:
     """A folder with a small text, in which runs leave their checkpoints and losses."""
@@ -54,20 +50,8 @@ class Workplace:
         ]
 
     def run(self, name: str, *more: str) -> Finished:
-        """Run the example to its end; once more if a rank aborted while it ended.
-
-        Seen once in some fifty runs on a loaded machine, after all output: a thread of gloo's was
-        not joined at exit. The warning keeps count.
-        """
-        command = [str(EXAMPLES / "train_lm.py"), *self.arguments(name, *more)]
-        finished = run_python(command)
-        if finished.status != 0 and ABORT in finished.stdout + finished.stderr:
-            warnings.warn(f"{name}: a rank aborted at its end; it runs once more", stacklevel=2)
-            if "--resume" not in more:
-                shutil.rmtree(self.checkpoints(name), ignore_errors=True)
-                (self.folder / f"{name}.jsonl").unlink(missing_ok=True)
-            finished = run_python(command)
-        return finished
+        """Run the example to its end."""
+        return run_python([str(EXAMPLES / "train_lm.py"), *self.arguments(name, *more)])
 
     def checkpoints(self, name: str) -> Path:
         return self.folder / name
