@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -254,8 +256,8 @@ backward: 5 all_gather, 5 reduce_scatter""",
 class Checkpointed(Stack):
     """Recomputes every block outside of its unit, or what is inside of it."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__(InsideCheckpointed if where == "inside" else Block)
+    def __init__(self, where: str, make_block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__(InsideCheckpointed if where == "inside" else make_block)
         self.where = where
 
     def forward(self, x: Tensor) -> Tensor:
@@ -716,3 +718,22 @@ def test_five_steps_with_backends(name: str, backend: str) -> None:
 @ranks(4, limit_s=300)
 def test_cases_with_each_way_to_reshard(name: str, choice: bool | int) -> None:
     TracedPair(name, reshard_after_forward=choice).train(steps=2)
+
+
+@pytest.mark.slow
+@ranks(4, limit_s=500)
+def test_cases_that_wait_on_neighbours() -> None:
+    for name in ("scalars", "mixed_dtypes", "non_contiguous", "tied_lm", "shared_block"):
+        TracedPair(name, reshard_after_forward=2).train(steps=2)
+
+
+@pytest.mark.slow
+@ranks(2, limit_s=200)
+def test_recomputation_after_a_graph_break() -> None:
+    pair = TracedPair(
+        Case(lambda: Checkpointed("outside", BreakingBlock), each_block, floats), fullgraph=False
+    )
+    pair.backward()
+    assert_sharded(pair.model)
+    pair.step()
+    pair.train(steps=2)
