@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -196,6 +196,8 @@ class Wire:
     ``straight_nbytes``: see ``STRAIGHT_NBYTES``; ``gradient_dtype``: what gradients travel in, if
     not in the reduce dtype. Whoever changes a wire tells its group (``ParamGroup.rewire``).
     """
+
+    carries: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.gather: Any = DefaultAllGather()

@@ -40,7 +40,8 @@ def compile(  # noqa: A001  # torch's name for it
     in any order with the compiled one.
 
     Args:
-        model: a model to which, or below which, ``fully_shard`` was applied.
+        model: a model to which, or below which, ``fully_shard`` was applied. Of a compiled one, the
+            model in it is compiled anew.
         overlap: start each all-gather one group ahead in the graphs, and wait for collectives where
             their results are needed. For the backends ``"inductor"`` and ``"aot_eager"``.
         bucket: False gives each parameter collectives of its own, for compilers that bucket them.
@@ -55,6 +56,8 @@ def compile(  # noqa: A001  # torch's name for it
         ConfigError: nothing in the model is sharded; ``overlap`` with another backend.
         UnsupportedError: a unit has what no graph can hold. The model was not changed.
     """
+    if isinstance(model, CompiledModel):
+        model = model.__dict__["_compiled_model"].model
     return CompiledModel(model, Choices(torch_compile_kwargs, overlap, bucket))
 
 
@@ -88,6 +91,11 @@ class CompiledModel(nn.Module):
 
     def __dir__(self) -> list[str]:
         return list(dir(self.__dict__["_compiled_model"].model))
+
+    @property
+    def forward(self) -> Any:  # type: ignore[override]  # nn.Module lets it be set
+        """The model's own, which is neither compiled nor hooked: call the module."""
+        return self.__dict__["_compiled_model"].model.forward
 
     def __repr__(self) -> str:
         return f"CompiledModel({self.__dict__['_compiled_model'].model!r})"
@@ -183,7 +191,11 @@ class FunctionalStep:
                 unit.take_parameters_off()
                 unit.unit.traced, unit.unit.is_called_outside = unit, True
             with self._may_write:
-                return self._compiled(self.model, self._several, *args, **kwargs)
+                output = self._compiled(self.model, self._several, *args, **kwargs)
+            for unit in self._units:
+                if unit.ran_outside:
+                    unit.watch(output)
+            return output
         finally:
             for unit in self._units:
                 unit.unit.traced, unit.unit.is_called_outside = None, False
@@ -237,6 +249,13 @@ def check_units(model: nn.Module) -> None:
             "or call torch.compile."
         )
     names = {id(module): name for name, module in model.named_modules()}
+    for module in model.modules():
+        for child, inner in module.named_children():
+            if isinstance(inner, CompiledModel):
+                raise ConfigError(
+                    f"compile: {names[id(module)] or '<root>'} holds a compiled model as {child}, "
+                    "and one step cannot run inside of another. Compile the outermost model only."
+                )
     for unit in units:
         for group in unit.own_groups:
             check_group(group, unit.fqn or names.get(id(unit.modules[0]), ""))
@@ -250,6 +269,8 @@ def check_group(group: ParamGroup, name: str) -> None:
         found = f"parameter {extended[0]} has an all-gather extension, which runs user code"
     elif isinstance(group.offload, CPUOffloadPolicy):
         found = "a CPUOffloadPolicy keeps its shards off the device"
+    elif not group.wire.carries:
+        found = "debug.without_communication is on"
     elif group.wire.custom != (None, None):
         found = "a custom all-gather or reduce-scatter was set"
     elif group.reducer.hook is not None:

@@ -351,19 +351,24 @@ class ForwardMethod:
         unit = self.module.__dict__[UNIT_ATTRIBUTE]
         if unit.traced is None:
             return self._call_eagerly(args, kwargs)
+        return unit.traced.call(self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.replaced is not None:
-            return unit.traced.call(self.replaced, args, kwargs)
-        return unit.traced.call(getattr(type(self.module), self.name), (self.module, *args), kwargs)
+            return self.replaced(*args, **kwargs)
+        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
     @_torch.never_traced
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, unit = self.module, unit_of(self.module)
         assert unit is not None
-        method = self.replaced or getattr(type(module), self.name).__get__(module)
+        recomputed = unit.recomputed
+        if recomputed is not None and recomputed.is_running:
+            return recomputed.traced.recompute(self._run, args, kwargs)
         depth = len(unit.calls)
         try:
             args, kwargs = pre_forward(unit, args, kwargs)
-            return post_forward(unit, module, method(*args, **kwargs))
+            return post_forward(unit, module, self._run(*args, **kwargs))
         except BaseException:
             forward_raised(unit, depth)
             raise

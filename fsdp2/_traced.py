@@ -10,12 +10,20 @@ that is freed, no state: the functions in ``_traced_plan`` are all that happens,
 matter which parts of the step a compiler traced and which ran eagerly. Who frees what is decided by
 the compiler, from uses; that a unit reshards after forward means that ``unshard`` is computed again
 in backward.
+
+[Note: recomputed outside of graphs]
+Checkpointing that a compiler did not trace calls modules again in backward, when the functional
+step is over. A backward that reaches an output of a step in which units ran outside of graphs says
+so to these units, and a call in it is a functional one. The engine's hooks would do as well for
+values, but nothing would tell them that the backward is over.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +46,7 @@ from fsdp2._traced_plan import (
     plan_of,
     unshard,
 )
-from fsdp2._tree import map_tensors
+from fsdp2._tree import map_tensors, visit_tensors
 from fsdp2._unit import Unit
 
 
@@ -133,12 +141,14 @@ class TracedGroup:
             return None
         one = torch.zeros((), dtype=layout.dtype, device=self.group.device)
         sink = nn.Parameter(one.expand(layout.numel))
-        sink.register_post_accumulate_grad_hook(self._deliver)
+        sink.register_post_accumulate_grad_hook(functools.partial(self._deliver, self.key))
         return sink
 
     @_torch.always_eager
-    def _deliver(self, sink: Tensor) -> None:
+    def _deliver(self, key: str, sink: Tensor) -> None:
         """Take the reduced gradients from the sink, and give them to the sharded parameters.
+
+        ``key`` is that of the plan by which they were reduced: a later forward may have another.
 
         Raises:
             StateError: what is trained changed since the forward.
@@ -147,7 +157,7 @@ class TracedGroup:
         assert reduced is not None
         reducer = self.group.reducer
         plan = reducer.plan()
-        if plan.layout != plan_of(self.key).reduce:
+        if plan.layout != plan_of(key).reduce:
             raise StateError(
                 f"{self.group.fqn or '<root>'}: requires_grad changed between a compiled forward "
                 "and its backward. Change it before the forward."
@@ -156,18 +166,12 @@ class TracedGroup:
         grads = buffer.fill(reduced)
         buffer.settle()
         params = [member.sharded for member in plan.members]
-        if self._must_look():
+        if is_incomplete(key) and not self.group.settings.reduce_unused:
+            # Looking costs a synchronisation on a device; who has all gradients need not.
             counts = reduced[plan.layout.tail_start : plan.layout.stamp_start].tolist()
             used = [position for position, count in enumerate(counts) if count != 0]
             params, grads = [params[p] for p in used], [grads[p] for p in used]
         accumulate(params, grads)
-
-    def _must_look(self) -> bool:
-        """True if some parameters may have had no gradient on any rank.
-
-        Looking costs a synchronisation on a device, and nobody has to who has all of them.
-        """
-        return is_incomplete(self.key) and not self.group.settings.reduce_unused
 
     # In the trace.
 
@@ -203,6 +207,7 @@ class TracedUnit:
         self._bucketed = bucketed
         self.groups: tuple[TracedGroup, ...] = ()
         self.has_several_modules = len(unit.modules) > 1
+        self.ran_outside = False
         self.input_dtype: torch.dtype | None = None
         self.output_dtype: torch.dtype | None = None
 
@@ -212,9 +217,8 @@ class TracedUnit:
         """Prepare a step: sharded parameters make room for those that the step will gather."""
         if [group.group for group in self.groups] != self.unit.groups:
             self.groups = tuple(TracedGroup(g, self._bucketed) for g in self.unit.groups)
-        policy = self.unit.policy  # another one in evaluation, maybe
-        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        self.output_dtype = policy.output_dtype
+        self.input_dtype = self.unit.input_dtype  # others in evaluation, maybe
+        self.output_dtype = self.unit.policy.output_dtype
         keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
             group.refresh(keeps)
@@ -234,6 +238,8 @@ class TracedUnit:
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the unit with whole parameters."""
+        if not torch.compiler.is_compiling():
+            self.ran_outside = True
         gathers = not self._is_whole()
         if gathers:
             for group in self.groups:
@@ -253,6 +259,37 @@ class TracedUnit:
             output = map_tensors(lambda t: _cast(t, self.output_dtype), output)
         return output
 
+    # In backward. See [Note: recomputed outside of graphs].
+
+    def watch(self, outputs: Any) -> None:
+        """Notice the backward of these outputs, before anything inside of it is recomputed."""
+        visit_tensors(self._watch, outputs)
+
+    def _watch(self, tensor: Tensor) -> None:
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(self._begin_backward)
+
+    @_torch.always_eager
+    def _begin_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
+        self.unit.recomputed = Recomputation(self, _torch.graph_task_id())
+
+    def recompute(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module of the unit again, as it ran in the functional step."""
+        unit = self.unit
+        self.take_parameters_off()
+        unit.is_called_outside = True
+        try:
+            output = self.call(run, args, kwargs)
+        finally:
+            unit.is_called_outside = False
+            self.put_parameters_back()
+        self.watch(output)
+        return output
+
+    # In the trace again.
+
     def _is_whole(self) -> bool:
         for group in self.groups:
             for module, name, _ in group.slots:
@@ -264,6 +301,18 @@ class TracedUnit:
         for group in self.groups:
             for module, name, _ in group.slots:
                 module._parameters[name] = None
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """The backward in which calls of a unit are those of a functional step again."""
+
+    traced: TracedUnit
+    graph_task: int
+
+    @property
+    def is_running(self) -> bool:
+        return self.graph_task == _torch.graph_task_id()
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

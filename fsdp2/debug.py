@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -210,6 +210,8 @@ def without_communication(model: nn.Module) -> Iterator[None]:
 
 class _NoWire(Wire):
     """A wire that carries nothing; buffers are those of the wire whose place it takes."""
+
+    carries: ClassVar[bool] = False
 
     def __init__(self, wire: Wire) -> None:
         super().__init__()

@@ -21,7 +21,6 @@ class Graphs:
         self.forward: list[torch.fx.GraphModule] = []
         self.backward: list[torch.fx.GraphModule] = []
         self.frames = 0
-        self.change: Callable[[torch.fx.Graph], None] | None = None
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         from torch._dynamo.backends.common import aot_autograd
@@ -40,12 +39,15 @@ class Graphs:
 
         def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
             graphs.append(graph)
-            if self.change is not None:
-                self.change(graph.graph)
-                graph.recompile()
-            return make_boxed_func(graph.forward)
+            return make_boxed_func(lambda *args: graph(*args))  # as it is then, see ``change``
 
         return keep
+
+    def change(self, how: Callable[[torch.fx.Graph], None]) -> None:
+        """Change all graphs that were made; the next step runs them so."""
+        for graph in (*self.forward, *self.backward):
+            how(graph.graph)
+            graph.recompile()
 
     @property
     def counts(self) -> str:

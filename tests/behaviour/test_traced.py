@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+import torch.nn as nn
 from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -17,10 +21,12 @@ from fsdp2._traced_pass import overlap
 from tests._models import (
     CASES,
     HIDDEN,
+    NARROW,
     WIDTH,
     Batch,
     Block,
     Case,
+    Scalars,
     Stack,
     each_block,
     floats,
@@ -50,9 +56,12 @@ from tests._traced import Graphs, TracedPair, saved
 
 
 @ranks(2, limit_s=200)
-def test_five_steps() -> None:
-    """Losses and gradients are the unsharded model's; a group has one collective of each kind."""
-    pair = TracedPair("few_rows")
+def test_five_steps_and_what_may_come_between() -> None:
+    """Losses and gradients are the unsharded model's, from two graphs that nothing disturbs.
+
+    One body for several promises, because compiling is what takes the time.
+    """
+    pair = TracedPair("stack")
     pair.train(steps=5)
     assert_expected_inline(  # the root stays whole for its backward
         pair.graphs.describe(),
@@ -60,7 +69,91 @@ def test_five_steps() -> None:
 forward: 4 all_gather
 backward: 3 all_gather, 4 reduce_scatter""",
     )
-    assert pair.graphs.frames == 1
+    saves_no_weight_of_a_block(pair)
+    gradients_that_wait_for_sync_are_not_lost(pair)
+    eager_steps_and_evaluation_come_between(pair)
+    an_exception_leaves_the_model_sharded(pair)
+    assert pair.graphs.counts == "2 forward, 1 backward"
+    assert pair.graphs.frames == 2
+    collectives_may_be_moved(pair)
+
+
+def order_of(graph: Any) -> str:
+    """Write the collectives of a graph, their waits and the products between them, in order."""
+    short = {
+        "all_gather_into_tensor": "gather",
+        "reduce_scatter_tensor": "reduce",
+        "wait_tensor": "wait",
+        "addmm": "mm",
+        "mm": "mm",
+    }
+    words: list[str] = []
+    for node in graph.graph.nodes:
+        parts = str(node.target).split(".")
+        word = short.get(parts[1]) if len(parts) > 2 else None
+        if word == "wait":
+            word = f"wait_{short[str(node.args[0].target).split('.')[1]]}"
+        if word is not None and (word != "mm" or "mm" not in words[-1:]):
+            words.append(word)
+    return " ".join(words)
+
+
+def saves_no_weight_of_a_block(pair: TracedPair) -> None:
+    shapes = {tuple(value.shape) for value in saved(pair.graphs.forward[0], outputs=1)}
+    for rows, columns in ((HIDDEN, WIDTH), (NARROW, HIDDEN)):
+        assert not shapes & {(rows, columns), (columns, rows), (rows * columns,)}
+
+
+def an_exception_leaves_the_model_sharded(pair: TracedPair) -> None:
+    with pytest.raises(RuntimeError):
+        pair.compiled(torch.randn(4, 5))
+    pair.check()
+    pair.train(steps=1)
+
+
+def gradients_that_wait_for_sync_are_not_lost(pair: TracedPair) -> None:
+    pair.eagerly = True
+    pair.model.set_requires_gradient_sync(False)
+    pair.backward()
+    pair.model.set_requires_gradient_sync(True)
+    with pytest.raises(fsdp2.StateError, match="accumulated without sync"):
+        pair.compiled(*pair.local(pair.batch()).args)
+    pair.backward()
+    pair.step()
+    pair.check()
+    pair.eagerly = False
+
+
+def eager_steps_and_evaluation_come_between(pair: TracedPair) -> None:
+    """Compiled and eager steps of one model mix; evaluation takes one more graph."""
+    for eagerly in (False, True, False, False, True):
+        pair.eagerly = eagerly
+        pair.backward()
+        pair.step()
+        pair.compiled.eval()
+        assert not pair.model.training
+        with torch.no_grad():
+            pair.losses(pair.batch())
+        pair.compiled.train()
+    pair.check()
+    pair.eagerly = False
+
+
+def collectives_may_be_moved(pair: TracedPair) -> None:
+    """The pass starts a gather one group ahead, and waits for a reduction where the next starts."""
+    graphs = (pair.graphs.forward[0], pair.graphs.backward[0])
+    orders = [order_of(graph) for graph in graphs]
+    pair.graphs.change(overlap)
+    pair.train(steps=2)
+    orders += [order_of(graph) for graph in graphs]
+    assert_expected_inline(
+        "\n".join(orders),
+        """\
+gather wait_gather mm gather wait_gather mm gather wait_gather mm gather wait_gather mm
+mm gather wait_gather mm reduce wait_reduce gather wait_gather mm reduce wait_reduce gather wait_gather mm reduce wait_reduce mm reduce wait_reduce
+gather gather wait_gather mm gather wait_gather mm gather wait_gather mm wait_gather mm
+mm gather gather wait_gather mm reduce gather wait_gather mm wait_reduce reduce wait_gather mm wait_reduce reduce mm wait_reduce reduce wait_reduce""",  # noqa: E501  # one graph a line
+    )
 
 
 @pytest.mark.slow
@@ -117,14 +210,18 @@ def test_mixed_precision(name: str, policy: fsdp2.MixedPrecisionPolicy) -> None:
     assert pair.graphs.counts == "1 forward, 1 backward"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["scalars", *(pytest.param(n, marks=pytest.mark.slow) for n in ("stack", "mixed_dtypes"))],
-)
 @ranks(4, limit_s=200)
-def test_a_replicate_axis(name: str) -> None:
-    pair = TracedPair(name, mesh=make_mesh(2, 2))
-    pair.train(steps=2)
+def test_a_replicate_axis() -> None:
+    """One block, because each of four ranks compiles it."""
+    case = Case(lambda: Stack(Scalars, count=1), each_block, floats)
+    TracedPair(case, mesh=make_mesh(2, 2)).train(steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scalars", "stack", "mixed_dtypes"])
+@ranks(4, limit_s=200)
+def test_more_with_a_replicate_axis(name: str) -> None:
+    TracedPair(name, mesh=make_mesh(2, 2)).train(steps=2)
 
 
 @pytest.mark.slow
@@ -159,8 +256,8 @@ backward: 5 all_gather, 5 reduce_scatter""",
 class Checkpointed(Stack):
     """Recomputes every block outside of its unit, or what is inside of it."""
 
-    def __init__(self, where: str) -> None:
-        super().__init__(InsideCheckpointed if where == "inside" else Block)
+    def __init__(self, where: str, make_block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__(InsideCheckpointed if where == "inside" else make_block)
         self.where = where
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,6 +270,24 @@ class Checkpointed(Stack):
 class InsideCheckpointed(Block):
     def forward(self, x: Tensor) -> Tensor:
         return x + checkpoint(super().forward, x, use_reentrant=False)
+
+
+class CheckpointedMethod(Stack):
+    """Recomputes a method of its blocks, outside of their units."""
+
+    def __init__(self) -> None:
+        super().__init__(MethodBlock)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block.run, x, use_reentrant=False)
+        return self.out(x)
+
+
+class MethodBlock(Block):
+    def run(self, x: Tensor) -> Tensor:
+        return self.forward(x)
 
 
 class Breaking(Stack):
@@ -289,23 +404,6 @@ def test_batch_sizes_may_change() -> None:
     assert pair.graphs.counts == "1 forward, 1 backward"
 
 
-@ranks(2, limit_s=200)
-def test_evaluation_and_eager_steps_in_between() -> None:
-    """Compiled and eager steps of one model mix; evaluation takes one more graph."""
-    pair = TracedPair("scalars")
-    for eagerly in (False, True, False, False, True):
-        pair.eagerly = eagerly
-        pair.backward()
-        pair.step()
-        pair.compiled.eval()
-        assert not pair.model.training
-        with torch.no_grad():
-            pair.losses(pair.batch())
-        pair.compiled.train()
-    pair.check()
-    assert pair.graphs.counts == "2 forward, 1 backward"
-
-
 @pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_backwards_in_another_order_than_forwards() -> None:
@@ -335,31 +433,6 @@ def test_several_microbatches() -> None:
         pair.step()
     pair.check()
     assert pair.graphs.counts == "1 forward, 1 backward"
-
-
-@ranks(2)
-def test_gradients_that_wait_for_sync_are_not_lost() -> None:
-    pair = TracedPair("stack")
-    pair.eagerly = True
-    pair.model.set_requires_gradient_sync(False)
-    pair.backward()
-    pair.model.set_requires_gradient_sync(True)
-    with pytest.raises(fsdp2.StateError, match="accumulated without sync"):
-        pair.compiled(*pair.local(pair.batch()).args)
-    pair.backward()
-    pair.step()
-    pair.check()
-
-
-@ranks(2, limit_s=200)
-def test_an_exception_leaves_the_model_sharded() -> None:
-    pair = TracedPair("stack")
-    pair.backward()
-    pair.step()
-    with pytest.raises(RuntimeError):
-        pair.compiled(torch.randn(4, 5))
-    pair.check()
-    pair.train(steps=2)
 
 
 @pytest.mark.slow
@@ -427,11 +500,6 @@ class WithMethod(Stack):
         return self.out(x)
 
 
-class MethodBlock(Block):
-    def run(self, x: Tensor) -> Tensor:
-        return self.forward(x)
-
-
 @pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_registered_forward_methods() -> None:
@@ -474,9 +542,8 @@ def test_uneven_tensor_parallel() -> None:
     twin.train(steps=2)
 
 
-@pytest.mark.parametrize(
-    "choice", [True, *(pytest.param(c, marks=pytest.mark.slow) for c in (2, False))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [True, 2, False])
 @ranks(4, limit_s=200)
 def test_what_is_saved_for_backward(choice: bool | int) -> None:
     """No whole weight is kept from forward to backward, unless the unit does not reshard."""
@@ -506,31 +573,85 @@ def custom_gather(model: Any) -> None:
     model.blocks[1].set_custom_all_gather(Gather())
 
 
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [(forward_hook, "an all-reduce hook"), (custom_gather, "a custom all-gather")],
-)
-@pytest.mark.parametrize("late", [False, True])
 @ranks(2)
-def test_what_no_graph_can_hold_is_refused_by_name(change: Any, found: str, late: bool) -> None:
-    model = shard(seeded(CASES["stack"].build), CASES["stack"])
-    compiled = fsdp2.compile(model, backend="eager") if late else None
-    change(model)
-    x = torch.randn(4, WIDTH)
-    with pytest.raises(fsdp2.UnsupportedError, match=rf"blocks\.1: .*{found}"):
-        fsdp2.compile(model) if compiled is None else compiled(x)
-    assert_sharded(model)
-
-
-@ranks(2)
-def test_offloading_is_refused() -> None:
-    model = shard(
-        seeded(CASES["stack"].build), CASES["stack"], offload_policy=fsdp2.CPUOffloadPolicy()
-    )
+def test_what_no_graph_can_hold_is_refused_by_name() -> None:
+    case, x = CASES["stack"], torch.randn(4, WIDTH)
+    for change, found in ((forward_hook, "an all-reduce hook"), (custom_gather, "a custom all-")):
+        model = shard(seeded(case.build), case)
+        compiled = fsdp2.compile(model, backend="eager")
+        change(model)
+        for call in (lambda: fsdp2.compile(model), lambda: compiled(x)):  # noqa: B023  # at once
+            with pytest.raises(fsdp2.UnsupportedError, match=rf"blocks\.1: .*{found}"):
+                call()
+        assert_sharded(model)
+    model = shard(seeded(case.build), case)
+    compiled = fsdp2.compile(model, disable=True)
+    with (
+        pytest.warns(UserWarning, match="nothing is sent"),
+        fsdp2.debug.without_communication(model),
+        pytest.raises(fsdp2.UnsupportedError, match="without_communication is on"),
+    ):
+        compiled(x)
+    model = shard(seeded(case.build), case, offload_policy=fsdp2.CPUOffloadPolicy())
     with pytest.raises(fsdp2.UnsupportedError, match=r"<root>: .*CPUOffloadPolicy"):
         fsdp2.compile(model)
     with pytest.raises(fsdp2.ConfigError, match="no sharded module in Linear"):
         fsdp2.compile(torch.nn.Linear(2, 2))
+
+
+@ranks(2)
+def test_compiled_models_in_models() -> None:
+    """A compiled model is compiled anew, a part of a model that is compiled is refused."""
+    case = CASES["stack"]
+    model = shard(seeded(case.build), case)
+    compiled = fsdp2.compile(model, disable=True)
+    assert signature(compiled.forward) == signature(model.forward)
+    x = torch.randn(4, WIDTH)
+    again = fsdp2.compile(compiled, disable=True)
+    assert_same(again(x), compiled(x), "output")
+    block = model.blocks[1]  # type: ignore[index]  # a ModuleList
+    model.blocks[1] = fsdp2.compile(block, disable=True)  # type: ignore[index, operator]
+    with pytest.raises(fsdp2.ConfigError, match=r"blocks holds a compiled model as 1"):
+        fsdp2.compile(model)
+
+
+@ranks(2)
+def test_recomputation_outside_of_graphs() -> None:
+    """Checkpointing that no compiler traced runs units again in backward, and leaves no trace."""
+    for where in (Checkpointed("outside"), CheckpointedMethod()):
+        pair = TracedPair(Case(functools.partial(copy.deepcopy, where), each_block, floats))
+        pair.compiled = fsdp2.compile(pair.model, disable=True)
+        if isinstance(where, CheckpointedMethod):
+            for block in pair.model.blocks:  # type: ignore[union-attr]  # a ModuleList
+                fsdp2.register_fsdp_forward_method(block, "run")
+        pair.backward()
+        assert_sharded(pair.model)
+        pair.step()
+        pair.train(steps=2)
+        pair.eagerly = True
+        pair.train(steps=1)
+
+
+@ranks(2)
+def test_inputs_are_cast_as_in_an_eager_step() -> None:
+    policy = fsdp2.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, cast_forward_inputs=False, cast_root_forward_inputs=True
+    )
+    model = shard(seeded(CASES["stack"].build), CASES["stack"], mp_policy=policy)
+    x = torch.randn(4, WIDTH)
+    assert_same(fsdp2.compile(model, disable=True)(x), model(x), "output")
+
+
+@ranks(2)
+def test_a_backward_of_parameters_that_were_frozen_since() -> None:
+    """Gradients laid out for others are not taken, however many compiled forwards came between."""
+    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    compiled = fsdp2.compile(model, disable=True)
+    loss = loss_of(compiled(torch.randn(4, WIDTH)))
+    model.blocks[1].up.weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    loss_of(compiled(torch.randn(4, WIDTH)))
+    with pytest.raises(fsdp2.StateError, match=r"blocks\.1: requires_grad changed"):
+        loss.backward()
 
 
 @pytest.mark.parametrize(
@@ -542,45 +663,6 @@ def test_cuda_graphs_are_refused(mode: str | None, options: dict[str, bool] | No
     check_mode("max-autotune-no-cudagraphs", None, torch.device("cuda"))
     with pytest.raises(fsdp2.UnsupportedError, match="CUDA graphs"):
         check_mode(mode, options, torch.device("cuda"))
-
-
-def order_of(graph: Any) -> str:
-    """Write the collectives of a graph, their waits and the products between them, in order."""
-    short = {
-        "all_gather_into_tensor": "gather",
-        "reduce_scatter_tensor": "reduce",
-        "wait_tensor": "wait",
-        "addmm": "mm",
-        "mm": "mm",
-    }
-    words: list[str] = []
-    for node in graph.graph.nodes:
-        parts = str(node.target).split(".")
-        word = short.get(parts[1]) if len(parts) > 2 else None
-        if word == "wait":
-            word = f"wait_{short[str(node.args[0].target).split('.')[1]]}"
-        if word is not None and (word != "mm" or "mm" not in words[-1:]):
-            words.append(word)
-    return " ".join(words)
-
-
-@ranks(2, limit_s=200)
-def test_overlap() -> None:
-    """The pass starts a gather one group ahead, and waits for a reduction where the next starts."""
-    orders = []
-    for change in (None, overlap):
-        pair = TracedPair("stack")
-        pair.graphs.change = change
-        pair.train(steps=2)
-        orders += [order_of(pair.graphs.forward[0]), order_of(pair.graphs.backward[0])]
-    assert_expected_inline(
-        "\n".join(orders),
-        """\
-gather wait_gather mm gather wait_gather mm gather wait_gather mm gather wait_gather mm
-mm gather wait_gather mm reduce wait_reduce gather wait_gather mm reduce wait_reduce gather wait_gather mm reduce wait_reduce mm reduce wait_reduce
-gather gather wait_gather mm gather wait_gather mm gather wait_gather mm wait_gather mm
-mm gather gather wait_gather mm reduce gather wait_gather mm wait_reduce reduce wait_gather mm wait_reduce reduce mm wait_reduce reduce wait_reduce""",  # noqa: E501  # one graph a line
-    )
 
 
 @pytest.mark.slow
@@ -636,3 +718,22 @@ def test_five_steps_with_backends(name: str, backend: str) -> None:
 @ranks(4, limit_s=300)
 def test_cases_with_each_way_to_reshard(name: str, choice: bool | int) -> None:
     TracedPair(name, reshard_after_forward=choice).train(steps=2)
+
+
+@pytest.mark.slow
+@ranks(4, limit_s=500)
+def test_cases_that_wait_on_neighbours() -> None:
+    for name in ("scalars", "mixed_dtypes", "non_contiguous", "tied_lm", "shared_block"):
+        TracedPair(name, reshard_after_forward=2).train(steps=2)
+
+
+@pytest.mark.slow
+@ranks(2, limit_s=200)
+def test_recomputation_after_a_graph_break() -> None:
+    pair = TracedPair(
+        Case(lambda: Checkpointed("outside", BreakingBlock), each_block, floats), fullgraph=False
+    )
+    pair.backward()
+    assert_sharded(pair.model)
+    pair.step()
+    pair.train(steps=2)
