@@ -357,7 +357,7 @@ class _Step:
             return made
         held = self.grids.hold(name, param)
         target = Target(device=self.device, counted=False)
-        ((_, tensor),) = gather([held], SYNC_NBYTES, target)
+        ((_, tensor),) = gather([held], SYNC_NBYTES, target, self.grids.main, self.what)
         assert tensor is not None
         return tensor
 

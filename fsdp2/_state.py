@@ -127,7 +127,7 @@ def full(
     grids = Grids([*slots.tensors])
     helds = [grids.hold(*pair) for pair in zip(slots.names, slots.tensors, strict=True)]
     grids.require_common(helds, "full_state")
-    for index, tensor in gather(helds, max_bytes, target):
+    for index, tensor in gather(helds, max_bytes, target, grids.main, "full_state"):
         if visit is not None:
             visit([key for _, key in slots.places[index]], tensor)
             continue

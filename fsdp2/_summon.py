@@ -226,7 +226,7 @@ def _gather(
         grids.require_common(helds, "summon_full_params")
     device = torch.device("cpu") if offload else None
     target = Target(on_all=not rank0_only, device=device, counted=False)
-    for index, tensor in gather(helds, STAGED_NBYTES, target):
+    for index, tensor in gather(helds, STAGED_NBYTES, target, grids.main, "summon_full_params"):
         item = found[index]
         if tensor is not None:
             whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
@@ -248,7 +248,7 @@ def _gather(
         )
     grids.main.raise_together(error, "summon_full_params")
     grads = [grids.hold(f"{item.name}.grad", item.sharded.grad) for item in having]  # type: ignore[arg-type]  # not None
-    for index, tensor in gather(grads, STAGED_NBYTES, target):
+    for index, tensor in gather(grads, STAGED_NBYTES, target, grids.main, "summon_full_params"):
         item = having[index]
         if item.whole is not None and tensor is not None:
             item.whole.grad = tensor
