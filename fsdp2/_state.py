@@ -172,6 +172,8 @@ def tell(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None
         named = state["optimizer"]
         if keys_of(named) == "id":
             named = rekey(named, "name", model=model, optimizer=optimizer)
+        for name, fields in named["state"].items():
+            _refuse_aliases(name, fields)
         told = {
             "param_groups": named["param_groups"],
             "state": {
@@ -185,6 +187,27 @@ def tell(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None
             },
         }
     return Told(shapes, extra, told)
+
+
+def _refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise if two values of a parameter's state are the same memory.
+
+    Observed with torch 2.11 and 2.13: ``FSDP.optim_state_dict`` of a model with
+    ``use_orig_params=True`` on a CPU gathers one value after another into one buffer, and with
+    ``offload_to_cpu=True`` returns views of it, so that every value is the last one.
+    """
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    for key, value in fields.items():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+            place = value.data_ptr(), tuple(value.shape)
+            if place in seen:
+                raise ConfigError(
+                    f"load_full_state: {seen[place]} and {key} of {name} in the optimizer's state "
+                    "share memory, so one of them has the other's values. If torch's FSDP1 made "
+                    "it: take it with FullOptimStateDictConfig(offload_to_cpu=False), or under "
+                    "StateDictType.SHARDED_STATE_DICT. If it is meant, clone one of them."
+                )
+            seen[place] = key
 
 
 def compare(

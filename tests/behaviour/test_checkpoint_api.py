@@ -536,10 +536,10 @@ def test_safetensors_is_optional(tmp_path: Path) -> None:
 class InFsdp1:
     """The model under torch's FSDP1, trained alike."""
 
-    def __init__(self, seed: int, steps: int) -> None:
+    def __init__(self, seed: int, steps: int, use_orig_params: bool) -> None:
         self.model = Fsdp1(
             seeded(lambda: Odd(scalar=False), seed),
-            use_orig_params=False,  # with True its full optimizer state mixes up the moments
+            use_orig_params=use_orig_params,
             device_id=torch.device("cpu"),
         )
         self.optimizer = simple_optimizer_of(self.model)
@@ -551,7 +551,9 @@ class InFsdp1:
 
     def kind(self, name: str) -> Any:
         if name == "full":
-            configs: Any = (FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False))
+            # a CPU's state that is offloaded too shares its memory, see the test of that
+            optim = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
+            configs: Any = (FullStateDictConfig(), optim)
             return Fsdp1.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
         configs = (ShardedStateDictConfig(), ShardedOptimStateDictConfig())
         return Fsdp1.state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT, *configs)
@@ -576,9 +578,10 @@ def assert_same_states(actual: dict[str, Any], expected: dict[str, Any]) -> None
             assert torch.equal(found.float(), whole(torch.as_tensor(value)).float()), (name, key)
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
-def test_full_checkpoints_of_fsdp1_in_both_directions(rank: int) -> None:
-    theirs = InFsdp1(seed=1, steps=2)
+def test_full_checkpoints_of_fsdp1_in_both_directions(use_orig_params: bool, rank: int) -> None:
+    theirs = InFsdp1(1, 2, use_orig_params)
     state = theirs.full()
     ours = Trained(make_mesh(), seed=3, scalar=False)
     checkpoint.load_full_state(ours.model, state if rank == 0 else None, ours.optimizer)
@@ -594,8 +597,33 @@ def test_full_checkpoints_of_fsdp1_in_both_directions(rank: int) -> None:
 
 
 @ranks(2)
-def test_sharded_checkpoints_of_fsdp1_in_both_directions(tmp_path: Path, rank: int) -> None:
-    theirs = InFsdp1(seed=1, steps=2)
+def test_a_state_whose_moments_share_memory_is_refused(rank: int) -> None:
+    """FSDP1 with ``use_orig_params=True`` returns one on a CPU: both moments are the second."""
+    theirs = InFsdp1(1, 2, use_orig_params=True)
+    configs = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False)
+    with Fsdp1.state_dict_type(theirs.model, StateDictType.FULL_STATE_DICT, *configs):
+        state = {
+            "model": theirs.model.state_dict(),
+            "optimizer": Fsdp1.optim_state_dict(theirs.model, theirs.optimizer),
+        }
+    moments = next(iter(state["optimizer"]["state"].values()))
+    if moments["exp_avg"].data_ptr() != moments["exp_avg_sq"].data_ptr():
+        pytest.skip("this torch does not")
+    ours = Trained(make_mesh(), seed=3, scalar=False)
+    before = checkpoint.full_state(ours.model, ours.optimizer, rank0_only=False)
+    with pytest.raises(fsdp2.ConfigError, match=r"exp_avg\w* and exp_avg\w* .* share memory"):
+        checkpoint.load_full_state(ours.model, state if rank == 0 else None, ours.optimizer)
+    assert_same_states(
+        checkpoint.full_state(ours.model, ours.optimizer, rank0_only=False), before
+    )
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_sharded_checkpoints_of_fsdp1_in_both_directions(
+    use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    theirs = InFsdp1(1, 2, use_orig_params)
     with theirs.kind("sharded"):
         written = {
             "model": theirs.model.state_dict(),
