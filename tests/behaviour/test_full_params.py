@@ -222,6 +222,10 @@ def test_a_rank_that_leaves_alone_takes_the_others_with_it(
         if rank == 1 and name == at:
             raise KeyError("no room")
 
+    def consume(at: str) -> None:
+        for name, _ in fsdp2.full_params(model, max_bytes=max_bytes):
+            fail(name, at)
+
     for at in ("scalar", "narrow", "large"):  # the first, one in the middle, the last
 
         def callback(name: str, tensor: Tensor, at: str = at) -> Tensor:
@@ -232,8 +236,7 @@ def test_a_rank_that_leaves_alone_takes_the_others_with_it(
             list(fsdp2.full_params(model, max_bytes=max_bytes, callback=callback))
         assert caught.type is (KeyError if rank == 1 else fsdp2.StateError)
         with pytest.raises(KeyError if rank == 1 else fsdp2.StateError) as caught:
-            for name, _ in fsdp2.full_params(model, max_bytes=max_bytes):
-                fail(name, at)
+            consume(at)
         assert rank == 1 or f"rank 1 stopped at {at}" in str(caught.value)
         seen = []
         with pytest.raises(fsdp2.StateError) if rank != 1 else contextlib.nullcontext():
@@ -260,15 +263,16 @@ def test_a_rank_without_memory_is_everybodys_error(rank: int) -> None:
         full = mock.patch.object(torch, "empty_strided", empty_strided)
         return full if rank == on else contextlib.nullcontext()
 
-    with pytest.raises(fsdp2.StateError, match="rank 1 failed with MemoryError: that much"):
-        with out_of_memory(1):
-            list(fsdp2.full_params(model, max_bytes=2000))
-    with pytest.raises(fsdp2.StateError, match="full_state: rank 0 failed with MemoryError"):
-        with out_of_memory(0):
-            fsdp2.checkpoint.full_state(model)
-    with pytest.raises(fsdp2.StateError, match="summon_full_params: rank 1 failed"):
-        with out_of_memory(1), fsdp2.summon_full_params(model):
-            pass
+    def refused(message: str) -> Any:
+        return pytest.raises(fsdp2.StateError, match=message)
+
+    with refused("full_params: rank 1 failed with MemoryError: that much"), out_of_memory(1):
+        list(fsdp2.full_params(model, max_bytes=2000))
+    with refused("full_state: rank 0 failed with MemoryError"), out_of_memory(0):
+        fsdp2.checkpoint.full_state(model)
+    entered = fsdp2.summon_full_params(model)
+    with refused("summon_full_params: rank 1 failed"), out_of_memory(1), entered:
+        pass
     assert_all(model, reference, max_bytes=2000)
 
 

@@ -252,9 +252,9 @@ def test_refusals() -> None:
             model[0].unshard()
     inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     fsdp2.fully_shard(inner, mesh=make_mesh())
-    with fsdp2.summon_full_params(inner):
-        with pytest.raises(fsdp2.StateError, match=r"weight: fully_shard .* inside summon_full"):
-            fsdp2.fully_shard(inner[0], mesh=make_mesh())
+    refused = pytest.raises(fsdp2.StateError, match=r"weight: fully_shard .* inside summon_full")
+    with fsdp2.summon_full_params(inner), refused:
+        fsdp2.fully_shard(inner[0], mesh=make_mesh())
     assert_restored(model, before)
     values = {name: whole(p).clone() for name, p in before.items()}
 
