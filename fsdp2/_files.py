@@ -39,6 +39,7 @@ from fsdp2._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2._idle import require_idle
 from fsdp2._materialize import allocate
 from fsdp2._optim_state import keys_of, load_named, names_in_groups, rekey
+from fsdp2._precision import original_buffers
 from fsdp2._state import (
     EXTRA_STATE,
     IncompatibleKeys,
@@ -206,7 +207,18 @@ def load(
     optim_key: str,
 ) -> Any:
     """Load a checkpoint: its metadata says what to make room for."""
-    require_idle(model, "load")
+    with original_buffers(require_idle(model, "load")):
+        return _load(path, model, optimizer, strict, model_key, optim_key)
+
+
+def _load(
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    strict: bool,
+    model_key: str | None,
+    optim_key: str,
+) -> Any:
     tensors, extra_names = model_tensors(model)
     grids = Grids([*tensors.values()])
     entries: list[_Entry] = []

@@ -29,6 +29,7 @@ from fsdp2._errors import ConfigError, StateError
 from fsdp2._idle import require_idle
 from fsdp2._materialize import allocate
 from fsdp2._optim_state import keys_of, load_named, map_values, matched_groups, named_state, rekey
+from fsdp2._precision import original_buffers
 from fsdp2._stream import Grids, Held, Target, gather, scatter
 
 EXTRA_STATE = "_extra_state"
@@ -258,7 +259,23 @@ def load_full(
     max_bytes: int,
 ) -> IncompatibleKeys:
     """Load whole tensors that the first rank has, or every rank. See the note above."""
-    require_idle(model, what)
+    with original_buffers(require_idle(model, what)):
+        return _load_full(
+            what, model, optimizer, describe, source, optim_source, from_rank0, strict, max_bytes
+        )
+
+
+def _load_full(
+    what: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    describe: Callable[[], Told],
+    source: Callable[[str], Tensor],
+    optim_source: Callable[[str], Tensor],
+    from_rank0: bool,
+    strict: bool,
+    max_bytes: int,
+) -> IncompatibleKeys:
     tensors, extra = model_tensors(model)
     grids = Grids([*tensors.values()])
     has_state = grids.main.is_first or not from_rank0
@@ -420,7 +437,7 @@ def local(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
 
 def load_local(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
     """Load what ``local`` returned on the same rank of the same layout."""
-    require_idle(model, "load_local_state")
+    units = require_idle(model, "load_local_state")
     tensors, _ = model_tensors(model)
     grids = Grids([*tensors.values()])
     named: dict[str, Any] = {}
@@ -446,7 +463,8 @@ def load_local(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer 
                     for name, fields in state["optimizer"]["state"].items()
                 },
             }
-    with torch.no_grad():
+    with torch.no_grad(), original_buffers(units):
+        tensors, _ = model_tensors(model)
         for name, value in state["model"].items():
             if isinstance(value, Tensor):
                 grids.hold(name, tensors[name]).local.copy_(value)
