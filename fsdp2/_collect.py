@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp2 import _torch
-from fsdp2._errors import ConfigError
+from fsdp2._errors import ConfigError, StateError
 from fsdp2._extension import brings_extension, check_extension, smaller_mesh_refused
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._ignored import Ignored
 from fsdp2._mesh import DataMesh
-from fsdp2._param import FSDPParam, OwnerMark, Site
+from fsdp2._param import SUMMONED, FSDPParam, OwnerMark, Site
 from fsdp2._placement import ParamPlacement, place, shard_dim, shard_mesh
 from fsdp2._unit import Unit
 
@@ -250,6 +250,11 @@ def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
         raise ConfigError(
             f"{fqn}: has no shape yet, because its module is lazy. Run the module once on an "
             "example input, then apply fully_shard."
+        )
+    if param.__dict__.get(SUMMONED) is not None:
+        raise StateError(
+            f"{fqn}: fully_shard was called inside summon_full_params, where the parameters of "
+            "another unit are registered whole. Leave the context first."
         )
     if isinstance(param, DTensor):
         if data.full is None and param.device_mesh == data.mesh:

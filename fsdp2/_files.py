@@ -5,20 +5,22 @@ Owns where files lie and when they take their names. It must not know how tensor
 [Note: all or nothing]
 A checkpoint is written to ``.NAME.tmp-...`` beside its place. When every rank has said that it is
 done, the first one renames what is there to ``.NAME.old``, the new one to ``NAME``, and removes the
-old one. Whatever stops a save before, the old one has its name; if it is stopped between the two
-renames, the old one is whole under ``.NAME.old``, where ``load`` looks next.
+old one; files in it that are not of a checkpoint go to the new one. Whatever stops a save before,
+the old one has its name; if it is stopped between the two renames, the old one is whole under
+``.NAME.old``, where ``load`` looks next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import importlib
 import json
 import os
 import shutil
 import uuid
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from torch.optim import Optimizer
 
 from fsdp2._errors import ConfigError, StateError
+from fsdp2._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2._idle import require_idle
 from fsdp2._materialize import allocate
 from fsdp2._optim_state import keys_of, load_named, names_in_groups, rekey
+from fsdp2._precision import original_buffers
 from fsdp2._state import (
     EXTRA_STATE,
     IncompatibleKeys,
@@ -51,6 +55,8 @@ from fsdp2._stream import Grids, Target
 
 PathLike = str | os.PathLike[str]
 
+METADATA = ".metadata"
+
 
 # Sharded.
 
@@ -61,17 +67,22 @@ def _neighbour(path: Path, suffix: str) -> Path:
 
 def save(path: PathLike, model: nn.Module, optimizer: Optimizer | None, extra: Any) -> None:
     """Write a checkpoint. See [Note: all or nothing]."""
-    place = Path(path).absolute()
+    place = Path(path).resolve()
     state = sharded(model, optimizer, "name")
     state["model"] = {k: v for k, v in state["model"].items() if v is not None}
-    if extra is not None:
-        state["extra"] = extra
+    if optimizer is not None:
+        state["optimizer"]["state"] = _without_tuples(state["optimizer"]["state"])
     grids = Grids([*state["model"].values()])
+    if extra is not None:
+        with grids.main.together("save"):
+            state |= packed(extra, grids.main.is_first)
     token = grids.main.broadcast(uuid.uuid4().hex[:8])
     temporary = _neighbour(place, f"tmp-{token}")
     with grids.main.together("save"):
         if grids.main.is_first:
-            for stale in place.parent.glob(f".{place.name}.tmp-*"):
+            if place.exists() and not place.is_dir():
+                raise ConfigError(f"save: {place} is a file. Pass a folder.")
+            for stale in place.parent.glob(f".{glob.escape(place.name)}.tmp-*"):
                 shutil.rmtree(stale, ignore_errors=True)
             temporary.mkdir(parents=True)
     try:
@@ -105,22 +116,45 @@ def _in_step(grids: Grids, run: Any) -> None:
 def _take_name(temporary: Path, place: Path) -> None:
     old = _neighbour(place, "old")
     _sync(temporary)
-    if place.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if (place / METADATA).exists():
+        _retire(old, place)  # of a save that was stopped before it had done so
+    if place.exists() and not old.exists():
         os.rename(place, old)
+    elif place.exists():  # the checkpoint is the old one, and what is here is none
+        _retire(place, temporary)
     os.rename(temporary, place)
     _sync(place.parent)
+    _retire(old, place)
+
+
+def _retire(old: Path, heir: Path) -> None:
+    """Remove a checkpoint. What somebody else put into its folder moves to the heir's."""
+    if not old.exists():
+        return
+    for entry in old.iterdir():
+        is_ours = entry.name.startswith(METADATA) or entry.suffix == ".distcp"
+        if not is_ours and not (heir / entry.name).exists():
+            os.rename(entry, heir / entry.name)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    """Let the names in a folder reach the disk."""
+def _sync(path: Path) -> None:
+    """Let a file, or the names in a folder, reach the disk."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _without_tuples(value: Any) -> Any:
+    """Return lists for tuples of tensors, which DCP does not look into."""
+    if isinstance(value, dict):
+        return {key: _without_tuples(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        return list(value)
+    return value
 
 
 def find(path: PathLike) -> Path:
@@ -129,9 +163,9 @@ def find(path: PathLike) -> Path:
     Raises:
         ConfigError: at neither.
     """
-    place = Path(path).absolute()
+    place = Path(path).resolve()
     for found in (place, _neighbour(place, "old")):
-        if (found / ".metadata").exists():
+        if (found / METADATA).exists():
             return found
     raise ConfigError(
         f"load: no checkpoint at {place}. Pass the folder that fsdp2.checkpoint.save or "
@@ -173,7 +207,18 @@ def load(
     optim_key: str,
 ) -> Any:
     """Load a checkpoint: its metadata says what to make room for."""
-    require_idle(model, "load")
+    with original_buffers(require_idle(model, "load")):
+        return _load(path, model, optimizer, strict, model_key, optim_key)
+
+
+def _load(
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    strict: bool,
+    model_key: str | None,
+    optim_key: str,
+) -> Any:
     tensors, extra_names = model_tensors(model)
     grids = Grids([*tensors.values()])
     entries: list[_Entry] = []
@@ -207,14 +252,15 @@ def load(
             flat[found[0].key] = tensors[name].detach()
         elif name in extra_names:
             flat |= {entry.key: _empty(entry) for entry in found}
-    optim_entries = [e for e in entries if e.is_under(optim_key)] if optimizer is not None else []
     params: dict[Any, nn.Parameter] = dict(model.named_parameters())
-    if optimizer is not None:  # saved under ids
+    if optimizer is not None:  # saved under ids, of which DCP makes strings
         ordered = [p for group in optimizer.param_groups for p in group["params"]]
         params |= dict(enumerate(ordered))
+        entries = [_with_ids(e, params) if e.is_under(optim_key) else e for e in entries]
+    optim_entries = [e for e in entries if e.is_under(optim_key)] if optimizer is not None else []
     for entry in optim_entries:
         flat[entry.key] = _room_for(entry, params, optimizer)
-    flat |= {e.key: _empty(e) for e in entries if e.path[0] == "extra"}
+    flat |= {e.key: _empty(e) for e in entries if e.path[0] in ("extra", EXTRA, EXTRA_TENSORS)}
     _in_step(grids, lambda: load_state_dict(flat, storage_reader=FileSystemReader(place)))
     tree = _tree(entries, flat)
     states = tree if model_key is None else tree.get(model_key, {})
@@ -227,9 +273,13 @@ def load(
         loaded["param_groups"] = _lists(loaded["param_groups"])
         if keys_of(loaded) == "id":
             loaded = rekey(loaded, "name", model=model, optimizer=optimizer)
-        known = {name: v for name, v in loaded["state"].items() if name in params}
+        known = {
+            name: {key: _lists(value) for key, value in fields.items()}
+            for name, fields in loaded["state"].items()
+            if name in params
+        }
         load_named(model, optimizer, {**loaded, "state": known})
-    return _lists(tree.get("extra"))
+    return unpacked(tree) if EXTRA in tree else _lists(tree.get("extra"))
 
 
 def _is_one(found: list[_Entry]) -> bool:
@@ -248,12 +298,20 @@ def _empty(entry: _Entry) -> Any:
     return torch.empty(entry.meta.size, dtype=entry.meta.properties.dtype)
 
 
+def _with_ids(entry: _Entry, params: dict[Any, nn.Parameter]) -> _Entry:
+    """Return an entry of an optimizer's state with a number for an id that was made a string."""
+    path = entry.path
+    if len(path) < 3 or path[1] != "state" or path[2] in params or not str(path[2]).isdecimal():
+        return entry
+    return replace(entry, path=(*path[:2], int(path[2]), *path[3:]))
+
+
 def _room_for(entry: _Entry, params: dict[Any, nn.Parameter], optimizer: Optimizer | None) -> Any:
     """Make room for a value of an optimizer's state, placed as its parameter is."""
     path = entry.path
-    if optimizer is None or not entry.is_tensor or len(path) != 4 or path[2] not in params:
+    if optimizer is None or not entry.is_tensor or len(path) < 4 or path[2] not in params:
         return _empty(entry)
-    current = optimizer.state.get(params[path[2]], {}).get(path[3])
+    current = optimizer.state.get(params[path[2]], {}).get(path[3]) if len(path) == 4 else None
     return state_like(params[path[2]], current, tuple(entry.meta.size), entry.meta.properties.dtype)
 
 
@@ -325,36 +383,60 @@ class _Writer:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f".{SINGLE}.tmp-{len(self._files)}"
         package.torch.save_file(self._pending, str(path), metadata={"format": "pt"})
+        _sync(path)
         self._files.append((path, list(self._pending)))
         self._total += self._pending_nbytes
         self._pending, self._pending_nbytes = {}, 0
 
     def finish(self) -> None:
-        """Give the files their names."""
+        """Give the files their names.
+
+        A name that is in use is not given to one of several files: until the index is replaced, the
+        old one is valid.
+        """
         if self.error is not None:
             self.discard()
             raise self.error
         self._flush()
         before = set(_files_of(self._folder))
-        count, weight_map = len(self._files), {}
-        for number, (path, names) in enumerate(self._files, 1):
-            final = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            os.replace(path, self._folder / final)
-            weight_map.update(dict.fromkeys(names, final))
-        index = self._folder / INDEX
-        if count > 1:
-            text = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            temporary = index.with_name(f".{INDEX}.tmp")
-            temporary.write_text(json.dumps(text, indent=2) + "\n")
-            os.replace(temporary, index)
-        else:
-            index.unlink(missing_ok=True)
+        count = len(self._files)
+        weight_map: dict[str, str] = {}
+        finals = [SINGLE] if count == 1 else _names_of_several("model", count)
+        if count > 1 and any((self._folder / final).exists() for final in finals):
+            finals = _names_of_several(f"model-{uuid.uuid4().hex[:8]}", count)
+        try:
+            for (path, names), final in zip(self._files, finals, strict=True):
+                os.replace(path, self._folder / final)
+                weight_map.update(dict.fromkeys(names, final))
+            self._replace_index(weight_map if count > 1 else {})
+        except BaseException:
+            for final in finals if count > 1 else ():
+                (self._folder / final).unlink(missing_ok=True)
+            self.discard()
+            raise
         for stale in before - set(weight_map.values()):
             (self._folder / stale).unlink(missing_ok=True)
+        _sync(self._folder)
+        self.discard()  # what a save that was stopped left
+
+    def _replace_index(self, weight_map: dict[str, str]) -> None:
+        index = self._folder / INDEX
+        if not weight_map:
+            index.unlink(missing_ok=True)
+            return
+        text = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        temporary = index.with_name(f".{INDEX}.tmp")
+        temporary.write_text(json.dumps(text, indent=2) + "\n")
+        _sync(temporary)
+        os.replace(temporary, index)
 
     def discard(self) -> None:
         for path in self._folder.glob(f".{SINGLE}.tmp-*"):
             path.unlink(missing_ok=True)
+
+
+def _names_of_several(stem: str, count: int) -> list[str]:
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _files_of(folder: Path) -> list[str]:
@@ -411,8 +493,8 @@ def load_safetensors(
         }
         return Told(shapes)
 
-    def no_optimizer(name: str, key: str) -> Tensor:
-        raise AssertionError(f"{name}.{key}")
+    def no_optimizer(name: str) -> Tensor:
+        raise AssertionError(name)
 
     with stack:
         return load_full(

@@ -6,7 +6,8 @@ travel: ``_stream`` does that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 import torch.nn as nn
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fsdp2._errors import ConfigError
 from fsdp2._idle import require_idle
-from fsdp2._stream import Grids, Held, Target, gather
+from fsdp2._stream import Grids, Target, gather
 
 Transform = Callable[[str, Tensor], "Tensor | None"]
 
@@ -33,7 +34,8 @@ def full_params(
     Parameters are gathered in buckets, in the order of ``named_parameters()``; a tied one comes
     once, under its first name. Tensors are new, detached and plain, on the device of the shards,
     and belong to the caller; tensor-parallel ones are whole too. Collective: every rank iterates to
-    the end.
+    the end, or leaves the loop at the same tensor. If one rank alone leaves, or its callback or its
+    loop raises, the others raise too, when they ask for the next bucket.
 
     Adapters can be merged on the way: gather them first, then let ``callback`` add them::
 
@@ -53,14 +55,15 @@ def full_params(
             parameter that is larger comes alone, in pieces: then it is that parameter and this.
         dtype: floating-point tensors are cast to it, before they are sent if it is narrower.
         callback: called with each name and whole tensor on every rank; what it returns is yielded,
-            and None leaves the tensor out. If it raises, it must raise on every rank.
+            and None leaves the tensor out.
         names: which parameters to take; None takes all. It must say the same on every rank.
         buffers: yield buffers too (this rank's), after the parameters.
 
     Raises:
         ConfigError: not a module; ``max_bytes`` is not a positive int; ``dtype`` is not one of
             floating-point numbers.
-        StateError: inside a forward or a backward; a parameter is on the meta device.
+        StateError: inside a forward or a backward; a parameter is on the meta device; another rank
+            left the loop, its callback raised, or it had no memory.
         UnsupportedError: a partial sum, or a tensor subclass without bytes of its own.
     """
     check_max_bytes("full_params", max_bytes)
@@ -75,23 +78,32 @@ def full_params(
     chosen = {name: found[name] for name in found if names is None or names(name)}
     grids = Grids(list(chosen.values()))
     helds = [grids.hold(name, tensor) for name, tensor in chosen.items()]
-    return _iterate(helds, max_bytes, Target(dtype=dtype), callback)
+    tensors = gather(helds, max_bytes, Target(dtype=dtype), grids.main, "full_params")
+    return _iterate(tensors, list(chosen), callback)
 
 
 def _iterate(
-    helds: list[Held], max_bytes: int, target: Target, callback: Transform | None
+    tensors: Generator[tuple[int, Tensor | None], None, None],
+    names: list[str],
+    callback: Transform | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    for index, tensor in gather(helds, max_bytes, target):
-        assert tensor is not None
-        name, result = helds[index].name, tensor
-        del tensor
-        if callback is not None:
-            made = callback(name, result)
-            if made is None:
-                continue
-            result = made
-        yield name, result
-        del result
+    with contextlib.closing(tensors):
+        for index, tensor in tensors:
+            assert tensor is not None
+            name, result = names[index], tensor
+            del tensor
+            if callback is not None:
+                try:
+                    made = callback(name, result)
+                except Exception as error:
+                    tensors.throw(error)  # so that the other ranks hear of it
+                    raise
+                if made is None:
+                    continue
+                result = made
+                del made
+            yield name, result
+            del result
 
 
 def check_max_bytes(what: str, max_bytes: object) -> int:

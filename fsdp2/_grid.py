@@ -6,7 +6,8 @@ failures are told. It must not know parameters or modules.
 [Note: a failure is everybody's]
 What one rank meets alone (a full disk, a file that is missing, an ``init`` that raises) would leave
 the others in a collective. So work of one rank is done inside ``Grid.together``: at its end ranks
-exchange whether it failed, and all of them raise what the first one met.
+exchange whether it failed, and all of them raise what the first one met. Who leaves a stream of
+tensors early tells it in the others' next exchange (``Grid.leave``).
 """
 
 from __future__ import annotations
@@ -115,6 +116,15 @@ class Grid:
         if is_ours:
             raise _KINDS[name](text) from error
         raise StateError(f"{what}: rank {rank} failed with {text}") from error
+
+    def leave(self, error: BaseException, what: str) -> None:
+        """Tell the others, who go on to ``raise_together``, why this rank does not.
+
+        It raises nothing: the caller has an error of its own, or is being closed.
+        """
+        with contextlib.suppress(Exception):  # of ranks that are gone too
+            if dist.is_initialized():
+                self.raise_together(error, what)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:

@@ -74,9 +74,11 @@ def materialize(
     Raises:
         ConfigError: no ``reset_parameters`` and no ``init``; another kind of device than the
             mesh's; a parameter or buffer that ``init`` left unwritten, or gave another shape or
-            dtype. The message names the module; all ranks raise it.
+            dtype. The message names the module; all ranks raise it. Or ``init`` drew other
+            random numbers on some ranks.
         StateError: ``init`` raised, on any rank; inside a forward or a backward.
-        UnsupportedError: ``init`` wrote to a sharded parameter of another module.
+        UnsupportedError: ``init`` wrote to a sharded parameter of another module, and something
+            else than a constant (with ``sync_from_rank0``: anything).
     """
     units = require_idle(model, "materialize")
     device = torch.device(device)
@@ -117,6 +119,12 @@ def materialize(
     if sync_from_rank0:
         _share_generators(grids, device)
         _share_rest(grids, model, meta)
+    elif len(set(grids.main.collect(_generators(device)))) > 1:
+        raise ConfigError(
+            "materialize: init drew other random numbers on some ranks, so parts of different "
+            "values may have been put together. Let it do the same on every rank, or pass "
+            "sync_from_rank0=True."
+        )
     return model
 
 
@@ -255,22 +263,40 @@ def _share_generators(grids: Grids, device: torch.device) -> None:
         module.set_rng_state(grids.main.broadcast(module.get_rng_state(device)), device)
 
 
+def _generators(device: torch.device) -> bytes:
+    """Return the state of the generators."""
+    state = bytes(torch.get_rng_state().numpy())
+    if device.type != "cpu":
+        state += bytes(torch.get_device_module(device.type).get_rng_state(device).numpy())
+    return state
+
+
 # One module.
 
 
-class _Guard(TorchFunctionMode):
-    """Refuses writes to sharded parameters while an ``init`` runs."""
+_SAME_ON_SHARDS = frozenset(("zero_", "zeros_", "ones_", "fill_", "constant_"))
 
-    def __init__(self, what: str) -> None:
+
+class _Guard(TorchFunctionMode):
+    """Refuses writes to sharded parameters while an ``init`` runs.
+
+    Constants are right on shards too, if every rank writes them (``on_all``): attention of torch
+    sets the bias of its output's module.
+    """
+
+    def __init__(self, what: str, on_all: bool) -> None:
         super().__init__()
         self._what = what
+        self._allowed = _SAME_ON_SHARDS if on_all else frozenset()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], DTensor):
+        target = args[0] if args else next(iter((kwargs or {}).values()), None)  # of torch.nn.init
+        writes = name.endswith("_") and not name.endswith("__") and name not in self._allowed
+        if writes and isinstance(target, DTensor):
             raise UnsupportedError(
                 f"{self._what} wrote ({name}) to a sharded parameter of another module, of shape "
-                f"{tuple(args[0].shape)}, which is not whole now. Let init write the parameters of "
+                f"{tuple(target.shape)}, which is not whole now. Let init write the parameters of "
                 "the module that it is called with only."
             )
         return func(*args, **(kwargs or {}))
@@ -309,7 +335,7 @@ class _Step:
         written: dict[str, Tensor] = {}
         try:
             if not sync or self.grids.main.is_first:
-                with torch.no_grad(), _Guard(self.what):
+                with torch.no_grad(), _Guard(self.what, on_all=not sync):
                     if init is None:
                         self.module.reset_parameters()  # type: ignore[operator]  # checked before
                     else:
@@ -357,7 +383,7 @@ class _Step:
             return made
         held = self.grids.hold(name, param)
         target = Target(device=self.device, counted=False)
-        ((_, tensor),) = gather([held], SYNC_NBYTES, target)
+        ((_, tensor),) = gather([held], SYNC_NBYTES, target, self.grids.main, self.what)
         assert tensor is not None
         return tensor
 

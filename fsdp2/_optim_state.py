@@ -9,12 +9,16 @@ Names are those of ``model.named_parameters()``; a tied parameter has the first 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch.nn as nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp2._errors import ConfigError
+from fsdp2._tree import map_tensors
 
 Keys = Literal["name", "id"]
 
@@ -114,18 +118,34 @@ def rekey(
     return renamed(optim_state, new)
 
 
+def map_values(function: Callable[[str, Tensor], Any], name: str, fields: Mapping[str, Any]) -> Any:
+    """Return a parameter's state with every tensor replaced, in containers too.
+
+    ``function`` is given each tensor and a name that no other one of the state has.
+    """
+
+    def mapped(key: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(f"{name}.{key}", value)
+        inside = itertools.count()
+        return map_tensors(lambda item: function(f"{name}.{key}.{next(inside)}", item), value)
+
+    return {key: mapped(key, value) for key, value in fields.items()}
+
+
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` under names."""
     ordered = [name for group in names_in_groups(model, optimizer) for name in group]
     return renamed(optimizer.state_dict(), dict(enumerate(ordered)))
 
 
-def load_named(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load a state under names, whatever the order of its param groups.
+def matched_groups(
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the optimizer's param groups, under ids, with the options of a state under names.
 
     Raises:
-        ConfigError: a parameter of the optimizer is in no param group of the state, or those of one
-            group are in several with different options; nothing was changed.
+        ConfigError: as ``load_named``.
     """
     own = names_in_groups(model, optimizer)
     saved = {name: group for group in state["param_groups"] for name in group["params"]}
@@ -152,6 +172,18 @@ def load_named(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) ->
         ids = list(range(number, number + len(names)))
         number += len(names)
         groups.append({**kept, **(options[0] if options else {}), "params": ids})
+    return groups
+
+
+def load_named(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Load a state under names, whatever the order of its param groups.
+
+    Raises:
+        ConfigError: a parameter of the optimizer is in no param group of the state, or those of one
+            group are in several with different options; nothing was changed.
+    """
+    groups = matched_groups(model, optimizer, state)
+    own = names_in_groups(model, optimizer)
     ordered = [name for names in own for name in names]
     values = state["state"]
     by_id = {number: values[name] for number, name in enumerate(ordered) if name in values}

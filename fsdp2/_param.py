@@ -115,6 +115,8 @@ class OwnerMark:
 
 
 _MARK = "_fsdp2_owner"
+SUMMONED = "_fsdp2_summoned"
+"""An attribute of the whole parameters that ``summon_full_params`` registers."""
 
 
 class FSDPParam:

@@ -12,9 +12,10 @@ batch norm writes to its statistics without counting.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class CastBuffers:
 
     def __init__(self, sites: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> None:
         self.members = [CastBuffer(module, name, dtype) for module, name in sites]
+        self.is_on = False
         for module in dict.fromkeys(member.module for member in self.members):
             # torch marks the hook, which a method does not allow
             module.register_state_dict_post_hook(functools.partial(self._before_state_leaves))
@@ -82,10 +84,12 @@ class CastBuffers:
             module.register_load_state_dict_post_hook(self._after_load)
 
     def cast(self) -> None:
+        self.is_on = True
         for member in self.members:
             member.cast()
 
     def restore(self) -> None:
+        self.is_on = False
         for member in self.members:
             member.restore()
 
@@ -105,8 +109,22 @@ class CastBuffers:
 
     def _after_load(self, module: nn.Module, _keys: Any) -> None:
         for member in self.members:
-            if member.module is module:
+            if member.module is module and self.is_on:
                 member.cast()
+
+
+@contextlib.contextmanager
+def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
+    """Register buffers in their dtypes of origin inside the context: to be filled."""
+    found = [unit.cast_buffers for unit in units]
+    on = [buffers for buffers in found if buffers is not None and buffers.is_on]
+    for buffers in on:
+        buffers.restore()
+    try:
+        yield
+    finally:
+        for buffers in on:
+            buffers.cast()
 
 
 def is_cast_by_policies(buffer: Tensor) -> bool:

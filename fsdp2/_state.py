@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ from fsdp2 import _torch
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._idle import require_idle
 from fsdp2._materialize import allocate
-from fsdp2._optim_state import keys_of, load_named, named_state, names_in_groups, rekey
+from fsdp2._optim_state import keys_of, load_named, map_values, matched_groups, named_state, rekey
+from fsdp2._precision import original_buffers
 from fsdp2._stream import Grids, Held, Target, gather, scatter
 
 EXTRA_STATE = "_extra_state"
@@ -47,14 +49,6 @@ class Told:
     model: dict[str, tuple[int, ...] | None]
     extra: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Stands for a tensor in what is told."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -77,22 +71,21 @@ def sharded(model: nn.Module, optimizer: Optimizer | None, keys: Any) -> dict[st
 
 
 class _Slots:
-    """The tensors of a nested state, each once, and where to put what becomes of them."""
+    """The tensors of a state, each once, with the names that it has there."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self.names: list[str] = []
-        self.places: list[list[tuple[dict[Any, Any], Any]]] = []
+        self.names: list[list[str]] = []
         self._known: dict[int, int] = {}
 
-    def add(self, name: str, tensor: Tensor, into: dict[Any, Any], key: Any) -> None:
+    def add(self, name: str, tensor: Tensor) -> int:
+        """Return the number of a tensor."""
         number = self._known.setdefault(id(tensor), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
-            self.names.append(name)
-            self.places.append([])
-        into[key] = None
-        self.places[number].append((into, key))
+            self.names.append([])
+        self.names[number].append(name)
+        return number
 
 
 def full(
@@ -110,31 +103,39 @@ def full(
     require_idle(model, "full_state")
     slots = _Slots()
     tensors, extra = model_tensors(model)
-    state: dict[str, Any] = {"model": {}}
-    for name, tensor in (tensors | extra).items():
-        if name in extra:
-            state["model"][name] = tensor
-        else:
-            slots.add(name, tensor, state["model"], name)
+    numbers = {name: slots.add(name, tensor) for name, tensor in tensors.items()}
+    in_optimizer: dict[str, int] = {}
+    named: dict[str, Any] = {}
     if optimizer is not None:
         named = named_state(model, optimizer)
-        state["optimizer"] = {**named, "state": {}}
+
+        def note(key: str, value: Tensor) -> Tensor:
+            in_optimizer[key] = slots.add(key, value)
+            return value
+
         for name, fields in named["state"].items():
-            copied = state["optimizer"]["state"][name] = dict(fields)
-            for key, value in fields.items():
-                if isinstance(value, Tensor):
-                    slots.add(f"{name}.{key}", value, copied, key)
+            map_values(note, name, fields)
     grids = Grids([*slots.tensors])
-    helds = [grids.hold(*pair) for pair in zip(slots.names, slots.tensors, strict=True)]
+    helds = [
+        grids.hold(names[0], tensor)
+        for names, tensor in zip(slots.names, slots.tensors, strict=True)
+    ]
     grids.require_common(helds, "full_state")
-    for index, tensor in gather(helds, max_bytes, target):
-        if visit is not None:
-            visit([key for _, key in slots.places[index]], tensor)
-            continue
-        for into, key in slots.places[index]:
-            into[key] = tensor
+    whole: dict[int, Tensor | None] = {}
+    for index, tensor in gather(helds, max_bytes, target, grids.main, "full_state"):
+        if visit is None:
+            whole[index] = tensor
+        else:
+            visit(slots.names[index], tensor)
     if visit is not None or not target.takes(grids.main):
         return {}
+    state: dict[str, Any] = {"model": {name: whole[numbers[name]] for name in tensors} | extra}
+    if optimizer is not None:
+        values = {
+            name: map_values(lambda key, _: whole[in_optimizer[key]], name, fields)
+            for name, fields in named["state"].items()
+        }
+        state["optimizer"] = {**named, "state": values}
     if optimizer is not None and keys == "id":
         state["optimizer"] = rekey(state["optimizer"], "id", model=model, optimizer=optimizer)
     return state
@@ -172,19 +173,41 @@ def tell(state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None
         named = state["optimizer"]
         if keys_of(named) == "id":
             named = rekey(named, "name", model=model, optimizer=optimizer)
+        for name, fields in named["state"].items():
+            _refuse_aliases(name, fields)
         told = {
             "param_groups": named["param_groups"],
             "state": {
-                name: {
-                    key: _Shape(tuple(value.shape), value.dtype)
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in fields.items()
-                }
+                name: map_values(lambda _, value: _without_values(value), name, fields)
                 for name, fields in named["state"].items()
             },
         }
     return Told(shapes, extra, told)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise if two values of a parameter's state are the same memory.
+
+    Observed with torch 2.11 and 2.13: ``FSDP.optim_state_dict`` of a model with
+    ``use_orig_params=True`` on a CPU gathers one value after another into one buffer, and with
+    ``offload_to_cpu=True`` returns views of it, so that every value is the last one.
+    """
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    for key, value in fields.items():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+            place = value.data_ptr(), tuple(value.shape)
+            if place in seen:
+                raise ConfigError(
+                    f"load_full_state: {seen[place]} and {key} of {name} in the optimizer's state "
+                    "share memory, so one of them has the other's values. If torch's FSDP1 made "
+                    "it: take it with FullOptimStateDictConfig(offload_to_cpu=False), or under "
+                    "StateDictType.SHARDED_STATE_DICT. If it is meant, clone one of them."
+                )
+            seen[place] = key
 
 
 def compare(
@@ -229,14 +252,30 @@ def load_full(
     optimizer: Optimizer | None,
     describe: Callable[[], Told],
     source: Callable[[str], Tensor],
-    optim_source: Callable[[str, str], Tensor],
+    optim_source: Callable[[str], Tensor],
     *,
     from_rank0: bool,
     strict: bool,
     max_bytes: int,
 ) -> IncompatibleKeys:
     """Load whole tensors that the first rank has, or every rank. See the note above."""
-    require_idle(model, what)
+    with original_buffers(require_idle(model, what)):
+        return _load_full(
+            what, model, optimizer, describe, source, optim_source, from_rank0, strict, max_bytes
+        )
+
+
+def _load_full(
+    what: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    describe: Callable[[], Told],
+    source: Callable[[str], Tensor],
+    optim_source: Callable[[str], Tensor],
+    from_rank0: bool,
+    strict: bool,
+    max_bytes: int,
+) -> IncompatibleKeys:
     tensors, extra = model_tensors(model)
     grids = Grids([*tensors.values()])
     has_state = grids.main.is_first or not from_rank0
@@ -309,14 +348,7 @@ def _fill(
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer, told: Told) -> None:
     assert told.optimizer is not None
-    own = {name for group in names_in_groups(model, optimizer) for name in group}
-    saved = {name for group in told.optimizer["param_groups"] for name in group["params"]}
-    missing = sorted(own - saved)
-    if missing:
-        raise ConfigError(
-            f"load_full_state: the optimizer's state has no param group with "
-            f"{', '.join(missing[:5])}. Load the state of an optimizer over the same parameters."
-        )
+    matched_groups(model, optimizer, told.optimizer)
 
 
 def state_like(
@@ -345,7 +377,7 @@ def _load_optimizer(
     optimizer: Optimizer,
     told: dict[str, Any],
     grids: Grids,
-    source: Callable[[str, str], Tensor],
+    source: Callable[[str], Tensor],
     from_rank0: bool,
     max_bytes: int,
 ) -> dict[str, Any]:
@@ -353,20 +385,26 @@ def _load_optimizer(
     params = dict(model.named_parameters())
     state: dict[str, dict[str, Any]] = {}
     helds: list[Held] = []
-    wanted: dict[str, tuple[str, str]] = {}
     for name, fields in told["state"].items():
         if name not in params:
             continue
         param = params[name]
-        state[name] = dict(fields)
-        for key, value in fields.items():
-            if isinstance(value, _Shape):
-                current = optimizer.state.get(param, {}).get(key)
-                made = state_like(param, current, value.shape, value.dtype)
-                state[name][key] = made
-                helds.append(grids.hold(f"{name}.{key}", made))
-                wanted[f"{name}.{key}"] = (name, key)
-    _fill(what, grids, helds, max_bytes, lambda held: source(*wanted[held.name]), from_rank0)
+        current = optimizer.state.get(param, {})
+
+        def make_room(
+            full: str,
+            value: Tensor,
+            name: str = name,
+            param: Tensor = param,
+            current: Any = current,
+        ) -> Tensor:
+            now = current.get(full[len(name) + 1 :])
+            made = state_like(param, now, tuple(value.shape), value.dtype)
+            helds.append(grids.hold(full, made))
+            return made
+
+        state[name] = map_values(make_room, name, fields)
+    _fill(what, grids, helds, max_bytes, lambda held: source(held.name), from_rank0)
     return {"state": state, "param_groups": told["param_groups"]}
 
 
@@ -392,17 +430,14 @@ def local(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     }
     if optimizer is not None:
         named = state["optimizer"]
-        values = {
-            name: {key: cut(f"{name}.{key}", value) for key, value in fields.items()}
-            for name, fields in named["state"].items()
-        }
+        values = {name: map_values(cut, name, fields) for name, fields in named["state"].items()}
         result["optimizer"] = {**named, "state": values}
     return {**result, "layout": layout}
 
 
 def load_local(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
     """Load what ``local`` returned on the same rank of the same layout."""
-    require_idle(model, "load_local_state")
+    units = require_idle(model, "load_local_state")
     tensors, _ = model_tensors(model)
     grids = Grids([*tensors.values()])
     named: dict[str, Any] = {}
@@ -424,14 +459,12 @@ def load_local(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer 
             named = {
                 **state["optimizer"],
                 "state": {
-                    name: {
-                        key: _wrapped(params[name], f"{name}.{key}", value, saved)
-                        for key, value in fields.items()
-                    }
+                    name: map_values(partial(_wrapped, params[name], saved), name, fields)
                     for name, fields in state["optimizer"]["state"].items()
                 },
             }
-    with torch.no_grad():
+    with torch.no_grad(), original_buffers(units):
+        tensors, _ = model_tensors(model)
         for name, value in state["model"].items():
             if isinstance(value, Tensor):
                 grids.hold(name, tensors[name]).local.copy_(value)
@@ -439,10 +472,10 @@ def load_local(model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer 
         load_named(model, optimizer, named)
 
 
-def _wrapped(param: Tensor, name: str, value: Any, layout: Mapping[str, Any]) -> Any:
+def _wrapped(param: Tensor, layout: Mapping[str, Any], name: str, value: Tensor) -> Tensor:
     """Make a DTensor of a rank's part of a parameter's state."""
     if name not in layout:
-        return value.clone() if isinstance(value, Tensor) else value
+        return value.clone()
     shape = tuple(layout[name][0])
     if not isinstance(param, DTensor) or tuple(param.shape) != shape:
         raise StateError(

@@ -12,7 +12,7 @@ travel as bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -208,12 +208,16 @@ class Target:
 
 @torch.no_grad()
 def gather(
-    helds: Sequence[Held], max_nbytes: int, target: Target
-) -> Iterator[tuple[int, Tensor | None]]:
+    helds: Sequence[Held], max_nbytes: int, target: Target, main: Grid, what: str
+) -> Generator[tuple[int, Tensor | None], None, None]:
     """Yield the index and the whole of each tensor, in order; None where it is not received.
 
     Collective: every rank takes all of them. The caller must not keep more tensors than it has
     memory for; this keeps none that it has yielded.
+
+    The ranks of ``main`` agree before each batch, and at the end, that all of them are there and
+    have memory. So if one leaves (it closes the generator, or throws into it), or cannot make room,
+    all of them raise. ``what`` is the name for it in messages.
     """
     grids = list(dict.fromkeys(held.grid for held in helds))
     items = []
@@ -232,10 +236,59 @@ def gather(
     whole: dict[int, Tensor] = {}
     staging = Staging()
     for batch in plan(items, max_nbytes):
+        with main.together(what):
+            for lot in batch.lots.values():
+                _make_room(lot, helds, whole, target, staging)
         for lot in batch.lots.values():
             _gather_lot(lot, helds, whole, target, staging)
         for index in batch.finished:
-            yield index, whole.pop(index, None)
+            try:
+                yield index, whole.pop(index, None)
+            except GeneratorExit:
+                main.leave(_left(what, helds[index].name), what)
+                raise
+            except Exception as error:  # thrown in
+                main.leave(error, what)
+                raise
+    main.raise_together(None, what)
+
+
+def _left(what: str, name: str) -> StateError:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return StateError(
+        f"{what}: rank {rank} stopped at {name}, so the others cannot go on: it left the loop, or "
+        "what it did with the tensor failed there. Iterate to the end on every rank, or leave the "
+        "loop at the same tensor on all."
+    )
+
+
+def _make_room(
+    lot: Lot,
+    helds: Sequence[Held],
+    whole: dict[int, Tensor],
+    target: Target,
+    staging: Staging,
+) -> None:
+    """Allocate what a lot needs here, and all that it needs."""
+    first = helds[lot.pieces[0].index]
+    grid = first.grid
+    for piece in lot.pieces:
+        if target.takes(grid) and piece.index not in whole:
+            whole[piece.index] = _make_whole(helds[piece.index], target)
+    if _travels(lot, grid, target):
+        _buffer_of(lot, first, target, staging)
+
+
+def _travels(lot: Lot, grid: Grid, target: Target) -> bool:
+    """True if this rank sends or receives: not for nothing, nor for a replica of what others do."""
+    others = tuple(axis for axis in range(len(grid.axes)) if axis not in lot.axes)
+    return bool(lot.axes and lot.nbytes and (target.on_all or grid.is_first_on(others)))
+
+
+def _buffer_of(lot: Lot, first: Held, target: Target, staging: Staging) -> Tensor:
+    sizes = [first.grid.counts[axis] for axis in lot.axes]
+    rows = _rows_held(lot, first.grid, sizes, target.on_all)
+    return staging.take(rows * lot.nbytes, first.grid, lot.axes, first.local)
 
 
 def _gather_lot(
@@ -247,21 +300,15 @@ def _gather_lot(
 ) -> None:
     first = helds[lot.pieces[0].index]
     grid = first.grid
-    others = tuple(axis for axis in range(len(grid.axes)) if axis not in lot.axes)
-    receives = target.takes(grid)
-    for piece in lot.pieces:
-        if receives and piece.index not in whole:
-            whole[piece.index] = _make_whole(helds[piece.index], target)
     if not lot.axes:
-        for piece in lot.pieces if receives else ():
+        for piece in lot.pieces if target.takes(grid) else ():
             whole[piece.index].copy_(helds[piece.index].local)
         return
-    if lot.nbytes == 0 or not (target.on_all or grid.is_first_on(others)):
-        return  # nothing, or a replica of what the first rank's line sends
+    if not _travels(lot, grid, target):
+        return
     wires = {p.index: target.wire_dtype_of(helds[p.index]) for p in lot.pieces}
     sizes = [grid.counts[axis] for axis in lot.axes]
-    rows = _rows_held(lot, grid, sizes, target.on_all)
-    buffer = staging.take(rows * lot.nbytes, grid, lot.axes, first.local)
+    buffer = _buffer_of(lot, first, target, staging)
     own = _row_of(lot, grid, sizes) if target.on_all or grid.is_first_on(lot.axes) else 0
     for piece in lot.pieces:
         held = helds[piece.index]

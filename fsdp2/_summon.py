@@ -27,12 +27,11 @@ from fsdp2._checks import check_flag
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._hooks import unit_of
 from fsdp2._idle import require_idle
-from fsdp2._param import OwnerMark, Site
+from fsdp2._param import SUMMONED, OwnerMark, Site
 from fsdp2._stream import Grids, Held, Target, gather
 from fsdp2._unit import Unit
 
 STAGED_NBYTES = 64 << 20
-_SUMMONED = "_fsdp2_summoned"
 
 
 @dataclass(eq=False)
@@ -44,6 +43,10 @@ class _Summoned:
     sites: list[Site]
     held: Held
     whole: nn.Parameter | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the whole parameter, or a file with it, is no longer summoned."""
+        return type(None), ()
 
     def write_back(self, with_grads: bool) -> None:
         """Copy this rank's block of what is registered now into the shard."""
@@ -61,8 +64,11 @@ class _Summoned:
             return
         block = grad.detach()[self.held.own.slices]
         if self.sharded.grad is None:
-            made = torch.empty_like(self.held.local, dtype=self.sharded.dtype)
-            spec = _torch.spec_of(self.sharded)  # type: ignore[arg-type]  # a DTensor
+            dtype = grad.dtype if self.sharded.grad_dtype is None else self.sharded.dtype
+            made = torch.empty_like(self.held.local, dtype=dtype)
+            placed = _torch.spec_of(self.sharded)  # type: ignore[arg-type]  # a DTensor
+            like = self.sharded.shape, self.sharded.stride()
+            spec = _torch.make_spec(placed.mesh, placed.placements, *like, dtype)
             self.sharded.grad = _torch.new_dtensor(made, spec)
         with torch.no_grad():
             _torch.local_tensor(self.sharded.grad).copy_(block)
@@ -170,7 +176,7 @@ def summon_full_params(
                 for site in item.sites:
                     site.put(item.sharded)
                 if item.whole is not None:
-                    item.whole.__dict__.pop(_SUMMONED, None)
+                    item.whole.__dict__.pop(SUMMONED, None)
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
@@ -184,7 +190,7 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
 
 def _already_summoned(module: nn.Module) -> list[_Summoned]:
     """Return what an outer context has registered below a module."""
-    items = (p.__dict__.get(_SUMMONED) for p in module.parameters())
+    items = (p.__dict__.get(SUMMONED) for p in module.parameters())
     return [item for item in items if isinstance(item, _Summoned)]
 
 
@@ -226,13 +232,13 @@ def _gather(
         grids.require_common(helds, "summon_full_params")
     device = torch.device("cpu") if offload else None
     target = Target(on_all=not rank0_only, device=device, counted=False)
-    for index, tensor in gather(helds, STAGED_NBYTES, target):
+    for index, tensor in gather(helds, STAGED_NBYTES, target, grids.main, "summon_full_params"):
         item = found[index]
         if tensor is not None:
             whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
             kept = vars(item.sharded).items()
             vars(whole).update({k: v for k, v in kept if not k.startswith("_fsdp2")})
-            whole.__dict__[_SUMMONED] = item
+            whole.__dict__[SUMMONED] = item
             item.whole = whole
     if not with_grads:
         return
@@ -248,9 +254,10 @@ def _gather(
         )
     grids.main.raise_together(error, "summon_full_params")
     grads = [grids.hold(f"{item.name}.grad", item.sharded.grad) for item in having]  # type: ignore[arg-type]  # not None
-    for index, tensor in gather(grads, STAGED_NBYTES, target):
+    for index, tensor in gather(grads, STAGED_NBYTES, target, grids.main, "summon_full_params"):
         item = having[index]
         if item.whole is not None and tensor is not None:
+            item.whole.grad_dtype = item.sharded.grad_dtype
             item.whole.grad = tensor
 
 
@@ -269,6 +276,8 @@ def _problem(item: _Summoned) -> str | None:
     now = seen[0]
     if now is None:
         return f"{item.name} was removed inside the context. Leave it registered."
+    if isinstance(now, DTensor):
+        return f"{item.name} is a DTensor now. Replace it by a whole parameter."
     if tuple(now.shape) != item.held.shape:
         return (
             f"{item.name} has shape {tuple(now.shape)} now, and was {item.held.shape}. Write to it "

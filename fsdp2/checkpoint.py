@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from fsdp2 import _state
 from fsdp2._full_params import check_max_bytes
-from fsdp2._optim_state import Keys, check_keys, keys_of
+from fsdp2._optim_state import Keys, check_keys, keys_of, map_values
 from fsdp2._optim_state import rekey as rekey
 from fsdp2._state import IncompatibleKeys as IncompatibleKeys
 from fsdp2._stream import Target
@@ -123,15 +123,16 @@ def load_full_state(
     """
     check_max_bytes("load_full_state", max_bytes)
     given: Any = state
-    named: dict[str, Any] = {}
+    values: dict[str, torch.Tensor] = {}
 
     def describe() -> _state.Told:
         told = _state.tell(given, model, optimizer)
         if optimizer is not None:
-            values = given["optimizer"]
-            if keys_of(values) == "id":
-                values = rekey(values, "name", model=model, optimizer=optimizer)
-            named.update(values["state"])
+            named = given["optimizer"]
+            if keys_of(named) == "id":
+                named = rekey(named, "name", model=model, optimizer=optimizer)
+            for name, fields in named["state"].items():
+                map_values(values.setdefault, name, fields)
         return told
 
     return _state.load_full(
@@ -140,7 +141,7 @@ def load_full_state(
         optimizer,
         describe,
         lambda name: given["model"][name],
-        lambda name, key: named[name][key],
+        values.__getitem__,
         from_rank0=from_rank0,
         strict=strict,
         max_bytes=max_bytes,
@@ -211,10 +212,13 @@ def save(
     the same file system.
 
     Args:
-        path: a folder; an older checkpoint there is replaced.
-        extra: any object that pickles (a step, a scheduler's state); the first rank's is kept.
+        path: a folder; an older checkpoint there is replaced, other files in it stay.
+        extra: any object that pickles (a step, a scheduler's state); the first rank's is kept, and
+            comes back as it was, with tensors on the CPU. ``DTensor``s in it (of an ``EMA``) are
+            saved in shards and come back whole.
 
     Raises:
+        ConfigError: ``path`` is a file.
         StateError: a rank could not write; the message says which one and why.
     """
     from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy

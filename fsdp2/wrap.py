@@ -308,7 +308,8 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
         nodes: list[Any] = [None] * size
         dist.all_gather_object(nodes, _node())
     else:
-        if isinstance(ranks_per_node, bool) or ranks_per_node < 1 or size % ranks_per_node:
+        is_count = isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool)
+        if not is_count or ranks_per_node < 1 or size % ranks_per_node:
             raise ConfigError(
                 f"hybrid_mesh: found ranks_per_node={ranks_per_node!r} for {size} ranks. Pass a "
                 "divisor of their number."

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -446,6 +447,135 @@ def test_a_save_that_is_killed_between_its_renames(tmp_path: Path, rank: int) ->
     assert sorted(os.listdir(tmp_path)) in (["checkpoint"], [".checkpoint.old", "checkpoint"])
 
 
+@ranks(2)
+def test_what_else_is_in_the_folder_stays(tmp_path: Path, rank: int) -> None:
+    """Files of others survive saves, stopped ones too, and a link to a folder stays a link."""
+    real, link = tmp_path / "real", tmp_path / "latest[1]"
+    run = Trained(make_mesh(), steps=1)
+    if rank == 0:
+        real.mkdir()
+        (real / "notes.txt").write_text("mine")
+        (real / "logs").mkdir()
+        link.symlink_to(real)
+    dist.barrier()
+    for _ in range(2):
+        checkpoint.save(link, run.model)
+        checkpoint.load(link, run.model)
+        dist.barrier()
+    assert link.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["latest[1]", "real"]
+    assert (real / "notes.txt").read_text() == "mine"
+    assert (real / "logs").is_dir()
+    dist.barrier()
+    if rank == 0:  # stopped between its renames; somebody made the folder again
+        os.rename(real, tmp_path / ".real.old")
+        real.mkdir()
+        (real / "new.txt").write_text("mine too")
+    dist.barrier()
+    checkpoint.load(link, run.model)
+    checkpoint.save(link, run.model)
+    dist.barrier()
+    assert sorted(os.listdir(tmp_path)) == ["latest[1]", "real"]
+    assert {"notes.txt", "logs", "new.txt", ".metadata"} <= set(os.listdir(real))
+    with pytest.raises(fsdp2.ConfigError, match=r"notes.txt is a file"):
+        checkpoint.save(real / "notes.txt", run.model)
+
+
+@ranks(2)
+def test_extra_comes_back_as_it_was_on_the_first_rank(tmp_path: Path, rank: int) -> None:
+    run = Trained(make_mesh())
+    average = fsdp2.optim.EMA(run.model, 0.9).state_dict()
+    extra = {
+        "numbers": {0: "a", 1: "b"},
+        "empty": [{}, [], None, ()],
+        "pair": (1, torch.full((3,), float(rank))),
+        "deep": [{"rank": rank, 3: {4: complex(rank)}}],
+        "ema": average,
+    }
+    checkpoint.save(tmp_path / "step", run.model, extra=extra)
+    found = checkpoint.load(tmp_path / "step", run.model)
+    assert {k: found[k] for k in ("numbers", "empty", "deep")} == {
+        "numbers": {0: "a", 1: "b"},
+        "empty": [{}, [], None, ()],
+        "deep": [{"rank": 0, 3: {4: 0j}}],
+    }
+    assert found["pair"][0] == 1
+    assert not found["pair"][1].any()
+    for name, value in average["averages"].items():
+        assert torch.equal(found["ema"]["averages"][name], whole(value)), name
+    fsdp2.optim.EMA(run.model, 0.9).load_state_dict(found["ema"])
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps tensors in lists and dicts, as some second-order optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "betas": (0.9, 0.99)})
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            factors = [param.detach() + 1, torch.arange(3.0), {"of": [param.detach() * 2]}]
+            self.state[param] = {"step": 3, "factors": factors, "none": None}
+
+
+@pytest.mark.parametrize("form", ["files", "full", "local", "sharded"])
+@ranks(2)
+def test_optimizers_that_keep_tensors_in_containers(tmp_path: Path, form: str, rank: int) -> None:
+    def made(seed: int) -> tuple[nn.Module, Preconditioned]:
+        model = shard(seeded(Odd, seed), ODD)
+        return model, Preconditioned(model.parameters())
+
+    (model, optimizer), other = made(1), made(2)
+    optimizer.step()
+    if form == "files":
+        checkpoint.save(tmp_path / "step", model, optimizer)
+        checkpoint.load(tmp_path / "step", *other)
+    elif form == "full":
+        state = checkpoint.full_state(model, optimizer, max_bytes=100)
+        if rank == 0:
+            row = state["optimizer"]["state"]["row"]["factors"]
+            assert all(type(t) is Tensor for t in (*row[:2], row[2]["of"][0]))
+        checkpoint.load_full_state(other[0], state or None, other[1], max_bytes=100)
+    elif form == "local":
+        local = checkpoint.local_state(model, optimizer)
+        assert type(local["optimizer"]["state"]["row"]["factors"][2]["of"][0]) is Tensor
+        checkpoint.load_local_state(other[0], local, other[1])
+    else:
+        sharded = checkpoint.sharded_state(model, optimizer)
+        checkpoint.load_sharded_state(other[0], sharded, other[1])
+    for mine, theirs in zip(model.parameters(), other[0].parameters(), strict=True):
+        expected, found = optimizer.state[mine], other[1].state[theirs]
+        assert (found["step"], found["none"]) == (3, None)
+        assert isinstance(found["factors"], list)
+        assert torch.equal(whole(found["factors"][0]), whole(expected["factors"][0]))
+        assert torch.equal(found["factors"][1], torch.arange(3.0))
+        inner = found["factors"][2]["of"][0]
+        assert inner.placements == theirs.placements
+        assert torch.equal(whole(inner), whole(expected["factors"][2]["of"][0]))
+
+
+@ranks(2)
+def test_a_checkpoint_of_plain_state_dicts(tmp_path: Path) -> None:
+    """The optimizer's own, under ids, of which ``torch.distributed.checkpoint`` makes strings."""
+    run, other = Trained(make_mesh(), steps=2), Trained(make_mesh(), seed=4)
+    states = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+    dcp.save(states, checkpoint_id=tmp_path / "step")
+    checkpoint.load(tmp_path / "step", other.model, other.optimizer)
+    assert_equal_runs(other, run)
+
+
+@ranks(2)
+def test_a_state_of_other_groups_changes_nothing(rank: int) -> None:
+    run, other = Trained(make_mesh(), steps=1), Trained(make_mesh(), seed=4, steps=1)
+    state = checkpoint.full_state(run.model, run.optimizer)
+    single = simple_optimizer_of(other.model)
+    before = {name: whole(p).clone() for name, p in names_of(other.model).items()}
+    with pytest.raises(fsdp2.ConfigError, match="several groups"):
+        checkpoint.load_full_state(other.model, state or None, single)
+    for name, value in before.items():
+        assert torch.equal(whole(names_of(other.model)[name]), value), name
+
+
 KILLED = """
 import os, sys, torch, torch.nn as nn
 from fsdp2 import checkpoint
@@ -504,6 +634,15 @@ def test_safetensors(tmp_path: Path, max_file_bytes: int, rank: int) -> None:
     full = checkpoint.full_state(run.model, rank0_only=False)["model"]
     for name, tensor in tensors.items():
         assert torch.equal(tensor, full[name]), name
+    if max_file_bytes < 10**9:  # stopped among its renames, a save leaves the one before
+        kept = {name: (tmp_path / name).read_bytes() for name in files}
+        dist.barrier()
+        full_disk = mock.patch.object(Path, "write_text", side_effect=OSError("No space left"))
+        spoilt = Trained(make_mesh(), seed=5).model
+        with full_disk, pytest.raises(fsdp2.StateError, match="No space left"):
+            checkpoint.save_safetensors(tmp_path, spoilt, max_file_bytes=max_file_bytes)
+        assert sorted(path.name for path in tmp_path.iterdir()) == files
+        assert {name: (tmp_path / name).read_bytes() for name in files} == kept
     other = Trained(make_mesh(), seed=4)
     assert checkpoint.load_safetensors(tmp_path, other.model) == ([], [])
     for name, parameter in names_of(run.model).items():
@@ -536,10 +675,10 @@ def test_safetensors_is_optional(tmp_path: Path) -> None:
 class InFsdp1:
     """The model under torch's FSDP1, trained alike."""
 
-    def __init__(self, seed: int, steps: int) -> None:
+    def __init__(self, seed: int, steps: int, use_orig_params: bool) -> None:
         self.model = Fsdp1(
             seeded(lambda: Odd(scalar=False), seed),
-            use_orig_params=False,  # with True its full optimizer state mixes up the moments
+            use_orig_params=use_orig_params,
             device_id=torch.device("cpu"),
         )
         self.optimizer = simple_optimizer_of(self.model)
@@ -551,7 +690,9 @@ class InFsdp1:
 
     def kind(self, name: str) -> Any:
         if name == "full":
-            configs: Any = (FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False))
+            # a CPU's state that is offloaded too shares its memory, see the test of that
+            optim = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
+            configs: Any = (FullStateDictConfig(), optim)
             return Fsdp1.state_dict_type(self.model, StateDictType.FULL_STATE_DICT, *configs)
         configs = (ShardedStateDictConfig(), ShardedOptimStateDictConfig())
         return Fsdp1.state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT, *configs)
@@ -576,9 +717,10 @@ def assert_same_states(actual: dict[str, Any], expected: dict[str, Any]) -> None
             assert torch.equal(found.float(), whole(torch.as_tensor(value)).float()), (name, key)
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
-def test_full_checkpoints_of_fsdp1_in_both_directions(rank: int) -> None:
-    theirs = InFsdp1(seed=1, steps=2)
+def test_full_checkpoints_of_fsdp1_in_both_directions(use_orig_params: bool, rank: int) -> None:
+    theirs = InFsdp1(1, 2, use_orig_params)
     state = theirs.full()
     ours = Trained(make_mesh(), seed=3, scalar=False)
     checkpoint.load_full_state(ours.model, state if rank == 0 else None, ours.optimizer)
@@ -594,8 +736,31 @@ def test_full_checkpoints_of_fsdp1_in_both_directions(rank: int) -> None:
 
 
 @ranks(2)
-def test_sharded_checkpoints_of_fsdp1_in_both_directions(tmp_path: Path, rank: int) -> None:
-    theirs = InFsdp1(seed=1, steps=2)
+def test_a_state_whose_moments_share_memory_is_refused(rank: int) -> None:
+    """FSDP1 with ``use_orig_params=True`` returns one on a CPU: both moments are the second."""
+    theirs = InFsdp1(1, 2, use_orig_params=True)
+    configs = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False)
+    with Fsdp1.state_dict_type(theirs.model, StateDictType.FULL_STATE_DICT, *configs):
+        state = {
+            "model": theirs.model.state_dict(),
+            "optimizer": Fsdp1.optim_state_dict(theirs.model, theirs.optimizer),
+        }
+    moments = next(iter(state["optimizer"]["state"].values()))
+    if moments["exp_avg"].data_ptr() != moments["exp_avg_sq"].data_ptr():
+        pytest.skip("this torch does not")
+    ours = Trained(make_mesh(), seed=3, scalar=False)
+    before = checkpoint.full_state(ours.model, ours.optimizer, rank0_only=False)
+    with pytest.raises(fsdp2.ConfigError, match=r"exp_avg\w* and exp_avg\w* .* share memory"):
+        checkpoint.load_full_state(ours.model, state if rank == 0 else None, ours.optimizer)
+    assert_same_states(checkpoint.full_state(ours.model, ours.optimizer, rank0_only=False), before)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_sharded_checkpoints_of_fsdp1_in_both_directions(
+    use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    theirs = InFsdp1(1, 2, use_orig_params)
     with theirs.kind("sharded"):
         written = {
             "model": theirs.model.state_dict(),

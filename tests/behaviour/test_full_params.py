@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -206,6 +208,72 @@ def _peak(run: Callable[[], Any]) -> int:
             live += event.nbytes()
             highest = max(highest, live)
     return highest
+
+
+@pytest.mark.parametrize("max_bytes", [2000, 10**6])
+@ranks(3, 4)
+def test_a_rank_that_leaves_alone_takes_the_others_with_it(
+    max_bytes: int, rank: int, world_size: int
+) -> None:
+    model, reference = seeded(Odd), seeded(Odd)
+    fsdp2.fully_shard(model, mesh=make_mesh() if world_size == 3 else make_mesh(2, 2))
+
+    def fail(name: str, at: str) -> None:
+        if rank == 1 and name == at:
+            raise KeyError("no room")
+
+    def consume(at: str) -> None:
+        for name, _ in fsdp2.full_params(model, max_bytes=max_bytes):
+            fail(name, at)
+
+    for at in ("scalar", "narrow", "large"):  # the first, one in the middle, the last
+
+        def callback(name: str, tensor: Tensor, at: str = at) -> Tensor:
+            fail(name, at)
+            return tensor
+
+        with pytest.raises(Exception, match="no room") as caught:
+            list(fsdp2.full_params(model, max_bytes=max_bytes, callback=callback))
+        assert caught.type is (KeyError if rank == 1 else fsdp2.StateError)
+        with pytest.raises(KeyError if rank == 1 else fsdp2.StateError) as caught:
+            consume(at)
+        assert rank == 1 or f"rank 1 stopped at {at}" in str(caught.value)
+        seen = []
+        with pytest.raises(fsdp2.StateError) if rank != 1 else contextlib.nullcontext():
+            for name, _ in fsdp2.full_params(model, max_bytes=max_bytes):
+                seen.append(name)
+                if rank == 1 and name == at:
+                    break
+        assert at in seen
+    for name, _ in fsdp2.full_params(model, max_bytes=max_bytes):  # all of them: no error
+        if name == "narrow":
+            break
+    assert_all(model, reference, max_bytes=max_bytes)
+
+
+@ranks(2)
+def test_a_rank_without_memory_is_everybodys_error(rank: int) -> None:
+    model, reference = seeded(Odd), seeded(Odd)
+    fsdp2.fully_shard(model, mesh=make_mesh())
+
+    def empty_strided(*_: Any, **__: Any) -> Tensor:
+        raise MemoryError("that much")
+
+    def out_of_memory(on: int) -> Any:
+        full = mock.patch.object(torch, "empty_strided", empty_strided)
+        return full if rank == on else contextlib.nullcontext()
+
+    def refused(message: str) -> Any:
+        return pytest.raises(fsdp2.StateError, match=message)
+
+    with refused("full_params: rank 1 failed with MemoryError: that much"), out_of_memory(1):
+        list(fsdp2.full_params(model, max_bytes=2000))
+    with refused("full_state: rank 0 failed with MemoryError"), out_of_memory(0):
+        fsdp2.checkpoint.full_state(model)
+    entered = fsdp2.summon_full_params(model)
+    with refused("summon_full_params: rank 1 failed"), out_of_memory(1), entered:
+        pass
+    assert_all(model, reference, max_bytes=2000)
 
 
 @ranks(2)

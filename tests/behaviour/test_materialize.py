@@ -212,6 +212,10 @@ def test_wrong_inits_name_the_module_on_every_rank(rank: int) -> None:
     def removes(module: nn.Module) -> None:
         del module.weight
 
+    def draws_more_on_rank_1(module: nn.Module) -> None:
+        module.reset_parameters()
+        torch.rand(1 + rank)
+
     cases: list[tuple[Any, type[Exception], str]] = [
         (leaves_meta, fsdp2.ConfigError, r"init of 0 \(Linear\).*left parameter weight on meta"),
         (changes_shape, fsdp2.ConfigError, r"init of 0 \(Linear\).*shape \(2, 2\)"),
@@ -220,6 +224,7 @@ def test_wrong_inits_name_the_module_on_every_rank(rank: int) -> None:
         (lambda module: None, fsdp2.ConfigError, "did not write parameter bias; did not write"),
         (writes_a_part, fsdp2.ConfigError, r"weight: 26 of 377 elements"),
         (raises_on_rank_1, fsdp2.StateError, r"init of 0 \(Linear\): rank 1 failed with OSError"),
+        (draws_more_on_rank_1, fsdp2.ConfigError, "other random numbers on some ranks"),
     ]
     for init, error, message in cases:
         with torch.device("meta"):
@@ -259,13 +264,22 @@ def test_what_cannot_be_initialised_is_listed(rank: int) -> None:
 
         def reset_parameters(self) -> None:
             nn.init.zeros_(self.own)
-            nn.init.zeros_(self.inner.weight)
+            self.write(self.inner.weight)
 
-    with torch.device("meta"):
-        greedy = Greedy()
-    fsdp2.fully_shard(greedy, mesh=make_mesh())
-    with pytest.raises(fsdp2.UnsupportedError, match=r"<root> \(Greedy\) wrote \(zero_\)"):
-        fsdp2.materialize(greedy, "cpu")
+    def greedy_with(write: Any) -> nn.Module:
+        with torch.device("meta"):
+            greedy = Greedy()
+        greedy.write = write
+        fsdp2.fully_shard(greedy, mesh=make_mesh())
+        return greedy
+
+    for name in ("normal_", "kaiming_uniform_"):
+        with pytest.raises(fsdp2.UnsupportedError, match=rf"\(Greedy\) wrote \({name}\)"):
+            fsdp2.materialize(greedy_with(getattr(nn.init, name)), "cpu")
+    zeroed = fsdp2.materialize(greedy_with(nn.init.zeros_), "cpu")  # a constant is right on shards
+    assert not whole(zeroed.inner.weight).any()
+    with pytest.raises(fsdp2.UnsupportedError, match=r"\(Greedy\) wrote \(zeros?_\)"):
+        fsdp2.materialize(greedy_with(nn.init.zeros_), "cpu", sync_from_rank0=True)
     with torch.device("meta"):
         other = nn.Sequential(nn.Linear(3, 3))
     if rank == 1:

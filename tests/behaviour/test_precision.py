@@ -6,6 +6,7 @@ Also what `ignored_states` leaves alone.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy
+from fsdp2 import MixedPrecisionPolicy, checkpoint
 from tests._models import CASES, Stack, loss_of, seeded
 from tests._parity import assert_same, make_mesh, shard, whole
 from tests._pool import ranks
@@ -72,6 +73,38 @@ def test_buffers_are_restored_in_state_dicts() -> None:
             assert torch.equal(model_.table, loaded["table"].bfloat16())
             assert torch.equal(model_.state_dict()["table"], loaded["table"])
         model_.to(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("form", ["full", "files", "local", "plain"])
+@ranks(2)
+def test_buffers_are_filled_by_every_load(tmp_path: Path, form: str) -> None:
+    """In fp32 where nobody wrote since, and cast; in evaluation in full precision."""
+    policy = MixedPrecisionPolicy(BF16, buffer_dtype=BF16, full_precision_in_eval=True)
+    saved, model = seeded(WithBuffers, 1), seeded(WithBuffers, 2)
+    saved.norm.running_mean.uniform_()
+    for each in (saved, model):
+        fsdp2.fully_shard(each, mesh=make_mesh(), mp_policy=policy)
+    state = saved.state_dict()
+    for mode in (True, False):
+        if form == "full":
+            full = checkpoint.full_state(saved, rank0_only=False)
+            checkpoint.load_full_state(model, full)
+        elif form == "files":
+            checkpoint.save(tmp_path / "step", saved)
+            checkpoint.load(tmp_path / "step", model)
+        elif form == "local":
+            checkpoint.load_local_state(model, checkpoint.local_state(saved))
+        else:
+            model.load_state_dict(state)
+        dtype = BF16 if mode else FP32
+        for name in ("table", "norm.running_mean"):
+            found = dict(model.named_buffers())[name]
+            assert found.dtype is dtype
+            assert torch.equal(found, state[name].to(dtype)), name
+            assert torch.equal(model.state_dict()[name], state[name]), name
+        model.eval()
+        for buffer in model.buffers():
+            buffer.zero_()
 
 
 @ranks(2)

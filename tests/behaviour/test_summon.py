@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -178,6 +180,39 @@ def test_nested_and_not_recursive() -> None:
 
 
 @ranks(2)
+def test_gradients_in_low_precision_stay_so() -> None:
+    model = seeded(lambda: nn.Linear(WIDTH, HIDDEN))
+    policy = fsdp2.MixedPrecisionPolicy(
+        torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True
+    )
+    fsdp2.fully_shard(model, mesh=make_mesh(), mp_policy=policy)
+    model(torch.ones(3, WIDTH)).sum().backward()
+    before = whole(model.weight.grad).clone()
+    with fsdp2.summon_full_params(model, with_grads=True):
+        assert_same(model.weight.grad, before, "weight.grad")
+        model.weight.grad.mul_(2)
+        model.bias.grad = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    assert_same(model.weight.grad, before * 2, "weight.grad")
+    assert_same(model.bias.grad, torch.ones(HIDDEN, dtype=torch.bfloat16), "bias.grad")
+
+
+@ranks(2)
+def test_whole_modules_are_copied_and_pickled() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN)))
+    reference = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, HIDDEN)))
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    with fsdp2.summon_full_params(model):
+        copies = [copy.deepcopy(model[1]), pickle.loads(pickle.dumps(model[1]))]
+    for made in copies:
+        assert_same(made.weight, reference[1].weight, "weight")
+        fsdp2.fully_shard(made, mesh=make_mesh())
+        with fsdp2.summon_full_params(made):
+            made.weight.detach().zero_()
+        assert not whole(made.weight).any()
+    assert_same(model[1].weight, reference[1].weight, "weight")
+
+
+@ranks(2)
 def test_refusals() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     for part in (model[0], model):
@@ -215,6 +250,11 @@ def test_refusals() -> None:
                 call(torch.ones(1, WIDTH))
         with pytest.raises(fsdp2.StateError, match="inside summon_full_params"):
             model[0].unshard()
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    fsdp2.fully_shard(inner, mesh=make_mesh())
+    refused = pytest.raises(fsdp2.StateError, match=r"weight: fully_shard .* inside summon_full")
+    with fsdp2.summon_full_params(inner), refused:
+        fsdp2.fully_shard(inner[0], mesh=make_mesh())
     assert_restored(model, before)
     values = {name: whole(p).clone() for name, p in before.items()}
 
@@ -229,7 +269,15 @@ def test_refusals() -> None:
     def remove() -> None:
         model[0].weight = None
 
-    for change, message in ((reshape, r"0.weight has shape \(2,\) now"), (remove, "was removed")):
+    def distribute() -> None:
+        whole_now = model[0].weight.detach().clone()
+        model[0].weight = nn.Parameter(distribute_tensor(whole_now, make_mesh(), [Shard(0)]))
+
+    for change, message in (
+        (reshape, r"0.weight has shape \(2,\) now"),
+        (remove, "was removed"),
+        (distribute, "is a DTensor now"),
+    ):
         with pytest.raises(fsdp2.StateError, match=message):
             spoil(change)
         assert_restored(model, before)

@@ -226,8 +226,9 @@ def test_the_hybrid_mesh_follows_the_launcher(rank: int) -> None:
         pytest.raises(fsdp2.ConfigError, match=r"0: \[0, 1, 2\], 1: \[3\]"),
     ):
         hybrid_mesh("cpu")
-    with pytest.raises(fsdp2.ConfigError, match="Pass a divisor"):
-        hybrid_mesh("cpu", ranks_per_node=3)
+    for wrong in (3, 0, True, "2"):
+        with pytest.raises(fsdp2.ConfigError, match="Pass a divisor"):
+            hybrid_mesh("cpu", ranks_per_node=wrong)  # type: ignore[arg-type]
 
 
 class Environment:
