@@ -1,7 +1,7 @@
 """``fsdp2.checkpoint``: state of a sharded model and its optimizer, in memory and in files.
 
 Owns the public functions and the meaning of their arguments. ``_state`` makes and loads states,
-``_optim_state`` has names and ids, ``_files`` writes and reads.
+``_optim_state`` has names and ids, ``_files`` and ``_safetensors`` write and read.
 
 Three forms, each ``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``:
 
@@ -273,9 +273,9 @@ def save_safetensors(
         StateError: the first rank could not write.
     """
     check_max_bytes("save_safetensors", max_bytes)
-    from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
+    from fsdp2 import _safetensors  # it imports torch.distributed.checkpoint, which is heavy
 
-    _files.save_safetensors(folder, model, dtype, max_bytes, max_file_bytes)
+    _safetensors.save(folder, model, dtype, max_bytes, max_file_bytes)
 
 
 def load_safetensors(
@@ -291,6 +291,6 @@ def load_safetensors(
         ConfigError: no such files; names or shapes differ; ``safetensors`` is not installed.
     """
     check_max_bytes("load_safetensors", max_bytes)
-    from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
+    from fsdp2 import _safetensors  # it imports torch.distributed.checkpoint, which is heavy
 
-    return _files.load_safetensors(folder, model, strict, max_bytes)
+    return _safetensors.load(folder, model, strict, max_bytes)
