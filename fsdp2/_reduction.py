@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing, _torch
-from fsdp2._agreement import Stamp
+from fsdp2._agreement import Stamp, Traits
 from fsdp2._comm import GradientScale, Wire
 from fsdp2._errors import UnsupportedError
 from fsdp2._gradients import GradientBuffer, accumulate, local_gradient
@@ -114,9 +114,13 @@ class Reducer:
 
     def erase_stamps(self) -> None:
         """Drop the stamps of gradients that wait: the next reduction has other ones."""
+        if self._layout is not None:
+            self._erase_stamps(self._layout)
+
+    def _erase_stamps(self, layout: ReduceLayout) -> None:
         for waiting in (self.accumulated, self.partial):
             if waiting is not None:
-                waiting[..., self.plan().layout.stamp_start :] = 0
+                waiting[..., waiting.shape[-1] - (layout.numel - layout.stamp_start) :] = 0
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
@@ -160,8 +164,7 @@ class Reducer:
             wire_dtype,
             self.wire.straight_nbytes if as_it_is and self.wire.scatters_straight else None,
         )
-        for stamp in self.stamps:
-            stamp.tell_apart(indices)
+        is_renumbered = self._number(layout)
         codes = [value for stamp in self.stamps for value in stamp.code]
         complete = _packing.tail([True] * len(indices), codes, layout, grad_dtype, self._device)
         self._buffer = None
@@ -169,7 +172,25 @@ class Reducer:
             self.accumulated = _packing.rearranged(self.accumulated, self._layout, layout)
             self.partial = _packing.rearranged(self.partial, self._layout, layout)
         self._layout = layout
+        if is_renumbered:
+            self._erase_stamps(layout)
         return Plan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
+
+    def _number(self, layout: ReduceLayout) -> bool:
+        """Number reductions by how they travel; return whether some number is another one now."""
+        _, scatter = self.wire.custom
+        shapes = [(shard.shape, shard.dim) for shard in layout.shards]
+        changed = [False]
+        for stamp in self.stamps:
+            sent = layout.wire_dtype if stamp.kind == "reduce" else layout.dtype
+            traits = Traits(
+                (layout.members, shapes),
+                len(layout.straight),
+                (sent, layout.dtype),
+                scatter is not None,
+            )
+            changed.append(stamp.tell_apart(traits))
+        return any(changed)
 
     def prepare(self, settings: Settings) -> Plan:
         """Return the plan, with the scale that the settings ask for."""
