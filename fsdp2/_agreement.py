@@ -74,6 +74,7 @@ DIFFERENCES = (
     "the dtypes that are sent and summed: use one mixed precision policy, one "
     "set_gradient_wire_dtype and one mode, train() or eval(), on all ranks",
     "who carries it: set custom collectives and hooks on all ranks",
+    "whether replicas are summed behind it: call set_requires_all_reduce alike on all ranks",
 )
 """What it means, and what to do, that ranks differ in a trait; in the order of ``TRAIT_BITS``."""
 
@@ -83,13 +84,15 @@ class Traits:
     """What ranks have to agree on for their parts of an operation to fit.
 
     ``members``: anything whose ``repr`` tells what takes part; ``alone``: how many of these travel
-    in collectives of their own; ``dtypes``: what is sent, and what it is summed in.
+    in collectives of their own; ``dtypes``: what is sent, and what it is summed in;
+    ``is_partial``: no sum over replicas follows, for which other process groups would wait.
     """
 
     members: object
     alone: int
     dtypes: tuple[torch.dtype, torch.dtype]
     is_custom: bool
+    is_partial: bool = False
 
     @property
     def bits(self) -> int:
@@ -97,7 +100,8 @@ class Traits:
         sent, summed = (1 + DTYPES.index(d) if d in DTYPES else 0 for d in self.dtypes)
         digest = zlib.crc32(repr(self.members).encode())
         result = position = 0
-        values = (digest, self.alone, sent << 4 | summed, int(self.is_custom))
+        flags = (int(self.is_custom), int(self.is_partial))
+        values = (digest, self.alone, sent << 4 | summed, *flags)
         for value, width in zip(values, TRAIT_BITS, strict=True):
             result |= value % (1 << width) << position
             position += width
@@ -131,7 +135,9 @@ def describe_trait(index: int, value: int) -> str:
     if index == 2:
         sent, summed = (_dtype_name(code) for code in divmod(value, 16))
         return f"sends {sent}" if sent == summed else f"sends {sent}, sums {summed}"
-    return "by a function of the user's" if value else "by the library"
+    if index == 3:
+        return "by a function of the user's" if value else "by the library"
+    return "without the replicas" if value else "then over the replicas"
 
 
 def _dtype_name(code: int) -> str:

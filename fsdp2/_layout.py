@@ -28,7 +28,7 @@ MAX_SLOTTED_NUMEL = 16384
 """Elements that a replicated parameter may take in a row, with a slot for each rank."""
 
 NUMBER_BITS = 16
-TRAIT_BITS = (12, 7, 8, 1)
+TRAIT_BITS = (12, 6, 8, 1, 1)
 """Of what ranks must agree on beside the operation: see ``Traits`` in ``_agreement``."""
 STAMP_BITS = NUMBER_BITS + sum(TRAIT_BITS)
 STAMP_NUMEL = 2 * STAMP_BITS

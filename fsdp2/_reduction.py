@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,6 +87,7 @@ class Reducer:
         self.hook_stream: torch.Stream | None = None
         self.scale = GradientScale(1.0, 1.0)
         self.joined_codes = b""
+        self._is_partial = False
         self.accumulated: Tensor | None = None
         self.partial: Tensor | None = None
         self.is_waiting = False
@@ -188,6 +189,7 @@ class Reducer:
                 len(layout.straight),
                 (sent, layout.dtype),
                 scatter is not None,
+                self._is_partial,
             )
             changed.append(stamp.tell_apart(traits))
         return any(changed)
@@ -195,6 +197,11 @@ class Reducer:
     def prepare(self, settings: Settings) -> Plan:
         """Return the plan, with the scale that the settings ask for."""
         scaled, plan = self._scaled_for, self._plan
+        is_partial = self._data.replicate.size > 1 and not settings.all_reduce_grads
+        if is_partial is not self._is_partial:
+            self._is_partial, scaled = is_partial, None
+            if plan is not None:
+                self._plan = self._renumbered(plan)
         if scaled is None or plan is None or scaled[0] is not plan or scaled[1] is not settings:
             plan = self.plan()
             self._scaled_for = (plan, settings)
@@ -210,6 +217,17 @@ class Reducer:
             self.joined_codes = bytes(codes.view(torch.uint8).tolist())
             self._tell_stamps(layout)
         return plan
+
+    @torch.inference_mode(False)
+    def _renumbered(self, plan: Plan) -> Plan:
+        """Return a plan with the numbers that stamps have now; nothing else of it changes."""
+        layout = plan.layout
+        if self._number(layout):
+            self._erase_stamps(layout)
+        codes = [value for stamp in self.stamps for value in stamp.code]
+        present = [True] * len(plan.members)
+        complete = _packing.tail(present, codes, layout, plan.grad_dtype, self._device)
+        return replace(plan, codes=codes, complete=complete)
 
     def _tell_stamps(self, layout: ReduceLayout) -> None:
         """Say how reductions travel: a reduce-scatter in parts, an all-reduce in one."""
@@ -408,6 +426,7 @@ class Reduction:
             owner.partial = None
         reduced = self._reduced
         if not self._all_reduce:
+            self._check(reduced)
             owner.keep_partial(reduced.clone() if self._is_borrowed else reduced)
             self._reduced = None
             return Launched((reduced,), None)

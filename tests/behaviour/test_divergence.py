@@ -258,6 +258,17 @@ def test_one_rank_reduces_differently(rank: int) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+@ranks(4, limit_s=30)
+def test_one_rank_leaves_out_its_replicas(steps: int, rank: int) -> None:
+    """Process groups that wait for each other in a circle would all wait: no rank gets there."""
+    model = sharded(mesh=make_mesh(2, 2))
+    train(model, steps)
+    if rank == 1:
+        model.set_requires_all_reduce(False)
+    assert_told(model, "set_requires_all_reduce" if rank < 2 else "different collectives")
+
+
 @ranks(2, limit_s=30)
 def test_one_rank_changes_what_is_sent_and_all_do_so_later(rank: int) -> None:
     """Settings that all ranks change, at any time, are followed; one left behind is told."""

@@ -220,10 +220,10 @@ def numbered(number: int, **changes: Any) -> int:
 def test_every_trait_has_bits_of_its_own() -> None:
     pairs = [(sent, summed) for sent in SENT for summed in SENT]
     numbers = {numbered(1, dtypes=pair) for pair in pairs}
-    numbers |= {numbered(1, alone=alone) for alone in range(100)}
+    numbers |= {numbered(1, alone=alone) for alone in range(60)}
     numbers |= {numbered(1, members=members) for members in range(8)}
-    numbers.add(numbered(1, is_custom=True))
-    assert len(numbers) == len(pairs) + 99 + 8 + 1
+    numbers |= {numbered(1, is_custom=True), numbered(1, is_partial=True)}
+    assert len(numbers) == len(pairs) + 59 + 8 + 2
     assert all(number % (1 << NUMBER_BITS) == 1 for number in numbers)
     assert all(number < 1 << STAMP_BITS for number in numbers)
 
@@ -236,6 +236,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
         "sends float32; .*sends bfloat16, sums float32.*set_gradient_wire_dtype",
     ),
     "is_custom": ({"is_custom": True}, "by the library; .*by a function of the user's"),
+    "is_partial": ({"is_partial": True}, "then over the replicas; .*without the replicas"),
 }
 
 
