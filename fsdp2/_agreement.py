@@ -418,8 +418,9 @@ class Agreement:
     def _give_up_everywhere(self, why: str, axis: MeshAxis, word: int) -> StateError:
         """Send nothing any more, and let ranks that wait for this one, here or elsewhere, know."""
         self.give_up(why, axis, word)
+        elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # other operations have the numbers
         for stamp in [other for own in self.stamps for other in own.beside()]:
-            stamp.give_up(why)
+            stamp.give_up(why, elsewhere)
         return StateError(why)
 
     def give_up(self, why: str, axis: MeshAxis, word: int = GAVE_UP) -> None:
@@ -547,9 +548,9 @@ class Stamp:
         """Return the error for a collective that failed."""
         return self._agreement.lose(self.number, error, self.axis)
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str, word: int = GAVE_UP) -> None:
         """Let ranks that wait for this one know that it does not go on."""
-        self._agreement.give_up(why, self.axis)
+        self._agreement.give_up(why, self.axis, word)
 
 
 _agreements: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
