@@ -20,6 +20,9 @@ compares what it is about to do with the prediction for the last few operations:
 A rank that raises also says so on the other process groups of its units: the replicas of its shards
 agree among themselves and would wait for it.
 
+Part of a number is in which way the operation travels (``Traits``): ranks of which one changed a
+setting alone want different operations, and what is issued meanwhile is what was before.
+
 A program that repeats its steps exchanges nothing beside its own collectives after the first ones.
 A wire that carries nothing (a benchmark that replaces collectives by no-ops) is recognised by the
 missing stamp of the rank itself, and is not checked.
@@ -28,6 +31,8 @@ missing stamp of the rank itself, and is not checked.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +45,7 @@ from torch import Tensor
 from fsdp2 import _torch
 from fsdp2._comm import Wire
 from fsdp2._errors import StateError
-from fsdp2._layout import DIGEST_BITS, NUMBER_BITS, STAMP_BITS
+from fsdp2._layout import NUMBER_BITS, STAMP_BITS, TRAIT_BITS
 from fsdp2._mesh import MeshAxis
 
 CONTEXT = 4
@@ -54,6 +59,90 @@ LAST_WORDS = 4
 """How many operations a rank that gives up goes on with; more than others leave unchecked."""
 
 NAMES = {"gather": "all-gather", "reduce": "reduce-scatter", "all_reduce": "all-reduce"}
+
+
+DTYPES = (
+    *(torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+)
+"""Dtypes of collectives; messages of other ones are told apart by what takes part."""
+
+DIFFERENCES = (
+    "which parameters are trainable, or their shapes or dtypes: freeze, cast and replace "
+    "parameters alike on all ranks",
+    "which parameters travel by themselves: call set_copy_free_min_bytes alike on all ranks",
+    "the dtypes that are sent and summed: use one mixed precision policy, one "
+    "set_gradient_wire_dtype and one mode, train() or eval(), on all ranks",
+    "who carries it: set custom collectives and hooks on all ranks",
+    "whether replicas are summed behind it: call set_requires_all_reduce alike on all ranks",
+)
+"""What it means, and what to do, that ranks differ in a trait; in the order of ``TRAIT_BITS``."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What ranks have to agree on for their parts of an operation to fit.
+
+    ``members``: anything whose ``repr`` tells what takes part; ``alone``: how many of these travel
+    in collectives of their own; ``dtypes``: what is sent, and what it is summed in;
+    ``is_partial``: no sum over replicas follows, for which other process groups would wait.
+    """
+
+    members: object
+    alone: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+    is_custom: bool
+    is_partial: bool = False
+
+    @property
+    def bits(self) -> int:
+        """The traits as one number of ``sum(TRAIT_BITS)`` bits."""
+        sent, summed = (1 + DTYPES.index(d) if d in DTYPES else 0 for d in self.dtypes)
+        digest = zlib.crc32(repr(self.members).encode())
+        result = position = 0
+        flags = (int(self.is_custom), int(self.is_partial))
+        values = (digest, self.alone, sent << 4 | summed, *flags)
+        for value, width in zip(values, TRAIT_BITS, strict=True):
+            result |= value % (1 << width) << position
+            position += width
+        return result
+
+
+def last_word(number: int, traits: Sequence[int]) -> int:
+    """Return what a rank sends that gives up: where, and in which traits ranks differ there.
+
+    It is the number of no operation.
+    """
+    differing = sum(1 << index for index in traits)
+    return (differing << NUMBER_BITS | number % (1 << NUMBER_BITS)) << NUMBER_BITS
+
+
+def fields_of(number: int) -> list[int]:
+    """Return an operation's own number, and each trait, out of its number with traits."""
+    fields = []
+    for width in (NUMBER_BITS, *TRAIT_BITS):
+        fields.append(number % (1 << width))
+        number >>= width
+    return fields
+
+
+def describe_trait(index: int, value: int) -> str:
+    """Say what a rank's operation is like in one trait."""
+    if index == 0:
+        return f"set {value:x} of parameters"
+    if index == 1:
+        return f"{value} by themselves"
+    if index == 2:
+        sent, summed = (_dtype_name(code) for code in divmod(value, 16))
+        return f"sends {sent}" if sent == summed else f"sends {sent}, sums {summed}"
+    if index == 3:
+        return "by a function of the user's" if value else "by the library"
+    return "without the replicas" if value else "then over the replicas"
+
+
+def _dtype_name(code: int) -> str:
+    found = DTYPES[code - 1] if 0 < code <= len(DTYPES) else "another dtype"
+    return str(found).removeprefix("torch.")
 
 
 def code_of(number: int) -> list[float]:
@@ -91,6 +180,13 @@ class Operation:
     stamp: int
     wire: weakref.ref[Wire]
     reduction: Any = None
+    is_custom: bool = False
+
+    @property
+    def sender(self) -> Wire:
+        """What other ranks send it over: ours, if theirs was ours."""
+        wire = self.wire()
+        return Wire() if wire is None or (wire.is_custom and not self.is_custom) else wire
 
 
 @dataclass(frozen=True)
@@ -192,7 +288,7 @@ class Agreement:
 
     @staticmethod
     def _send_stamp(expected: Operation, number: int, axis: MeshAxis) -> Sent:
-        wire, dtype, seen_as = expected.wire() or Wire(), expected.dtype, expected.seen_as
+        wire, dtype, seen_as = expected.sender, expected.dtype, expected.seen_as
         first, *others = expected.numels
         code = torch.tensor(code_of(number))
         at = slice(expected.stamp, expected.stamp + len(code))
@@ -236,36 +332,77 @@ class Agreement:
         if not all(abs(value) > 0 for value, bit in zip(total, own, strict=True) if bit):
             self.is_silent = True
         elif any(value != 0 for value, bit in zip(total, own, strict=True) if not bit):
-            others: list[int | None] = [None] * axis.size
+            both = max(abs(value) for value in total)
+            code = [abs(v) == both if bit else v != 0 for v, bit in zip(total, own, strict=True)]
+            other = number_of(code)  # if only one differs, or all others alike
+            others: list[int | None] = [other if axis.size == 2 else None] * axis.size
             others[axis.rank] = number
-            if axis.size == 2:
-                both = max(abs(value) for value in total)
-                code = [
-                    abs(v) == both if bit else v != 0 for v, bit in zip(total, own, strict=True)
-                ]
-                others[1 - axis.rank] = number_of(code)
-            self._break(number, others, axis)
+            self._break(number, others, axis, self._foreign_bits(total, own), other)
 
-    def describe(self, number: int | None) -> str:
+    @staticmethod
+    def _foreign_bits(total: list[Any], own: list[float]) -> int:
+        """Return the bits of a number in which a sum shows other ones than a rank's own."""
+        foreign = [value != 0 and not bit for value, bit in zip(total, own, strict=True)]
+        bits = zip(foreign[:STAMP_BITS], foreign[STAMP_BITS:], strict=True)
+        return sum(any(pair) << position for position, pair in enumerate(bits))
+
+    def describe(self, number: int | None, differing: Sequence[int] = ()) -> str:
+        """Name an operation, or the traits in which ranks differ."""
         if number is None:
             return "something else"
-        if number == GAVE_UP:
-            return "nothing, after an error"
-        name = self.names.get(number % (1 << NUMBER_BITS), f"operation {number}")
-        digest = number >> NUMBER_BITS
-        return f"{name} of set {digest:x} of trainable parameters" if digest else name
+        own, *traits = fields_of(number)
+        if own == GAVE_UP:
+            place = number >> NUMBER_BITS & ((1 << NUMBER_BITS) - 1)
+            where = f" in {self.names.get(place, 'an operation')}" if place else ""
+            return f"nothing, after an error{where}"
+        if differing:
+            return ", ".join(describe_trait(index, traits[index]) for index in differing)
+        return self.names.get(own, f"operation {own}")
 
-    def _break(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
-        ranks = axis.global_ranks
-        did = "; ".join(
-            f"rank {r}: {self.describe(n)}" for r, n in zip(ranks, numbers, strict=True)
-        )
+    def _break(
+        self,
+        number: int,
+        numbers: list[int | None],
+        axis: MeshAxis,
+        differing: int | None = None,
+        another: int | None = None,
+    ) -> None:
+        """Raise the error of ranks that want different things.
+
+        ``differing`` are the bits that do, ``another`` the number of some rank, if these are not to
+        be seen in ``numbers``.
+        """
+        known = [n for n in (*numbers, another) if n is not None]
+        if differing is None:
+            differing = functools.reduce(operator.or_, [n ^ number for n in known], 0)
+        word = next((n for n in known if fields_of(n)[0] == GAVE_UP), None)
+        own, *fields = fields_of(differing)
+        traits = [] if own else [index for index, field in enumerate(fields) if field]
+        did = [
+            f"rank {r}: {self.describe(n, traits)}"
+            for r, n in zip(axis.global_ranks, numbers, strict=True)
+        ]
+        if another is not None and another not in numbers:
+            did.append(f"one of these: {self.describe(another, traits)}")
+        if word is not None:
+            told = word >> 2 * NUMBER_BITS
+            traits = [index for index in range(len(TRAIT_BITS)) if told >> index & 1]
+        if traits:
+            what = "; and in ".join(DIFFERENCES[index] for index in traits)
+            why = f"ranks send it differently ({'; '.join(did)}). They differ in {what}."
+        else:
+            why = (
+                f"ranks issued different collectives ({'; '.join(did)}). Every rank must run the "
+                "same units in the same order. Pass conditional=True to fully_shard for a unit "
+                "that some ranks skip."
+            )
+        if word is None:
+            word = last_word(number, traits)
         raise self._give_up_everywhere(
-            f"{self.describe(number)}: ranks issued different collectives ({did}). Every rank must "
-            "run the same units in the same order. Pass conditional=True to fully_shard for a unit "
-            "that some ranks skip. Nothing was mixed, but the ranks are out of step for good: end "
-            "this run, or make a new process group.",
+            f"{self.describe(number)}: {why} Nothing was mixed, but the ranks are out of step for "
+            "good: end this run, or make a new process group.",
             axis,
+            word,
         )
 
     def lose(self, number: int, error: Exception, axis: MeshAxis) -> StateError:
@@ -275,20 +412,22 @@ class Agreement:
             f"({error}). Every rank must run the same units in the same order. Pass "
             "conditional=True to fully_shard for a unit that some ranks skip.",
             axis,
+            last_word(number, ()),
         )
 
-    def _give_up_everywhere(self, why: str, axis: MeshAxis) -> StateError:
+    def _give_up_everywhere(self, why: str, axis: MeshAxis, word: int) -> StateError:
         """Send nothing any more, and let ranks that wait for this one, here or elsewhere, know."""
-        self.give_up(why, axis)
+        self.give_up(why, axis, word)
+        elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # other operations have the numbers
         for stamp in [other for own in self.stamps for other in own.beside()]:
-            stamp.give_up(why)
+            stamp.give_up(why, elsewhere)
         return StateError(why)
 
-    def give_up(self, why: str, axis: MeshAxis) -> None:
+    def give_up(self, why: str, axis: MeshAxis, word: int = GAVE_UP) -> None:
         """Say that this rank does not go on, where the others expect its next operations.
 
         They may have issued several before they look at one. Nobody waits here: those others may
-        have failed too. They see the number of no operation, and give up in turn.
+        have failed too. They see ``word`` (see ``last_word``), and give up in turn.
         """
         if self.broken is not None or self.is_silent:
             return
@@ -298,9 +437,9 @@ class Agreement:
                 predicted = self.predicted.get(recent, UNCERTAIN)
                 expected = self._operations.get(predicted)
                 if expected is None:
-                    self._last_words.append(self._send_number(GAVE_UP, axis))
+                    self._last_words.append(self._send_number(word, axis))
                     break
-                self._last_words.append(self._send_stamp(expected, GAVE_UP, axis))
+                self._last_words.append(self._send_stamp(expected, word, axis))
                 recent = (*recent[1:], predicted)
         self.predicted = {}  # whatever comes next is looked at, and refused
 
@@ -336,12 +475,13 @@ class Stamp:
         self.number = self._agreement.number(f"{fqn or '<root>'} ({NAMES[self.kind]})")
         self.code = code_of(self.number)
 
-    def tell_apart(self, members: Sequence[int]) -> None:
-        """Number the operation by what takes part in it, too: ranks must agree on that."""
-        if self.number != NO_NUMBER:
-            digest = zlib.crc32(repr(tuple(members)).encode()) % (1 << DIGEST_BITS)
-            self.number = self.number % (1 << NUMBER_BITS) | digest << NUMBER_BITS
+    def tell_apart(self, traits: Traits) -> bool:
+        """Number the operation by its traits, too; return whether the number is another one."""
+        before = self.number
+        if before != NO_NUMBER:
+            self.number = before % (1 << NUMBER_BITS) | traits.bits << NUMBER_BITS
             self.code = code_of(self.number)
+        return self.number != before
 
     def know(
         self,
@@ -365,6 +505,7 @@ class Stamp:
                 start,
                 weakref.ref(wire),
                 reduction,
+                wire.is_custom,
             )
         )
 
@@ -407,9 +548,9 @@ class Stamp:
         """Return the error for a collective that failed."""
         return self._agreement.lose(self.number, error, self.axis)
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, why: str, word: int = GAVE_UP) -> None:
         """Let ranks that wait for this one know that it does not go on."""
-        self._agreement.give_up(why, self.axis)
+        self._agreement.give_up(why, self.axis, word)
 
 
 _agreements: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _events, _packing, _torch
 from fsdp2._adoption import Source, StandIn, look, own_rows, own_sources, source_of
-from fsdp2._agreement import Stamp
+from fsdp2._agreement import Stamp, Traits
 from fsdp2._borrowed import whole_tensor
 from fsdp2._comm import Wire
 from fsdp2._errors import ConfigError, StateError
@@ -150,6 +150,7 @@ class ParamGroup:
 
     def rewire(self) -> None:
         """Take notice of what changed on the wire: every rank does so between the same steps."""
+        self._drop_gather()
         for buffer in (self._home, self._waiting):
             if buffer is not None:
                 self._know(buffer)
@@ -180,7 +181,6 @@ class ParamGroup:
             stamp.enroll(fqn)
         for buffer in (self._home, self._waiting):
             if buffer is not None:
-                buffer.take_stamp()
                 self._know(buffer)
         self.reducer.invalidate()
 
@@ -365,13 +365,22 @@ class ParamGroup:
         return layout
 
     def _know(self, buffer: ShardBuffer) -> None:
-        """Tell the ranks' agreement how a buffer travels."""
+        """Number a buffer by how it travels, and tell the ranks' agreement.
+
+        Nothing of it is on its way. What extended parameters send is agreed on elsewhere.
+        """
         layout, stamp = buffer.layout, buffer.stamp
-        if stamp is not None and (buffer.tail_nbytes or not self._tail.items):
-            dtype = layout.items[-1].compute_dtype
-            start = layout.send_offsets[-1] // dtype.itemsize
-            numels = buffer.sent_numels(self.wire)
-            stamp.know(self.wire, numels, layout.wire_dtype, dtype, start)
+        if stamp is None:
+            return
+        sent = [(i.shard.shape, i.shard.dim, i.compute_dtype) for i in layout.items]
+        numels, dtype = buffer.sent_numels(self.wire), layout.wire_dtype
+        is_custom = self.wire.custom[0] is not None
+        stamp.tell_apart(Traits(sent, len(numels) - 1, (dtype, dtype), is_custom))
+        buffer.take_stamp()
+        if buffer.tail_nbytes or not self._tail.items:
+            seen_as = layout.items[-1].compute_dtype
+            start = layout.send_offsets[-1] // seen_as.itemsize
+            stamp.know(self.wire, numels, dtype, seen_as, start)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -575,9 +584,14 @@ class ParamGroup:
         buffers, self._gathering = self._gathering.buffers, None
         if not self._has_full_memory:
             self._allocate_full(source)
-        source.unpack(*buffers)
-        if self._tail.items:
-            self._unpack_extended(buffers)
+        try:
+            source.unpack(*buffers)
+            if self._tail.items:
+                self._unpack_extended(buffers[2])
+        except BaseException:  # ranks differ, or an extension raised
+            self.streams.retire("gather", buffers)
+            self._free_full()
+            raise
         self.streams.retire("gather", buffers)
         if source is self._waiting:
             source.flat.untyped_storage().resize_(0)
@@ -591,27 +605,14 @@ class ParamGroup:
         self._full.untyped_storage().resize_(source.layout.full_nbytes)
         self._has_full_memory = True
 
-    def _unpack_extended(self, buffers: tuple[Tensor, ...]) -> None:
-        assert self._full is not None
-        try:
-            self._tail.unpack(buffers[2])
-        except BaseException:
-            self.streams.retire("gather", buffers)
-            self._free_full()
-            raise
+    def _unpack_extended(self, gathered: Tensor) -> None:
+        self._tail.unpack(gathered)
         self.reducer.see_dtypes()
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones."""
         self.is_laid_aside = False
-        if self._gathering is not None:
-            self._gathering.wait()
-            self.streams.retire("gather", self._gathering.buffers)
-            self._gathering = None
-            self._free_full()
-            for buffer in (self._home, self._waiting):
-                if buffer is not None:
-                    buffer.free_gathered()
+        self._drop_gather()
         if self.machine.state is SHARDED or not self.params:
             return
         waiting = self._waiting
@@ -621,6 +622,18 @@ class ParamGroup:
         self._values = None
         self._register(SHARDED)
         self._give_up_full()
+
+    def _drop_gather(self) -> None:
+        """Wait for a gather that is in flight, and forget what it brought."""
+        if self._gathering is None:
+            return
+        self._gathering.wait()
+        self.streams.retire("gather", self._gathering.buffers)
+        self._gathering = None
+        self._free_full()
+        for buffer in (self._home, self._waiting):
+            if buffer is not None:
+                buffer.free_gathered()
 
     def lay_aside(self) -> None:
         """Count as sharded from now on. See [Note: laid aside]."""

@@ -27,8 +27,10 @@ ALIGN_NBYTES = 16
 MAX_SLOTTED_NUMEL = 16384
 """Elements that a replicated parameter may take in a row, with a slot for each rank."""
 
-NUMBER_BITS, DIGEST_BITS = 16, 12
-STAMP_BITS = NUMBER_BITS + DIGEST_BITS
+NUMBER_BITS = 16
+TRAIT_BITS = (12, 6, 8, 1, 1)
+"""Of what ranks must agree on beside the operation: see ``Traits`` in ``_agreement``."""
+STAMP_BITS = NUMBER_BITS + sum(TRAIT_BITS)
 STAMP_NUMEL = 2 * STAMP_BITS
 """Elements that say which operation a buffer belongs to: bits and their complements."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing, _torch
-from fsdp2._agreement import Stamp
+from fsdp2._agreement import Stamp, Traits
 from fsdp2._comm import GradientScale, Wire
 from fsdp2._errors import UnsupportedError
 from fsdp2._gradients import GradientBuffer, accumulate, local_gradient
@@ -87,6 +87,7 @@ class Reducer:
         self.hook_stream: torch.Stream | None = None
         self.scale = GradientScale(1.0, 1.0)
         self.joined_codes = b""
+        self._is_partial = False
         self.accumulated: Tensor | None = None
         self.partial: Tensor | None = None
         self.is_waiting = False
@@ -114,9 +115,13 @@ class Reducer:
 
     def erase_stamps(self) -> None:
         """Drop the stamps of gradients that wait: the next reduction has other ones."""
+        if self._layout is not None:
+            self._erase_stamps(self._layout)
+
+    def _erase_stamps(self, layout: ReduceLayout) -> None:
         for waiting in (self.accumulated, self.partial):
             if waiting is not None:
-                waiting[..., self.plan().layout.stamp_start :] = 0
+                waiting[..., waiting.shape[-1] - (layout.numel - layout.stamp_start) :] = 0
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
@@ -160,8 +165,7 @@ class Reducer:
             wire_dtype,
             self.wire.straight_nbytes if as_it_is and self.wire.scatters_straight else None,
         )
-        for stamp in self.stamps:
-            stamp.tell_apart(indices)
+        is_renumbered = self._number(layout)
         codes = [value for stamp in self.stamps for value in stamp.code]
         complete = _packing.tail([True] * len(indices), codes, layout, grad_dtype, self._device)
         self._buffer = None
@@ -169,11 +173,35 @@ class Reducer:
             self.accumulated = _packing.rearranged(self.accumulated, self._layout, layout)
             self.partial = _packing.rearranged(self.partial, self._layout, layout)
         self._layout = layout
+        if is_renumbered:
+            self._erase_stamps(layout)
         return Plan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
+
+    def _number(self, layout: ReduceLayout) -> bool:
+        """Number reductions by how they travel; return whether some number is another one now."""
+        _, scatter = self.wire.custom
+        shapes = [(shard.shape, shard.dim) for shard in layout.shards]
+        changed = [False]
+        for stamp in self.stamps:
+            sent = layout.wire_dtype if stamp.kind == "reduce" else layout.dtype
+            traits = Traits(
+                (layout.members, shapes),
+                len(layout.straight),
+                (sent, layout.dtype),
+                scatter is not None,
+                self._is_partial,
+            )
+            changed.append(stamp.tell_apart(traits))
+        return any(changed)
 
     def prepare(self, settings: Settings) -> Plan:
         """Return the plan, with the scale that the settings ask for."""
         scaled, plan = self._scaled_for, self._plan
+        is_partial = self._data.replicate.size > 1 and not settings.all_reduce_grads
+        if is_partial is not self._is_partial:
+            self._is_partial, scaled = is_partial, None
+            if plan is not None:
+                self._plan = self._renumbered(plan)
         if scaled is None or plan is None or scaled[0] is not plan or scaled[1] is not settings:
             plan = self.plan()
             self._scaled_for = (plan, settings)
@@ -189,6 +217,17 @@ class Reducer:
             self.joined_codes = bytes(codes.view(torch.uint8).tolist())
             self._tell_stamps(layout)
         return plan
+
+    @torch.inference_mode(False)
+    def _renumbered(self, plan: Plan) -> Plan:
+        """Return a plan with the numbers that stamps have now; nothing else of it changes."""
+        layout = plan.layout
+        if self._number(layout):
+            self._erase_stamps(layout)
+        codes = [value for stamp in self.stamps for value in stamp.code]
+        present = [True] * len(plan.members)
+        complete = _packing.tail(present, codes, layout, plan.grad_dtype, self._device)
+        return replace(plan, codes=codes, complete=complete)
 
     def _tell_stamps(self, layout: ReduceLayout) -> None:
         """Say how reductions travel: a reduce-scatter in parts, an all-reduce in one."""
@@ -387,6 +426,7 @@ class Reduction:
             owner.partial = None
         reduced = self._reduced
         if not self._all_reduce:
+            self._check(reduced)
             owner.keep_partial(reduced.clone() if self._is_borrowed else reduced)
             self._reduced = None
             return Launched((reduced,), None)

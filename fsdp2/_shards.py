@@ -62,7 +62,6 @@ class ShardBuffer:
         self._gathered: Tensor | None = None
         self._sources: list[Tensor] = []
         self._seen, self._expected = torch.empty(0), b""
-        self.write_stamp()
         self.tail_nbytes = 0
         self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
         self._is_one_cast = (
@@ -105,7 +104,6 @@ class ShardBuffer:
             nbytes = layout.piece_nbytes(len(layout.items) - 1)
             start = layout.full_offsets[-1]
             self._seen = full[start : start + self.axis.size * nbytes]
-            self._expect_stamp()
 
     def gathers_straight(self, wire: Wire) -> bool:
         """True if a gather writes to the full buffer, which then must have its memory."""

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2._ema import EMA as EMA
@@ -38,6 +39,9 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
 )
 """What one element becomes depends on that element's parameter, gradient and state alone."""
+
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""States of these classes that are 0-dim whatever the parameter is."""
 
 CACHE_LINE_NBYTES = 64
 
@@ -134,6 +138,32 @@ class LocalOptimizer:
         self._table, self._plans, self._kernels = table, None, []
         if not isinstance(table, defaultdict):
             self._table = defaultdict(dict, table)
+        self._place_scalars()
+
+    def _place_scalars(self) -> None:
+        """Place states of 0-dim parameters as these are: torch's checkpoints bring them plain.
+
+        What has a counter's shape is no counter if it is a state of a known class that is none, or
+        has the shape of another parameter.
+        """
+        entries = [(p, e) for p, e in self._table.items() if isinstance(p, DTensor) and not p.dim()]
+        if not entries:
+            return
+        shaped = {
+            key
+            for entry in self._table.values()
+            for key, value in entry.items()
+            if isinstance(value, DTensor)
+        }
+        is_known = self._plain_class in ELEMENTWISE
+        for param, entry in entries:
+            for key, value in entry.items():
+                if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim():
+                    continue
+                if key in shaped or (is_known and key not in COUNTERS):
+                    entry[key] = DTensor.from_local(
+                        value, param.device_mesh, param.placements, run_check=False
+                    )
 
     def _publish(self) -> None:
         """Let the table hold the state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -194,6 +195,110 @@ def test_one_rank_of_replicas(steps: int, rank: int) -> None:
     with pytest.raises(fsdp2.StateError):
         run_twice(model, "acb" if rank == 1 else "abc")
     assert time.monotonic() - begin < QUICK_S
+
+
+# --- sent differently -----------------------------------------------------------------------------
+
+
+class Carrier(fsdp2.AllGather):
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output: Any, sent: Any, group: Any, async_op: bool = False) -> Any:
+        return dist.all_gather_into_tensor(output, sent, group, async_op)
+
+
+SETTINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "copy_free": (lambda m: m.set_copy_free_min_bytes(1), "2 by themselves.*set_copy_free"),
+    "wire_dtype": (
+        lambda m: m.set_gradient_wire_dtype(torch.bfloat16),
+        "reduce-scatter.*dtypes that are sent .*set_gradient_wire_dtype",
+    ),
+    "dtype": (lambda m: m.c.half(), r"c \(all-gather\).*sends float16"),
+    "carrier": (lambda m: m.b.set_custom_all_gather(Carrier()), r"b \(all-gather\).*function of"),
+    "memory": (lambda m: m.set_memory("low"), "different collectives"),
+}
+
+
+def assert_told(model: nn.Module, match: str, steps: int = 3) -> None:
+    """Expect the error on every rank, soon; nothing of the gathered parameters stays."""
+    begin = time.monotonic()
+    with pytest.raises(fsdp2.StateError, match=match):
+        train(model, steps)
+    assert time.monotonic() - begin < QUICK_S
+    for unit in model.modules():
+        state = fsdp2.fully_shard.state(unit)
+        for group in () if state is None else state.own_groups:
+            waiting = group.is_gathering or group.is_unsharded
+            assert waiting or group._full is None or not group._full.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", list(SETTINGS))
+@ranks(2, 3, limit_s=30)
+def test_one_rank_sends_differently(name: str, steps: int, rank: int) -> None:
+    """A setting of one rank alone: an error that says which, before sizes that differ meet."""
+    change, match = SETTINGS[name]
+    model = sharded(alike=False)
+    train(model, steps)
+    if rank == 1:
+        change(model)
+    assert_told(model, match)
+
+
+@ranks(2, 3, limit_s=30)
+def test_one_rank_reduces_differently(rank: int) -> None:
+    """What is set between forward and backward is seen in the reduction."""
+    model = sharded(alike=False, reshard_after_forward=False)
+    train(model, 2)
+    loss = model(torch.randn(2, 8)).square().sum()
+    if rank == 1:
+        model.c.set_gradient_wire_dtype(torch.bfloat16)
+    with pytest.raises(fsdp2.StateError, match=r"c \(reduce-scatter\).*: ranks send it differ"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@ranks(4, limit_s=30)
+def test_one_rank_leaves_out_its_replicas(steps: int, rank: int) -> None:
+    """Process groups that wait for each other in a circle would all wait: no rank gets there."""
+    model = sharded(mesh=make_mesh(2, 2))
+    train(model, steps)
+    if rank == 1:
+        model.set_requires_all_reduce(False)
+    assert_told(model, "set_requires_all_reduce")
+
+
+@ranks(2, limit_s=30)
+def test_one_rank_changes_what_is_sent_and_all_do_so_later(rank: int) -> None:
+    """Settings that all ranks change, at any time, are followed; one left behind is told."""
+    model = sharded(alike=False)
+    for nbytes in (None, 1, None, 1):
+        model.set_copy_free_min_bytes(nbytes)
+        train(model, 2)
+        model.set_gradient_wire_dtype(torch.bfloat16 if nbytes else None)
+        train(model, 2)
+    if rank == 1:
+        model.set_copy_free_min_bytes(None)
+    assert_told(model, "0 by themselves")
+
+
+@pytest.mark.parametrize("where", ["forward", "sync"])
+@ranks(2, limit_s=30)
+def test_a_wire_that_changes_while_something_waits(where: str) -> None:
+    """A gather in flight, and gradients that accumulate, carry the number of before."""
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    model = sharded(mp_policy=policy)
+    train(model, 2)
+    model.set_requires_gradient_sync(where != "sync")
+    model(torch.randn(2, 8)).square().sum().backward()
+    model.a.unshard(async_op=True)
+    model.set_gradient_wire_dtype(torch.bfloat16)
+    model.set_custom_all_gather(Carrier())
+    model.a.set_custom_all_gather(Carrier())
+    model.set_requires_gradient_sync(True)
+    model(torch.randn(2, 8)).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 # --- declared -------------------------------------------------------------------------------------

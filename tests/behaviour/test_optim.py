@@ -599,6 +599,21 @@ def test_distributed_checkpoints(rank: int, full: bool) -> None:
     fresh.check()
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "ASGD"])
+@ranks(2)
+def test_whole_states_of_scalars_are_placed_as_these_are(name: str) -> None:
+    """A whole state dict brings plain 0-dim tensors: states, and counters, which stay plain."""
+    options = StateDictOptions(full_state_dict=True)
+    twins = Twins("scalars", getattr(torch.optim, name), **OPTIMIZERS[name][-1])
+    twins.step(2)
+    kept = [{k: type(v) for k, v in entry.items()} for entry in twins.optimizer.state.values()]
+    saved = copy.deepcopy(get_optimizer_state_dict(twins.ours, twins.optimizer, options=options))
+    set_optimizer_state_dict(twins.ours, twins.optimizer, saved, options=options)
+    found = [{k: type(v) for k, v in entry.items()} for entry in twins.optimizer.state.values()]
+    assert found == kept
+    twins.step(2)
+
+
 @ranks(2)
 def test_checkpoint_files(tmp_path: Path) -> None:
     """A checkpoint on disk that one optimizer wrote is read in place by the other."""

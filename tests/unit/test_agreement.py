@@ -8,9 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2._agreement import CONTEXT, GAVE_UP, Agreement, Operation, Sent, code_of, number_of
+from fsdp2._agreement import (
+    CONTEXT,
+    GAVE_UP,
+    Agreement,
+    Operation,
+    Sent,
+    Traits,
+    code_of,
+    last_word,
+    number_of,
+)
+from fsdp2._agreement import DTYPES as SENT
 from fsdp2._errors import StateError
-from fsdp2._layout import STAMP_BITS, STAMP_NUMEL
+from fsdp2._layout import NUMBER_BITS, STAMP_BITS, STAMP_NUMEL, TRAIT_BITS
 from fsdp2._mesh import MeshAxis
 
 NUMBERS = [1, 2, 3, 255, 256, 1000, (1 << STAMP_BITS) - 1]
@@ -38,7 +49,7 @@ class Recorded(Agreement):
         self.stood_in_for.append(expected.number)
         self.compare(number, [self.others.get(r, number) for r in range(axis.size)], axis)
 
-    def give_up(self, why: str, axis: MeshAxis) -> None:
+    def give_up(self, why: str, axis: MeshAxis, word: int = GAVE_UP) -> None:
         self.broken, self.predicted = why, {}
 
 
@@ -199,6 +210,62 @@ def test_of_three_ranks_a_sum_tells_that_one_differs() -> None:
     agreement.compare_sum(2, total_of([2, 2, 2]), axis_of(3))
     with pytest.raises(StateError, match=r"rank 0: unit 1 .*; rank 1: something else"):
         agreement.compare_sum(2, total_of([2, 3, 2]), axis_of(3))
+
+
+def numbered(number: int, **changes: Any) -> int:
+    given: dict[str, Any] = {"members": (1, 2), "alone": 3, "dtypes": (torch.float32,) * 2}
+    return number | Traits(**(given | {"is_custom": False} | changes)).bits << NUMBER_BITS
+
+
+def test_every_trait_has_bits_of_its_own() -> None:
+    pairs = [(sent, summed) for sent in SENT for summed in SENT]
+    numbers = {numbered(1, dtypes=pair) for pair in pairs}
+    numbers |= {numbered(1, alone=alone) for alone in range(60)}
+    numbers |= {numbered(1, members=members) for members in range(8)}
+    numbers |= {numbered(1, is_custom=True), numbered(1, is_partial=True)}
+    assert len(numbers) == len(pairs) + 59 + 8 + 2
+    assert all(number % (1 << NUMBER_BITS) == 1 for number in numbers)
+    assert all(number < 1 << STAMP_BITS for number in numbers)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "members": ({"members": (1,)}, "set .* of parameters; .*trainable"),
+    "alone": ({"alone": 0}, "3 by themselves; .* 0 by themselves.*set_copy_free_min_bytes"),
+    "dtypes": (
+        {"dtypes": (torch.bfloat16, torch.float32)},
+        "sends float32; .*sends bfloat16, sums float32.*set_gradient_wire_dtype",
+    ),
+    "is_custom": ({"is_custom": True}, "by the library; .*by a function of the user's"),
+    "is_partial": ({"is_partial": True}, "then over the replicas; .*without the replicas"),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_ranks_that_send_the_same_differently_are_told_how(name: str, size: int) -> None:
+    """From all numbers, or from their sum, in which one that differs is told by what is missing."""
+    changes, match = CHANGES[name]
+    numbers = [numbered(1), *[numbered(1, **changes)] * (size - 1)]
+    expected = pytest.raises(StateError, match=f"unit 0 .*send it differently .*{match}")
+    agreement, other = Recorded(), Recorded()
+    knowing(agreement)
+    with expected:
+        agreement.compare(numbers[0], [*numbers], axis_of(size))
+    knowing(other)
+    with expected:
+        other.compare_sum(numbers[0], total_of(numbers), axis_of(size))
+
+
+def test_last_words_say_where_and_why() -> None:
+    """Whoever meets them in a later operation is told of the one in which ranks differ."""
+    agreement = Recorded()
+    knowing(agreement)
+    word = last_word(numbered(2), [1])
+    assert word < 1 << STAMP_BITS
+    match = "unit 2 .*rank 1: nothing, after an error in unit 1 .*set_copy_free_min_bytes"
+    with pytest.raises(StateError, match=match):
+        agreement.compare(numbered(3), [numbered(3), word], axis_of(2))
+    assert last_word(3, range(len(TRAIT_BITS))) < 1 << STAMP_BITS
 
 
 def test_a_collective_that_fails_is_the_last_one() -> None:

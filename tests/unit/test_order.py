@@ -634,17 +634,17 @@ def test_bytes_of_a_step() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-unshard <root> 488
-unshard a 568
-reshard a 576
-unshard b 560
-reshard b 560
-unshard b 560
-unshard a 568
-reshard b 560
-reduce b 576
-reshard a 576
-reduce a 584
-reshard <root> 496
-reduce <root> 504""",
+unshard <root> 744
+unshard a 824
+reshard a 832
+unshard b 816
+reshard b 816
+unshard b 816
+unshard a 824
+reshard b 816
+reduce b 832
+reshard a 832
+reduce a 840
+reshard <root> 752
+reduce <root> 760""",
     )
