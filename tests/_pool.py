@@ -66,7 +66,8 @@ class Task:
     kwargs: Mapping[str, Any]
     rank: int
     world_size: int
-    store_path: str
+    store_port: int  # where the pool keeps a store
+    prefix: str  # of this body's keys in it
     seed: int
     limit_s: float
     with_process_group: bool
@@ -139,7 +140,7 @@ def _run_body(task: Task) -> Reply:
         if task.with_process_group:
             dist.init_process_group(
                 "gloo",
-                store=dist.FileStore(task.store_path, task.world_size),
+                store=_connect(task),
                 rank=task.rank,
                 world_size=task.world_size,
                 timeout=timedelta(seconds=task.limit_s),
@@ -159,6 +160,19 @@ def _run_body(task: Task) -> Reply:
         reply = Reply("failed", text, reusable=False)
         del error
     return _clean_up(task, reply)
+
+
+def _connect(task: Task) -> Any:
+    """Return the pool's store. It tells at once what others set; one in a file is polled."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(
+        "127.0.0.1",
+        task.store_port,
+        timeout=timedelta(seconds=task.limit_s),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(task.prefix, store)
 
 
 def _find_body(task: Task) -> Callable[..., None]:
@@ -234,7 +248,7 @@ def _wait_for_others(task: Task) -> None:
     """Keep the connections until no rank needs them; one that failed closes its own at once."""
     import torch.distributed as dist
 
-    store = dist.FileStore(task.store_path, task.world_size)
+    store = _connect(task)
     store.set(f"passed-{task.rank}", "")
     with contextlib.suppress(dist.DistStoreError):
         store.wait([f"passed-{r}" for r in range(task.world_size)], timedelta(seconds=GRACE_S))
@@ -315,6 +329,7 @@ class RankPool:
         self._rewrite_asserts = rewrite_asserts
         self._started = 0
         self._ran = 0
+        self._store: Any = None
 
     def run(
         self,
@@ -362,7 +377,8 @@ class RankPool:
     ) -> Any:
         """Send the body to the ranks; return replies, outputs and the ranks that hung."""
         self._ran += 1
-        store_path = str(self._folder / f"store-{self._ran}")
+        if self._store is None:
+            self._store = _make_store()
         ranks = [self._rank(index) for index in range(world_size)]
         port = 0 if with_process_group else _find_free_port()
         for index, rank in enumerate(ranks):
@@ -374,7 +390,8 @@ class RankPool:
                     kwargs,
                     index,
                     world_size,
-                    store_path,
+                    self._store.port,
+                    f"body-{self._ran}",
                     seed,
                     limit_s,
                     with_process_group,
@@ -386,8 +403,6 @@ class RankPool:
         for index, reply in enumerate(replies):
             if reply is None or not reply.reusable:
                 self._replace(index)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(store_path)
         return replies, outputs, hung
 
     def close(self) -> None:
@@ -453,6 +468,12 @@ def _report(replies: list[Reply | None], outputs: list[str], hung: set[int], lim
         if output and (reply is None or reply.outcome == "failed"):
             parts.append(f"{f' output of rank {index} ':-^100}\n{output}")
     return "\n".join(parts)
+
+
+def _make_store() -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _find_free_port() -> int:
