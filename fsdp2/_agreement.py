@@ -45,7 +45,14 @@ from torch import Tensor
 from fsdp2 import _torch
 from fsdp2._comm import Wire
 from fsdp2._errors import StateError
-from fsdp2._layout import NUMBER_BITS, STAMP_BITS, TRAIT_BITS
+from fsdp2._layout import (
+    DIGIT_BITS,
+    GATHER_STAMP_NUMEL,
+    NUMBER_BITS,
+    STAMP_BITS,
+    STAMP_NUMEL,
+    TRAIT_BITS,
+)
 from fsdp2._mesh import MeshAxis
 
 CONTEXT = 4
@@ -163,6 +170,25 @@ def number_of(code: list[Any]) -> int | None:
     return sum(bit << position for position, bit in enumerate(bits[:STAMP_BITS]))
 
 
+def digits_of(number: int) -> list[float]:
+    """Return 1, and then a number's digits: shorter than a code, for what is not summed."""
+    positions = range(0, STAMP_BITS, DIGIT_BITS)
+    return [1.0, *(float(number >> position & (1 << DIGIT_BITS) - 1) for position in positions)]
+
+
+def number_of_digits(digits: list[Any]) -> int | None:
+    """Return the number that digits stand for, or None if they are none."""
+    mark, *values = map(abs, digits)
+    if mark != 1 or any(value not in range(1 << DIGIT_BITS) for value in values):
+        return None
+    return sum(int(value) << DIGIT_BITS * index for index, value in enumerate(values))
+
+
+def stamp_of(kind: str, number: int) -> list[float]:
+    """Return what a collective of a kind carries for a number."""
+    return digits_of(number) if kind == "gather" else code_of(number)
+
+
 @dataclass(frozen=True)
 class Operation:
     """The collectives of one move of one group, as every rank of the process group knows them.
@@ -263,12 +289,12 @@ class Agreement:
     def _stand_in(self, expected: Operation, number: int, axis: MeshAxis) -> None:
         """Issue what the others may be issuing, with a stamp that says what this rank wants."""
         output = self._wait(number, self._send_stamp(expected, number, axis), axis)
-        end = expected.stamp + 2 * STAMP_BITS
+        start = expected.stamp
         if expected.kind == "gather":
-            stamps = output.view(axis.size, -1)[:, expected.stamp : end].tolist()
-            self.compare(number, [number_of(row) for row in stamps], axis)
+            stamps = output.view(axis.size, -1)[:, start : start + GATHER_STAMP_NUMEL].tolist()
+            self.compare(number, [number_of_digits(row) for row in stamps], axis)
         else:
-            self.compare_sum(number, output[expected.stamp : end].tolist(), axis)
+            self.compare_sum(number, output[start : start + STAMP_NUMEL].tolist(), axis)
 
     def _wait(self, number: int, sent: Sent, axis: MeshAxis) -> Tensor:
         try:
@@ -290,7 +316,7 @@ class Agreement:
     def _send_stamp(expected: Operation, number: int, axis: MeshAxis) -> Sent:
         wire, dtype, seen_as = expected.sender, expected.dtype, expected.seen_as
         first, *others = expected.numels
-        code = torch.tensor(code_of(number))
+        code = torch.tensor(stamp_of(expected.kind, number))
         at = slice(expected.stamp, expected.stamp + len(code))
         host = torch.device("cpu")
         with _torch.hidden_from_modes():
@@ -461,7 +487,7 @@ class Stamp:
         self.kind = kind
         self._agreement = agreement_of(axis)
         self.number = NO_NUMBER
-        self.code = [0.0] * (2 * STAMP_BITS)
+        self.code = [0.0] * len(stamp_of(kind, NO_NUMBER))
         self._group = group
         self._agreement.stamps.add(self)
 
@@ -473,14 +499,14 @@ class Stamp:
     def enroll(self, fqn: str) -> None:
         """Take a number, and a name for errors. Ranks enroll the same operations in one order."""
         self.number = self._agreement.number(f"{fqn or '<root>'} ({NAMES[self.kind]})")
-        self.code = code_of(self.number)
+        self.code = stamp_of(self.kind, self.number)
 
     def tell_apart(self, traits: Traits) -> bool:
         """Number the operation by its traits, too; return whether the number is another one."""
         before = self.number
         if before != NO_NUMBER:
             self.number = before % (1 << NUMBER_BITS) | traits.bits << NUMBER_BITS
-            self.code = code_of(self.number)
+            self.code = stamp_of(self.kind, self.number)
         return self.number != before
 
     def know(
@@ -528,7 +554,8 @@ class Stamp:
 
     def check(self, seen: Tensor) -> None:
         """Look at the stamps ``[W, n]`` that came with a gather and are not all this one's."""
-        self._agreement.compare(self.number, [number_of(row) for row in seen.tolist()], self.axis)
+        numbers = [number_of_digits(row) for row in seen.tolist()]
+        self._agreement.compare(self.number, numbers, self.axis)
 
     def check_sum(self, seen: Tensor) -> None:
         """Look at the sum of the stamps ``[n]`` of a reduction, which is not this one's."""

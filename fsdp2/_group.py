@@ -40,7 +40,7 @@ from fsdp2._comm import Wire
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._events import Clock
 from fsdp2._extension import ExtensionTail, has_extension, is_extended, smaller_mesh_refused
-from fsdp2._layout import STAMP_NUMEL, GatherItem, GatherLayout, ShardLayout
+from fsdp2._layout import GATHER_STAMP_NUMEL, GatherItem, GatherLayout, ShardLayout
 from fsdp2._mesh import DataMesh, MeshAxis
 from fsdp2._param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED, FSDPParam, StateMachine
 from fsdp2._placement import shrink
@@ -358,7 +358,7 @@ class ParamGroup:
         layout = GatherLayout.plan(items, size, others, straight)
         stamp_item = layout.stamp_item
         if stamp_item is None and not items:  # all parameters are extended
-            bytes_only = ShardLayout((size * STAMP_NUMEL,), (1,), 0, size)
+            bytes_only = ShardLayout((size * GATHER_STAMP_NUMEL,), (1,), 0, size)
             stamp_item = GatherItem(bytes_only, torch.uint8, torch.uint8, is_stamp=True)
         if stamp is not None and stamp_item is not None:
             layout = GatherLayout.plan([*items, stamp_item], size, others, straight)

@@ -32,7 +32,12 @@ TRAIT_BITS = (12, 6, 8, 1, 1)
 """Of what ranks must agree on beside the operation: see ``Traits`` in ``_agreement``."""
 STAMP_BITS = NUMBER_BITS + sum(TRAIT_BITS)
 STAMP_NUMEL = 2 * STAMP_BITS
-"""Elements that say which operation a buffer belongs to: bits and their complements."""
+"""Elements that say which operation a reduction belongs to: bits and their complements."""
+
+DIGIT_BITS = 3
+"""Bits of a stamp in an element that is gathered, not summed: any dtype holds these exactly."""
+GATHER_STAMP_NUMEL = 1 + -(-STAMP_BITS // DIGIT_BITS)
+"""Elements that say which operation a gather belongs to: a mark, and digits."""
 
 
 def align(nbytes: int, to: int = ALIGN_NBYTES) -> int:
@@ -291,11 +296,11 @@ class GatherLayout:
 
     @cached_property
     def stamp_item(self) -> GatherItem | None:
-        """A piece of ``STAMP_NUMEL`` elements beside the widest sharded ones; None without any."""
+        """A piece for the stamp beside the widest sharded ones; None without any."""
         if self.gather_nbytes == 0 or self.size == 1:
             return None
         first = self.items[self.order[0]]
-        shard = ShardLayout((self.size * STAMP_NUMEL,), (1,), 0, self.size)
+        shard = ShardLayout((self.size * GATHER_STAMP_NUMEL,), (1,), 0, self.size)
         return GatherItem(shard, first.storage_dtype, first.compute_dtype, is_stamp=True)
 
     def has_full_of(self, other: GatherLayout) -> bool:

@@ -16,12 +16,14 @@ from fsdp2._agreement import (
     Sent,
     Traits,
     code_of,
+    digits_of,
     last_word,
     number_of,
+    number_of_digits,
 )
 from fsdp2._agreement import DTYPES as SENT
 from fsdp2._errors import StateError
-from fsdp2._layout import NUMBER_BITS, STAMP_BITS, STAMP_NUMEL, TRAIT_BITS
+from fsdp2._layout import GATHER_STAMP_NUMEL, NUMBER_BITS, STAMP_BITS, STAMP_NUMEL, TRAIT_BITS
 from fsdp2._mesh import MeshAxis
 
 NUMBERS = [1, 2, 3, 255, 256, 1000, (1 << STAMP_BITS) - 1]
@@ -72,6 +74,24 @@ def test_a_code_stands_for_its_number(number: int) -> None:
     assert len(code) == STAMP_NUMEL
     assert sum(code) == STAMP_BITS
     assert number_of(code) == number
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES, torch.uint8, torch.complex64, torch.float8_e5m2, torch.float8_e4m3fn]
+)
+def test_digits_stand_for_their_number(number: int, dtype: torch.dtype) -> None:
+    """In every dtype that is gathered."""
+    digits = torch.tensor(digits_of(number)).to(dtype)
+    assert len(digits) == GATHER_STAMP_NUMEL
+    assert number_of_digits(digits.tolist()) == number
+
+
+@pytest.mark.parametrize("wrong", [0.0, 2.0, float("nan"), float("inf")])
+def test_what_is_not_of_digits_is_no_number(wrong: float) -> None:
+    """Memory that nothing was received into is told apart."""
+    assert number_of_digits([wrong] * GATHER_STAMP_NUMEL) is None
+    assert number_of_digits([1.0, wrong + 0.5] + [0.0] * (GATHER_STAMP_NUMEL - 2)) is None
 
 
 @pytest.mark.parametrize("wrong", [[0.0] * STAMP_NUMEL, [1.0] * STAMP_NUMEL])

@@ -634,17 +634,17 @@ def test_bytes_of_a_step() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-unshard <root> 744
-unshard a 824
-reshard a 832
-unshard b 816
-reshard b 816
-unshard b 816
-unshard a 824
-reshard b 816
+unshard <root> 168
+unshard a 248
+reshard a 256
+unshard b 240
+reshard b 240
+unshard b 240
+unshard a 248
+reshard b 240
 reduce b 832
-reshard a 832
+reshard a 256
 reduce a 840
-reshard <root> 752
+reshard <root> 176
 reduce <root> 760""",
     )
