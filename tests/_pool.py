@@ -104,8 +104,7 @@ def _serve(conn: mp.connection.Connection, log_path: str, rewrite_asserts: bool)
     import torch
 
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # what torch's import left behind is no concern of the collections after each body
+    _freeze_modules()
     while True:
         try:
             task: Task = conn.recv()
@@ -113,6 +112,18 @@ def _serve(conn: mp.connection.Connection, log_path: str, rewrite_asserts: bool)
             return
         reply = _run_body(task)
         conn.send(reply)
+
+
+_frozen_modules = 0
+
+
+def _freeze_modules() -> None:
+    """Spare the collections after each body what imports left behind."""
+    global _frozen_modules
+    if len(sys.modules) != _frozen_modules:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
 
 
 def _show_values_in_asserts() -> None:
@@ -220,6 +231,7 @@ def _clean_up(task: Task, reply: Reply) -> Reply:
         if dynamo is not None:
             dynamo.reset()
         gc.collect()
+        _freeze_modules()
     except Exception:
         return Reply("failed", reply.text + traceback.format_exc(), reusable=False)
     if _count_gloo_threads() > MAX_GLOO_THREADS:

@@ -93,7 +93,7 @@ def test_trains_with_every_parameter_by_itself(name: str) -> None:
         straight(Pair(name)).train(steps=2)
 
 
-@pytest.mark.parametrize("resharding", [True, False, 2])
+@pytest.mark.parametrize("resharding", [True, pytest.param(False, marks=pytest.mark.slow), 2])
 @ranks(4)
 def test_trains_on_more_ranks(resharding: bool | int) -> None:
     with large_from(1):

@@ -269,7 +269,7 @@ def differs(a: dict[str, Any], b: dict[str, Any]) -> bool:
 # --- written by one job, read by another ----------------------------------------------------------
 
 
-def slow(*values: str) -> Any:
+def slow(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -340,8 +340,8 @@ def write_and_read(
     ("layout", "optimizer"),
     [
         ("3", "adamw"),
-        ("columns", "momentum"),
-        ("tensor", "adamw"),
+        slow("columns", "momentum"),
+        slow("tensor", "adamw"),
         slow("2x2", "momentum"),
         slow("2", "adamw"),
         slow("columns", "adamw"),
@@ -363,9 +363,9 @@ def test_training_resumes_bit_for_bit(
     [
         ("2", "4", "adamw"),
         ("4", "3", "momentum"),
-        ("3", "2x2", "adamw"),
+        slow("3", "2x2", "adamw"),
         ("2", "tensor", "adamw"),
-        ("columns", "4", "adamw"),
+        slow("columns", "4", "adamw"),
         ("plain", "3", "adamw"),
         ("4", "plain", "momentum"),
         slow("2x2", "3", "momentum"),
@@ -495,7 +495,7 @@ def test_cpu_offload_gives_the_full_state_to_rank_0(rank: int) -> None:
         assert torch.equal(sharded[name].to_local(), parameter.to_local())
 
 
-@pytest.mark.parametrize(("layout", "trained_before"), [("3", True), ("columns", False)])
+@pytest.mark.parametrize(("layout", "trained_before"), [("3", True), slow("columns", False)])
 @ranks(3)
 def test_rank_0_broadcasts_the_state(layout: str, trained_before: bool) -> None:
     """With `broadcast_from_rank0` one rank has the full state and every rank gets its shards."""
@@ -636,7 +636,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize("optimizer", ["adamw", slow("momentum")])
 @ranks(3)
 def test_optimizer_state_before_the_first_step(optimizer: str) -> None:
     """A fresh optimizer takes a state, and reading its own first changes no parameter."""
@@ -656,7 +656,7 @@ def test_optimizer_state_before_the_first_step(optimizer: str) -> None:
     assert [x.item() for x in run.train(2, 2)] == [x.item() for x in twin.train(2, 2)]
 
 
-@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("trained_before", [False, slow(True)])
 @ranks(3)
 def test_a_loaded_state_may_be_assigned(trained_before: bool, tmp_path: Path) -> None:
     """`load_state_dict(assign=True)` takes what `dcp.load` filled; a new optimizer trains it."""
@@ -680,7 +680,7 @@ def on_meta(scalar: bool = True) -> nn.Module:
         return OddModel(scalar=scalar)
 
 
-@pytest.mark.parametrize(("layout", "emptied"), [("3", True), ("columns", False)])
+@pytest.mark.parametrize(("layout", "emptied"), [("3", True), slow("columns", False)])
 @ranks(3)
 def test_from_the_meta_device_by_broadcast(layout: str, emptied: bool) -> None:
     """A model on meta gets memory from `to_empty`, or from the load itself, and rank 0's values."""

@@ -117,6 +117,7 @@ SETUPS = {
         DataParallelMeshDims(shard=("a", "b"), replicate="out"),
     ),
 }
+COMMON = ("shard", "both", "both_turned", "two_shard", "two_replicate", "three")
 
 
 class OnMesh(nn.Module):
@@ -226,7 +227,10 @@ def train_setup(setup: Setup, rtol: float = RTOL, **kwargs: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in SETUPS],
+)
 @ranks(4)
 def test_training_is_that_of_the_plain_model(name: str) -> None:
     """Whatever the dims are, gradients and weights are those of the whole batch on one process."""

@@ -86,8 +86,7 @@ def test_a_hidden_size_that_no_axis_divides(
     "axes",
     [
         SHARDED,
-        HYBRID[0],
-        *(pytest.param(axes, marks=pytest.mark.slow) for axes in HYBRID[1:]),
+        *(pytest.param(axes, marks=pytest.mark.slow) for axes in HYBRID),
     ],
     ids=in_short,
 )
@@ -392,7 +391,9 @@ def test_frozen_parameters() -> None:
         assert torch.equal(whole(param), expected[name]), name
 
 
-@pytest.mark.parametrize("axes", [SHARDED, HYBRID[0]], ids=in_short)
+@pytest.mark.parametrize(
+    "axes", [SHARDED, pytest.param(HYBRID[0], marks=pytest.mark.slow)], ids=in_short
+)
 @ranks(4)
 def test_clipping_the_norm_of_gradients(axes: Axes) -> None:
     """torch's own clip_grad_norm_ sees every parameter on one mesh, and the norm of the whole."""
