@@ -203,78 +203,70 @@ def load(
 ) -> Any:
     """Load a checkpoint: its metadata says what to make room for."""
     with original_buffers(require_idle(model, "load")):
-        return _load(path, model, optimizer, strict, model_key, optim_key)
-
-
-def _load(
-    path: PathLike,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    strict: bool,
-    model_key: str | None,
-    optim_key: str,
-) -> Any:
-    tensors, extra_names = model_tensors(model)
-    grids = Grids([*tensors.values()])
-    entries: list[_Entry] = []
-    in_model: dict[str, list[_Entry]] = {}
-    place = Path(path)
-    with grids.main.together("load"):
-        place = find(path)
-        entries = _entries(FileSystemReader(place).read_metadata())
-        for entry in entries:
-            if model_key is None or entry.is_under(model_key):
-                in_model.setdefault(str(entry.path[model_key is not None]), []).append(entry)
-        told = Told(
-            {n: tuple(found[0].meta.size) for n, found in in_model.items() if _is_one(found)},
-            {n: None for n, found in in_model.items() if not _is_one(found)},
-        )
-        compare("load", told, tensors, extra_names, strict)
-        groups = _has_groups(entries, optim_key)
-        if optimizer is not None and not groups:
-            raise ConfigError(
-                f"load: an optimizer was passed, and the checkpoint has none under {optim_key!r}. "
-                f"Found {sorted({str(e.path[0]) for e in entries})}. Pass optim_key=."
-            )
-        if optimizer is not None:
-            names_in_groups(model, optimizer)
-    if any(tensor.is_meta for tensor in tensors.values()):
-        allocate(model)
         tensors, extra_names = model_tensors(model)
-    flat: dict[str, Any] = {}
-    for name, found in in_model.items():
-        if name in tensors:
-            flat[found[0].key] = tensors[name].detach()
-        elif name in extra_names:
-            flat |= {entry.key: _empty(entry) for entry in found}
-    params: dict[Any, nn.Parameter] = dict(model.named_parameters())
-    if optimizer is not None:  # saved under ids, of which DCP makes strings
-        ordered = [p for group in optimizer.param_groups for p in group["params"]]
-        params |= dict(enumerate(ordered))
-        entries = [_with_ids(e, params) if e.is_under(optim_key) else e for e in entries]
-    optim_entries = [e for e in entries if e.is_under(optim_key)] if optimizer is not None else []
-    for entry in optim_entries:
-        flat[entry.key] = _room_for(entry, params, optimizer)
-    flat |= {e.key: _empty(e) for e in entries if e.path[0] in ("extra", EXTRA, EXTRA_TENSORS)}
-    _in_step(grids, lambda: load_state_dict(flat, storage_reader=FileSystemReader(place)))
-    tree = _tree(entries, flat)
-    states = tree if model_key is None else tree.get(model_key, {})
-    modules = dict(model.named_modules())
-    for name in in_model:
-        if name in extra_names and name.rpartition(".")[2] == EXTRA_STATE:
-            modules[name.rpartition(".")[0]].set_extra_state(_lists(states[name]))
-    if optimizer is not None:
-        loaded = {"state": {}, **tree[optim_key]}
-        loaded["param_groups"] = _lists(loaded["param_groups"])
-        if keys_of(loaded) == "id":
-            loaded = rekey(loaded, "name", model=model, optimizer=optimizer)
-        known = {
-            name: {key: _lists(value) for key, value in fields.items()}
-            for name, fields in loaded["state"].items()
-            if name in params
-        }
-        load_named(model, optimizer, {**loaded, "state": known})
-    return unpacked(tree) if EXTRA in tree else _lists(tree.get("extra"))
+        grids = Grids([*tensors.values()])
+        entries: list[_Entry] = []
+        in_model: dict[str, list[_Entry]] = {}
+        place = Path(path)
+        with grids.main.together("load"):
+            place = find(path)
+            entries = _entries(FileSystemReader(place).read_metadata())
+            for entry in entries:
+                if model_key is None or entry.is_under(model_key):
+                    in_model.setdefault(str(entry.path[model_key is not None]), []).append(entry)
+            told = Told(
+                {n: tuple(found[0].meta.size) for n, found in in_model.items() if _is_one(found)},
+                {n: None for n, found in in_model.items() if not _is_one(found)},
+            )
+            compare("load", told, tensors, extra_names, strict)
+            groups = _has_groups(entries, optim_key)
+            if optimizer is not None and not groups:
+                raise ConfigError(
+                    "load: an optimizer was passed, and the checkpoint has none under "
+                    f"{optim_key!r}. Found {sorted({str(e.path[0]) for e in entries})}. "
+                    "Pass optim_key=."
+                )
+            if optimizer is not None:
+                names_in_groups(model, optimizer)
+        if any(tensor.is_meta for tensor in tensors.values()):
+            allocate(model)
+            tensors, extra_names = model_tensors(model)
+        flat: dict[str, Any] = {}
+        for name, found in in_model.items():
+            if name in tensors:
+                flat[found[0].key] = tensors[name].detach()
+            elif name in extra_names:
+                flat |= {entry.key: _empty(entry) for entry in found}
+        params: dict[Any, nn.Parameter] = dict(model.named_parameters())
+        if optimizer is not None:  # saved under ids, of which DCP makes strings
+            ordered = [p for group in optimizer.param_groups for p in group["params"]]
+            params |= dict(enumerate(ordered))
+            entries = [_with_ids(e, params) if e.is_under(optim_key) else e for e in entries]
+        optim_entries = (
+            [e for e in entries if e.is_under(optim_key)] if optimizer is not None else []
+        )
+        for entry in optim_entries:
+            flat[entry.key] = _room_for(entry, params, optimizer)
+        flat |= {e.key: _empty(e) for e in entries if e.path[0] in ("extra", EXTRA, EXTRA_TENSORS)}
+        _in_step(grids, lambda: load_state_dict(flat, storage_reader=FileSystemReader(place)))
+        tree = _tree(entries, flat)
+        states = tree if model_key is None else tree.get(model_key, {})
+        modules = dict(model.named_modules())
+        for name in in_model:
+            if name in extra_names and name.rpartition(".")[2] == EXTRA_STATE:
+                modules[name.rpartition(".")[0]].set_extra_state(_lists(states[name]))
+        if optimizer is not None:
+            loaded = {"state": {}, **tree[optim_key]}
+            loaded["param_groups"] = _lists(loaded["param_groups"])
+            if keys_of(loaded) == "id":
+                loaded = rekey(loaded, "name", model=model, optimizer=optimizer)
+            known = {
+                name: {key: _lists(value) for key, value in fields.items()}
+                for name, fields in loaded["state"].items()
+                if name in params
+            }
+            load_named(model, optimizer, {**loaded, "state": known})
+        return unpacked(tree) if EXTRA in tree else _lists(tree.get("extra"))
 
 
 def _is_one(found: list[_Entry]) -> bool:

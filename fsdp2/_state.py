@@ -260,62 +260,46 @@ def load_full(
 ) -> IncompatibleKeys:
     """Load whole tensors that the first rank has, or every rank. See the note above."""
     with original_buffers(require_idle(model, what)):
-        return _load_full(
-            what, model, optimizer, describe, source, optim_source, from_rank0, strict, max_bytes
-        )
-
-
-def _load_full(
-    what: str,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    describe: Callable[[], Told],
-    source: Callable[[str], Tensor],
-    optim_source: Callable[[str], Tensor],
-    from_rank0: bool,
-    strict: bool,
-    max_bytes: int,
-) -> IncompatibleKeys:
-    tensors, extra = model_tensors(model)
-    grids = Grids([*tensors.values()])
-    has_state = grids.main.is_first or not from_rank0
-    told: Told | None = None
-    with grids.main.together(what):
-        told = describe() if has_state else None
-    if from_rank0:
-        told = grids.main.broadcast(told)
-    assert told is not None
-    error: Exception | None = None
-    keys = IncompatibleKeys([], [])
-    try:
-        keys = compare(what, told, tensors, extra, strict)
-        if optimizer is not None:
-            _check_optimizer(model, optimizer, told)
-    except ConfigError as caught:
-        error = caught
-    grids.main.raise_together(error, what)
-    if any(tensor.is_meta for tensor in tensors.values()):
-        allocate(model)
         tensors, extra = model_tensors(model)
-    chosen: dict[int, tuple[str, Tensor]] = {}
-    for name in told.model:
-        if name in tensors:
-            chosen.setdefault(id(tensors[name]), (name, tensors[name]))
-    names = {name: name for name, _ in chosen.values()}
-    helds = [grids.hold(name, tensor) for name, tensor in chosen.values()]
-    if from_rank0:
-        grids.require_common(helds, what)
-    _fill(what, grids, helds, max_bytes, lambda held: source(names[held.name]), from_rank0)
-    modules = dict(model.named_modules())
-    for name, value in told.extra.items():
-        if name in extra and name.rpartition(".")[2] == EXTRA_STATE:
-            modules[name.rpartition(".")[0]].set_extra_state(value)
-    if optimizer is not None and told.optimizer is not None:
-        state = _load_optimizer(
-            what, model, optimizer, told.optimizer, grids, optim_source, from_rank0, max_bytes
-        )
-        load_named(model, optimizer, state)
-    return keys
+        grids = Grids([*tensors.values()])
+        has_state = grids.main.is_first or not from_rank0
+        told: Told | None = None
+        with grids.main.together(what):
+            told = describe() if has_state else None
+        if from_rank0:
+            told = grids.main.broadcast(told)
+        assert told is not None
+        error: Exception | None = None
+        keys = IncompatibleKeys([], [])
+        try:
+            keys = compare(what, told, tensors, extra, strict)
+            if optimizer is not None:
+                _check_optimizer(model, optimizer, told)
+        except ConfigError as caught:
+            error = caught
+        grids.main.raise_together(error, what)
+        if any(tensor.is_meta for tensor in tensors.values()):
+            allocate(model)
+            tensors, extra = model_tensors(model)
+        chosen: dict[int, tuple[str, Tensor]] = {}
+        for name in told.model:
+            if name in tensors:
+                chosen.setdefault(id(tensors[name]), (name, tensors[name]))
+        names = {name: name for name, _ in chosen.values()}
+        helds = [grids.hold(name, tensor) for name, tensor in chosen.values()]
+        if from_rank0:
+            grids.require_common(helds, what)
+        _fill(what, grids, helds, max_bytes, lambda held: source(names[held.name]), from_rank0)
+        modules = dict(model.named_modules())
+        for name, value in told.extra.items():
+            if name in extra and name.rpartition(".")[2] == EXTRA_STATE:
+                modules[name.rpartition(".")[0]].set_extra_state(value)
+        if optimizer is not None and told.optimizer is not None:
+            state = _load_optimizer(
+                what, model, optimizer, told.optimizer, grids, optim_source, from_rank0, max_bytes
+            )
+            load_named(model, optimizer, state)
+        return keys
 
 
 def _fill(
