@@ -1,294 +1,75 @@
-"""One pool of rank processes for the whole pytest run.
+"""Test bodies on rank processes: `ranks(...)`, and the pools that run them ahead of their tests.
 
-Importing torch costs seconds a process, so ranks are started once, when the first test asks for
-them, and every test body is sent to them by import path. The pieces, from the outside in:
+Importing torch costs seconds a process, so ranks are forked from one process that has imported
+what they need (`tests._preload`), are kept from body to body, and a rank that hung, died or failed
+is simply replaced. From the outside in:
 
 - ``ranks(...)``: the decorator that turns a plain function into a test that runs on each rank;
-- ``RankPool``: starts, feeds, times and replaces the processes;
-- ``_serve``: the loop in each process; ``_run_body``: one body, with a process group of its own.
+- ``Pools``: a few ``RankPool`` at work side by side, because ranks wait for each other most of the
+  time. It takes the bodies of all tests before the first one runs, so that pytest, which
+  goes through its tests one by one, finds their outcomes ready;
+- ``RankPool``: starts, feeds, times and replaces up to ``MAX_RANKS`` processes;
+- ``tests._rank``: what runs in each of them.
 
-A rank process is forked from a server that has imported torch already, so a rank that hung, died
-or failed is simply replaced. A rank that hangs is ended with SIGABRT, at which it writes the
-traceback of every thread to its own log.
+A rank that hangs is ended with SIGABRT, at which it writes the traceback of every thread to its
+log.
 """
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import functools
-import gc
-import importlib
 import inspect
+import itertools
 import multiprocessing as mp
 import multiprocessing.connection
 import os
-import random
-import resource
 import shutil
 import signal
 import socket
-import sys
 import tempfile
+import threading
 import time
-import traceback
-import warnings
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests._rank import GRACE_S, Reply, Request, Task, serve
+
 MAX_RANKS = 4
-GRACE_S = 5.0  # what the other ranks get to finish once one rank has failed
-MAX_GLOO_THREADS = (
-    32  # torch's own caches keep some process groups alive; a rank with this many is retired
-)
-PRELOADED = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.debug",
-    "torch.testing",
-    "pytest",
-]
-THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    # A connection to a store asks for the name of a loopback address. Where the resolver drops some
+    # of the questions, each of these takes five seconds without this.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
+PORTS = range(21_000, 32_000)  # below those that a kernel gives to whoever connects
 
 
 @dataclass(frozen=True)
-class Task:
-    """What one rank is asked to run."""
+class Outcome:
+    """How a body ended: ``passed``, ``skipped`` or ``failed``, and what its ranks said."""
 
-    module: str
-    qualname: str
-    kwargs: Mapping[str, Any]
-    rank: int
-    world_size: int
-    store_port: int  # where the pool keeps a store
-    prefix: str  # of this body's keys in it
-    seed: int
-    limit_s: float
-    with_process_group: bool
-    port: int  # where ranks meet that make their own process group, as a launcher would tell them
-
-
-@dataclass(frozen=True)
-class Reply:
-    """How a body ended (``passed``, ``skipped``, ``failed``), and if the rank may run more."""
-
-    outcome: str
-    text: str = ""
-    reusable: bool = True
-
-
-# --------------------------------------------------------------------------------------------------
-# In the rank process
-# --------------------------------------------------------------------------------------------------
-
-
-def _serve(conn: mp.connection.Connection, log_path: str, rewrite_asserts: bool) -> None:
-    """Run the bodies that come through ``conn`` until it closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool ends ranks; Ctrl-C is for pytest
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    faulthandler.enable(file=2, all_threads=True)
-    if rewrite_asserts:
-        _show_values_in_asserts()
-
-    import torch
-
-    torch.set_num_threads(1)
-    _freeze_modules()
-    while True:
-        try:
-            task: Task = conn.recv()
-        except EOFError:
-            return
-        reply = _run_body(task)
-        conn.send(reply)
-
-
-_frozen_modules = 0
-
-
-def _freeze_modules() -> None:
-    """Spare the collections after each body what imports left behind."""
-    global _frozen_modules
-    if len(sys.modules) != _frozen_modules:
-        gc.collect()
-        gc.freeze()
-        _frozen_modules = len(sys.modules)
-
-
-def _show_values_in_asserts() -> None:
-    """Install pytest's rewriting of ``assert``, so that a failure shows the values compared."""
-    with contextlib.suppress(
-        Exception
-    ):  # a nicety, on private pytest names: without it a bare assert still fails
-        from _pytest.assertion import install_importhook
-        from _pytest.config import get_config
-
-        install_importhook(get_config([])).mark_rewrite("tests")
-
-
-def _run_body(task: Task) -> Reply:
-    import torch
-    import torch.distributed as dist
-
-    os.environ.update(
-        RANK=str(task.rank), WORLD_SIZE=str(task.world_size), LOCAL_RANK=str(task.rank)
-    )
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task.port))
-    world: Any = None
-    reply = Reply("passed")
-    try:
-        if task.with_process_group:
-            dist.init_process_group(
-                "gloo",
-                store=_connect(task),
-                rank=task.rank,
-                world_size=task.world_size,
-                timeout=timedelta(seconds=task.limit_s),
-            )
-            world = dist.group.WORLD
-        body = _find_body(task)
-        random.seed(task.seed)
-        torch.manual_seed(task.seed)
-        given = {"rank": task.rank, "world_size": task.world_size}
-        wanted = inspect.signature(body).parameters
-        body(**task.kwargs, **{name: value for name, value in given.items() if name in wanted})
-        _check_left_as_found(world)
-    except (pytest.skip.Exception, pytest.xfail.Exception) as reason:
-        reply = Reply("skipped", str(reason))
-    except BaseException as error:
-        text = "".join(traceback.format_exception(type(error), error, _skip_own_frames(error)))
-        reply = Reply("failed", text, reusable=False)
-        del error
-    return _clean_up(task, reply)
-
-
-def _connect(task: Task) -> Any:
-    """Return the pool's store. It tells at once what others set; one in a file is polled."""
-    import torch.distributed as dist
-
-    store = dist.TCPStore(
-        "127.0.0.1",
-        task.store_port,
-        timeout=timedelta(seconds=task.limit_s),
-        wait_for_workers=False,
-    )
-    return dist.PrefixStore(task.prefix, store)
-
-
-def _find_body(task: Task) -> Callable[..., None]:
-    found: Any = importlib.import_module(task.module)
-    for name in task.qualname.split("."):
-        found = getattr(found, name)
-    return found.body
-
-
-def _skip_own_frames(error: BaseException) -> Any:
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return frames or error.__traceback__
-
-
-def _check_left_as_found(world: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
-    if world is not None:
-        assert dist.is_initialized(), "the body destroyed the default process group"
-        assert dist.group.WORLD is world, "the body replaced the default process group"
-    assert torch.is_grad_enabled(), "the body left gradients disabled"
-    assert torch.get_default_dtype() is torch.float32, "the body left another default dtype"
-    assert torch.get_default_device().type == "cpu", "the body left another default device"
-
-
-def _clean_up(task: Task, reply: Reply) -> Reply:
-    import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
-
-    try:
-        gc.collect()
-        if task.with_process_group and reply.outcome != "failed":
-            _wait_for_others(task)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if reply.outcome == "passed" and c10d._world.pg_map:
-            reply = Reply(
-                "failed", f"process groups survived destruction: {list(c10d._world.pg_map)}", False
-            )
-        _forget_meshes()
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo is not None:
-            dynamo.reset()
-        gc.collect()
-        _freeze_modules()
-    except Exception:
-        return Reply("failed", reply.text + traceback.format_exc(), reusable=False)
-    if _count_gloo_threads() > MAX_GLOO_THREADS:
-        return Reply(reply.outcome, reply.text, reusable=False)
-    return reply
-
-
-def _forget_meshes() -> None:
-    """Empty torch's caches of DTensor plans: they hold meshes, and so names of groups now gone.
-
-    A mesh of the next body may equal one of this body while its process groups have other names.
-    """
-    redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
-    debug = sys.modules.get("torch.distributed.tensor.debug")
-    for module, name in (
-        (redistribute, "clear_redistribute_planner_cache"),
-        (debug, "_clear_sharding_prop_cache"),
-    ):
-        getattr(module, name, lambda: None)()
-    plans = getattr(redistribute, "_gen_transform_infos", None)
-    if plans is not None:
-        plans.cache_clear()
-
-
-def _wait_for_others(task: Task) -> None:
-    """Keep the connections until no rank needs them; one that failed closes its own at once."""
-    import torch.distributed as dist
-
-    store = _connect(task)
-    store.set(f"passed-{task.rank}", "")
-    with contextlib.suppress(dist.DistStoreError):
-        store.wait([f"passed-{r}" for r in range(task.world_size)], timedelta(seconds=GRACE_S))
-
-
-def _count_gloo_threads() -> int:
-    count = 0
-    for name in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):
-            count += "gloo" in name.read_text()
-    return count
-
-
-# --------------------------------------------------------------------------------------------------
-# In the pytest process
-# --------------------------------------------------------------------------------------------------
+    kind: str
+    text: str
+    replies: Sequence[Reply]  # of the ranks that lived
+    wall_s: float
 
 
 class _Rank:
     """One rank process, its pipe and its log."""
 
-    def __init__(self, context: Any, log_path: Path, rewrite_asserts: bool) -> None:
+    def __init__(self, context: Any, log_path: Path) -> None:
         self.conn, theirs = context.Pipe()
         self.log_path = log_path
         log_path.write_bytes(b"")
-        self.process = context.Process(
-            target=_serve, args=(theirs, str(log_path), rewrite_asserts), daemon=True
-        )
+        self.process = context.Process(target=serve, args=(theirs, str(log_path)), daemon=True)
         self.process.start()
         theirs.close()
         self._log_start = 0
@@ -331,97 +112,59 @@ class _Rank:
 class RankPool:
     """Up to ``MAX_RANKS`` processes that are started when first needed and kept until ``close``."""
 
-    def __init__(self, rewrite_asserts: bool = True) -> None:
-        method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
-        self._context: Any = mp.get_context(method)
-        if method == "forkserver":
-            self._context.set_forkserver_preload(PRELOADED)
+    def __init__(self, run: _Run) -> None:
+        self._run = run
         self._ranks: list[_Rank | None] = [None] * MAX_RANKS
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        self._rewrite_asserts = rewrite_asserts
-        self._started = 0
-        self._ran = 0
-        self._store: Any = None
+        self._world: tuple[int, float] | None = None  # size and limit of a group that is kept
+        self._is_busy = False
 
-    def run(
-        self,
-        body: Callable[..., Any],
-        world_size: int,
-        kwargs: Mapping[str, Any],
-        *,
-        name: str,
-        limit_s: float,
-        with_process_group: bool = True,
-    ) -> None:
-        """Run ``body`` on the ranks; fail with every rank's traceback unless all pass.
-
-        [Note: a rank that dies] A rank that has made and destroyed hundreds of gloo groups was seen
-        to abort in malloc, about once in ten runs of the suite. The cause is not known; no checker
-        of memory found one. A body that killed a rank runs once more, on fresh ranks, with a
-        warning: what the body itself does wrong it does again.
-        """
-        outcome = self._run_once(body, world_size, kwargs, name, limit_s, with_process_group)
-        replies, outputs, hung = outcome
-        if any(reply is None and index not in hung for index, reply in enumerate(replies)):
-            warnings.warn(
-                f"a rank died in {name}; the body runs once more, on fresh ranks:\n"
-                f"{_report(replies, outputs, hung, limit_s)}",
-                stacklevel=2,
-            )
-            for index in range(world_size):
-                self._replace(index)
-            outcome = self._run_once(body, world_size, kwargs, name, limit_s, with_process_group)
-            replies, outputs, hung = outcome
-        if all(reply is not None and reply.outcome == "passed" for reply in replies):
-            return
-        if all(reply is not None and reply.outcome == "skipped" for reply in replies):
-            pytest.skip(next(reply.text for reply in replies if reply is not None))
-        pytest.fail(_report(replies, outputs, hung, limit_s), pytrace=False)
-
-    def _run_once(
-        self,
-        body: Callable[..., Any],
-        world_size: int,
-        kwargs: Mapping[str, Any],
-        name: str,
-        limit_s: float,
-        with_process_group: bool,
-    ) -> Any:
-        """Send the body to the ranks; return replies, outputs and the ranks that hung."""
-        self._ran += 1
-        if self._store is None:
-            self._store = _make_store()
-        ranks = [self._rank(index) for index in range(world_size)]
-        port = 0 if with_process_group else _find_free_port()
+    def run(self, request: Request) -> Outcome:
+        """Run the body on its ranks. A rank that dies is a failure, whatever it did before."""
+        started = time.monotonic()
+        ranks = [self._rank(index) for index in range(request.world_size)]
+        prefix, port = self._run.meeting(request)
+        world = (request.world_size, request.limit_s) if request.with_process_group else None
+        keeps_world = world is not None and world == self._world and request.shares_world
         for index, rank in enumerate(ranks):
-            seed = zlib.crc32(name.encode())
             rank.send(
                 Task(
-                    body.__module__,
-                    body.__qualname__,
-                    kwargs,
+                    request,
                     index,
-                    world_size,
-                    self._store.port,
-                    f"body-{self._ran}",
-                    seed,
-                    limit_s,
-                    with_process_group,
+                    self._run.store.port,
+                    prefix,
+                    keeps_world,
                     port,
+                    time.monotonic(),
+                    self._run.notes_reach,
                 )
             )
-        replies, hung = self._wait(ranks, limit_s)
+        self._is_busy = True
+        replies, hung = self._wait(ranks, request.limit_s)
+        self._is_busy = False
         outputs = [rank.output() for rank in ranks]
         for index, reply in enumerate(replies):
             if reply is None or not reply.reusable:
                 self._replace(index)
-        return replies, outputs, hung
+        lived = [reply for reply in replies if reply is not None]
+        kept = len(lived) == len(replies) and all(r.kept_world and r.reusable for r in lived)
+        self._world = world if kept else None
+        kind, text = "failed", ""
+        if len(lived) == len(replies) and len({reply.outcome for reply in lived}) == 1:
+            kind, text = lived[0].outcome, lived[0].text
+        if kind == "failed":
+            text = _report(replies, outputs, hung, request.limit_s)
+        return Outcome(kind, text, lived, time.monotonic() - started)
+
+    def interrupt(self) -> None:
+        """End the body that is running, from another thread; it fails."""
+        for rank in self._ranks:
+            if self._is_busy and rank is not None:
+                rank.process.kill()
 
     def close(self) -> None:
         for rank in self._ranks:
             if rank is not None:
                 rank.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _rank(self, index: int) -> _Rank:
         rank = self._ranks[index]
@@ -429,11 +172,7 @@ class RankPool:
             rank.end()
             rank = None
         if rank is None:
-            self._started += 1
-            log_path = self._folder / f"rank-{index}-{self._started}.log"
-            with _environment(THREADS):
-                rank = _Rank(self._context, log_path, self._rewrite_asserts)
-            self._ranks[index] = rank
+            rank = self._ranks[index] = self._run.start_rank()
         return rank
 
     def _replace(self, index: int) -> None:
@@ -464,7 +203,162 @@ class RankPool:
         return replies, set(waiting)
 
 
-def _report(replies: list[Reply | None], outputs: list[str], hung: set[int], limit_s: float) -> str:
+class _Run:
+    """What the pools of one run share: a store, ports, a folder of logs, and how ranks start."""
+
+    def __init__(self, notes_reach: bool) -> None:
+        import torch.distributed as dist
+
+        os.environ.update(ENVIRONMENT)
+        method = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+        self._context: Any = mp.get_context(method)
+        if method == "forkserver":
+            self._context.set_forkserver_preload(["tests._preload"])
+        self.notes_reach = notes_reach
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()  # pools ask from their own threads
+
+    def meeting(self, request: Request) -> tuple[str, int]:
+        """Return where the ranks of a body meet: a prefix in the store, and a port of their own."""
+        with self._lock:
+            port = 0 if request.with_process_group else find_free_port()
+            return f"body-{next(self._numbers)}", port
+
+    def start_rank(self) -> _Rank:
+        with self._lock:
+            return _Rank(self._context, self._folder / f"rank-{next(self._numbers)}.log")
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Kind(NamedTuple):
+    """What bodies have in common that had better follow each other on one pool."""
+
+    module: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Job:
+    request: Request
+    outcome: Future[Outcome]
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.request.module, self.request.world_size)
+
+
+class _Queue:
+    """Jobs for the pools.
+
+    A pool goes on with the bodies of one file on one number of ranks while there are any: its ranks
+    have learnt the plans and kept the process group that the next one needs.
+    """
+
+    def __init__(self) -> None:
+        self._urgent: deque[Job] = deque()
+        self._waiting: dict[Kind, deque[Job]] = defaultdict(deque)
+        self._served: Counter[Kind] = Counter()  # how many pools are at it
+        self._is_closed = False
+        self._changed = threading.Condition()
+
+    def put(self, job: Job, urgent: bool) -> None:
+        with self._changed:
+            (self._urgent if urgent else self._waiting[job.kind]).append(job)
+            self._changed.notify()
+
+    def get(self, last: Kind | None) -> Job | None:
+        """Return the next job for a pool that did one of this kind; None when there are no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or self._urgent or self._waiting)
+            if self._is_closed:
+                return None
+            if self._urgent:
+                return self._urgent.popleft()
+            kind = last if last in self._waiting else self._choose(last)
+            if kind is not last:
+                self._served.subtract(filter(None, [last]))
+                self._served[kind] += 1
+            job = self._waiting[kind].popleft()
+            if not self._waiting[kind]:
+                del self._waiting[kind]
+            return job
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _choose(self, last: Kind | None) -> Kind:
+        """Choose a kind that no pool is at, on as many ranks as before, with many bodies."""
+
+        def merit(kind: Kind) -> tuple[bool, bool, int]:
+            same_size = last is not None and kind.size == last.size
+            return self._served[kind] < 1, same_size, len(self._waiting[kind])
+
+        return max(self._waiting, key=merit)
+
+
+class Pools:
+    """A few pools side by side, a thread for each, fed from one queue."""
+
+    def __init__(self, count: int, notes_reach: bool = False) -> None:
+        self._count = count
+        self._notes_reach = notes_reach
+        self._queue = _Queue()
+        self._ahead: dict[str, Future[Outcome]] = {}
+        self._threads: list[threading.Thread] = []
+        self._pools: list[RankPool] = []
+        self._run: _Run | None = None
+
+    def take(self, requests: Iterable[Request]) -> None:
+        """Run these bodies when there is nothing more urgent; `outcome` will ask for them."""
+        for request in requests:
+            self._ahead[request.name] = self._submit(request, urgent=False)
+
+    def outcome(self, request: Request) -> Outcome:
+        """Return how the body ended; wait for it, and run it first if nobody has asked for it."""
+        future = self._ahead.pop(request.name, None) or self._submit(request, urgent=True)
+        return future.result()
+
+    def close(self) -> None:
+        """Forget what has not begun, end what has, and let the other ranks run out."""
+        self._queue.close()
+        for pool in self._pools:
+            pool.interrupt()
+        for thread in self._threads:
+            thread.join()
+        if self._run is not None:
+            self._run.close()
+
+    def _submit(self, request: Request, urgent: bool) -> Future[Outcome]:
+        if self._run is None:
+            self._run = _Run(self._notes_reach)
+        future: Future[Outcome] = Future()
+        self._queue.put(Job(request, future), urgent)
+        if len(self._threads) < self._count:
+            self._pools.append(RankPool(self._run))
+            self._threads.append(threading.Thread(target=self._work, args=(self._pools[-1],)))
+            self._threads[-1].start()
+        return future
+
+    def _work(self, pool: RankPool) -> None:
+        last: Kind | None = None
+        while (job := self._queue.get(last)) is not None:
+            last = job.kind
+            try:
+                job.outcome.set_result(pool.run(job.request))
+            except BaseException as error:
+                job.outcome.set_exception(error)
+        pool.close()
+
+
+def _report(
+    replies: Sequence[Reply | None], outputs: Sequence[str], hung: set[int], limit_s: float
+) -> str:
     parts = []
     for index, (reply, output) in enumerate(zip(replies, outputs, strict=True)):
         if reply is not None:
@@ -482,40 +376,63 @@ def _report(replies: list[Reply | None], outputs: list[str], hung: set[int], lim
     return "\n".join(parts)
 
 
-def _make_store() -> Any:
-    import torch.distributed as dist
+def find_free_port() -> int:
+    """Return a port that nobody uses, another one each time."""
+    return next(filter(_is_free, _ports))
 
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+_ports = itertools.cycle(PORTS)
 
 
-def _find_free_port() -> int:
+def _is_free(port: int) -> bool:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+RunOnRanks = Callable[[Request], None]  # the fixture; fails or skips the test as its ranks did
+
+
+def make_request(
+    body: Callable[..., None],
+    name: str,
+    world_size: int,
+    kwargs: Mapping[str, Any],
+    *,
+    limit_s: float = 60.0,
+    with_process_group: bool = True,
+    shares_world: bool = False,
+) -> Request:
+    """Return the request for a body; `name` seeds its random numbers."""
+    return Request(
+        name,
+        body.__module__,
+        body.__qualname__,
+        kwargs,
+        world_size,
+        limit_s,
+        with_process_group,
+        shares_world,
+    )
 
 
 def ranks(
-    *world_sizes: int, limit_s: float = 60.0, with_process_group: bool = True
+    *world_sizes: int,
+    limit_s: float = 60.0,
+    with_process_group: bool = True,
+    shares_world: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated function on every rank of a gloo group, once for each world size.
 
     The function is an ordinary pytest test: its arguments are what ``parametrize`` and fixtures
     give (they are pickled) and, if it names them, ``rank`` and ``world_size``. Random seeds follow
     from the test's name and are equal on all ranks.
+    Each body has a process group of its own, unless it ``shares_world`` with others that do: that
+    saves DTensor's learning its plans anew, where an optimizer steps DTensors. Such a body leaves
+    nothing behind: no message that nobody received, no ranks that went different ways.
     With ``with_process_group=False`` the ranks have only the environment that a launcher would set.
     """
 
@@ -525,26 +442,34 @@ def ranks(
             p for name, p in signature.parameters.items() if name not in ("rank", "world_size")
         ]
 
-        @functools.wraps(body)
-        def test(rank_pool: RankPool, request: Any, world_size: int, **kwargs: Any) -> None:
-            rank_pool.run(
+        def ask(name: str, given: Mapping[str, Any]) -> Request:
+            return make_request(
                 body,
-                world_size,
-                kwargs,
-                name=request.node.nodeid,
+                name,
+                given["world_size"],
+                {key: value for key, value in given.items() if key != "world_size"},
                 limit_s=limit_s,
                 with_process_group=with_process_group,
+                shares_world=shares_world,
             )
+
+        @functools.wraps(body)
+        def test(run_on_ranks: RunOnRanks, request: Any, **given: Any) -> None:
+            run_on_ranks(ask(request.node.nodeid, given))
 
         own = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
-            for name in ("rank_pool", "request", "world_size")
+            for name in ("run_on_ranks", "request", "world_size")
         ]
         keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in passed_on]
         test.__signature__ = signature.replace(parameters=own + keyword_only)  # type: ignore[attr-defined]  # for pytest
         test.body = body  # type: ignore[attr-defined]  # what a rank looks for
+        test.ask = ask  # type: ignore[attr-defined]  # for `AheadOfTests`
         return pytest.mark.parametrize(
             "world_size", world_sizes, ids=[f"w{n}" for n in world_sizes]
         )(test)
 
     return decorate
+
+
+ranks_that_share = functools.partial(ranks, shares_world=True)

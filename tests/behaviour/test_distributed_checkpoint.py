@@ -31,15 +31,17 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 import fsdp2
+from tests._meshes import shared_mesh
 from tests._models import VOCAB, WIDTH, seeded
 from tests._parity import assert_sharded, bits, global_mean, names_of, whole
-from tests._pool import RankPool, ranks
+from tests._pool import RunOnRanks, make_request
+from tests._pool import ranks_that_share as ranks
 
 HIDDEN = 30  # torch's ColwiseParallel computes with equal parts only: two ranks hold 15 rows each
 FULL = StateDictOptions(full_state_dict=True)
@@ -165,9 +167,7 @@ class Run:
         self.optimizer = self.make_optimizer()
 
     def _shard(self, plan: Layout, kwargs: dict[str, Any]) -> None:
-        mesh = data = init_device_mesh(
-            "cpu", plan.mesh, mesh_dim_names=("a", "b")[-len(plan.mesh) :]
-        )
+        mesh = data = shared_mesh(plan.mesh, ("a", "b")[-len(plan.mesh) :])
         if plan.tensor_parallel:
             data = mesh["a"]
             for block in self.model.blocks:  # type: ignore[union-attr]  # a ModuleList
@@ -312,7 +312,7 @@ def read(layout: str, optimizer: str, for_torch: bool, folder: str, loss_rtol: f
 
 
 def write_and_read(
-    pool: RankPool,
+    run_on_ranks: RunOnRanks,
     folder: Path,
     source: str,
     target: str,
@@ -326,13 +326,14 @@ def write_and_read(
         (write, source, {}),
         (read, target, {"loss_rtol": loss_rtol}),
     ):
-        pool.run(
-            body,
-            LAYOUTS[layout].world_size,
-            {"layout": layout, **given, **more},
-            name=f"{body.__name__} {layout}",
-            limit_s=60.0,
-            with_process_group=layout != "plain",
+        run_on_ranks(
+            make_request(
+                body,
+                f"{body.__name__} {layout}",
+                LAYOUTS[layout].world_size,
+                {"layout": layout, **given, **more},
+                with_process_group=layout != "plain",
+            )
         )
 
 
@@ -352,10 +353,10 @@ def write_and_read(
     ],
 )
 def test_training_resumes_bit_for_bit(
-    rank_pool: RankPool, tmp_path: Path, layout: str, optimizer: str
+    run_on_ranks: RunOnRanks, tmp_path: Path, layout: str, optimizer: str
 ) -> None:
     """Loaded on the layout that wrote it, a checkpoint continues with the same losses, all bits."""
-    write_and_read(rank_pool, tmp_path, layout, layout, optimizer)
+    write_and_read(run_on_ranks, tmp_path, layout, layout, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -380,10 +381,10 @@ def test_training_resumes_bit_for_bit(
     ],
 )
 def test_a_checkpoint_moves_to_another_layout(
-    rank_pool: RankPool, tmp_path: Path, source: str, target: str, optimizer: str
+    run_on_ranks: RunOnRanks, tmp_path: Path, source: str, target: str, optimizer: str
 ) -> None:
     """What one layout saved is loaded on another bit for bit, and training goes on from there."""
-    write_and_read(rank_pool, tmp_path, source, target, optimizer, loss_rtol=1e-4)
+    write_and_read(run_on_ranks, tmp_path, source, target, optimizer, loss_rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -401,10 +402,12 @@ def test_a_checkpoint_moves_to_another_layout(
     ],
 )
 def test_checkpoints_are_those_of_torch(
-    rank_pool: RankPool, tmp_path: Path, source: str, target: str, optimizer: str
+    run_on_ranks: RunOnRanks, tmp_path: Path, source: str, target: str, optimizer: str
 ) -> None:
     """Files that torch's own fully_shard wrote load here, files from here load there, all bits."""
-    write_and_read(rank_pool, tmp_path, source, target, optimizer, for_torch=True, loss_rtol=1e-6)
+    write_and_read(
+        run_on_ranks, tmp_path, source, target, optimizer, for_torch=True, loss_rtol=1e-6
+    )
 
 
 # --- in one job -----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp2
 from tests._models import CASES, Block, Case, each_block, floats, loss_of, seeded, stack
 from tests._parity import ROWS, bits, make_mesh, names_of, shard, whole
-from tests._pool import ranks
+from tests._pool import ranks_that_share as ranks
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}],

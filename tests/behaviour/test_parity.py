@@ -7,7 +7,7 @@ import torch
 
 from tests._models import CASES, WIDTH, Batch
 from tests._parity import ROWS, Pair, assert_same, global_mean, make_mesh, train_alike
-from tests._pool import ranks
+from tests._pool import ranks_that_share as ranks
 
 EVERYWHERE = ["stack", "few_rows", "tied_lm"]  # also on 3 and 4 ranks in the short run
 IN_TORCH = [name for name, case in CASES.items() if case.in_torch]

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fsdp2
 from fsdp2._mesh import DataMesh
 from tests._parity import assert_same, assert_same_gradients, assert_same_parameters, whole
-from tests._pool import ranks
+from tests._pool import ranks_that_share as ranks
 from tests._tensor_parallel import (
     ROWS,
     RTOL,

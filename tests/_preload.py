@@ -1,0 +1,41 @@
+"""What every rank process has imported: they are forked from one process that imports this.
+
+Torch imports part of itself at the first use, which is a second a rank otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+
+import torch
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor.debug
+import torch.distributed.tensor.parallel
+import torch.testing
+
+from tests._rank import TEST_MODULES
+
+
+def show_values_in_asserts() -> None:
+    """Install pytest's rewriting of `assert`, so that a failure shows the values compared."""
+    # A nicety, on private names of pytest: without it a bare assert still fails.
+    with contextlib.suppress(Exception):
+        from _pytest.assertion import install_importhook
+        from _pytest.config import get_config
+
+        install_importhook(get_config([])).mark_rewrite("tests")
+
+
+show_values_in_asserts()
+for name in ("tests._parity", *filter(None, os.environ.get(TEST_MODULES, "").split(","))):
+    importlib.import_module(name)
+
+torch.set_num_threads(1)
+gc.collect()
+gc.freeze()  # what is never freed is never looked at, and its pages stay shared
