@@ -13,10 +13,11 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
+from tests._meshes import shared_mesh
 from tests._models import CASES, Batch, Case, loss_of, seeded
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -27,8 +28,8 @@ ROWS = 12  # of a global batch: 1, 2, 3 and 4 ranks divide it
 def make_mesh(*shape: int) -> DeviceMesh:
     """Return a CPU mesh: one number shards, two replicate and shard; none means all ranks shard."""
     if len(shape) == 2:
-        return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", shape or (dist.get_world_size(),))
+        return shared_mesh(shape, ("replicate", "shard"))
+    return shared_mesh(shape or (dist.get_world_size(),))
 
 
 def shard(
@@ -77,18 +78,52 @@ def bits(tensor: Tensor) -> Tensor:
 def assert_same(
     actual: Tensor, expected: Tensor, what: str, rtol: float | None = None, least: float = 0.0
 ) -> None:
-    """Assert equality up to `rtol` of the largest element, or of `least`; else bit for bit."""
-    actual, expected = whole(actual), whole(expected)
+    """Assert equality up to `rtol` of the largest element, or of `least`; else bit for bit.
+
+    Of a `DTensor` each rank compares the part that it holds: to gather hundreds of parameters by
+    `full_tensor` costs more than to train them.
+    """
+    expected = whole(expected)
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} is not {expected.dtype}"
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
+    largest = expected.abs().max().item() if _has_tolerance(expected) else 0.0
+    if isinstance(actual, DTensor) and _is_cut_in_chunks(actual):
+        expected = _part_of_this_rank(actual, expected)
+        actual = actual.detach().to_local()
+        assert actual.shape == expected.shape, (
+            f"{what}: this rank holds {actual.shape}, not {expected.shape}"
+        )
+    actual = whole(actual)
     if expected.dtype not in TOLERANCE:
         assert torch.equal(bits(actual), bits(expected)), f"{what} differs"
         return
     rtol = TOLERANCE[expected.dtype] if rtol is None else rtol
-    scale = max(least, expected.abs().max().item() if expected.numel() else 0.0)
+    atol = rtol * max(least, largest)
+    if torch.allclose(actual, expected, rtol=rtol, atol=atol):
+        return  # `assert_close` takes ten times as long, and says more
     torch.testing.assert_close(
-        actual, expected, rtol=rtol, atol=rtol * scale, msg=lambda text: f"{what}: {text}"
+        actual, expected, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
     )
+
+
+def _has_tolerance(expected: Tensor) -> bool:
+    return expected.dtype in TOLERANCE and expected.numel() > 0
+
+
+def _is_cut_in_chunks(tensor: DTensor) -> bool:
+    return all(type(p) in (Shard, Replicate) for p in tensor.placements)
+
+
+def _part_of_this_rank(tensor: DTensor, full: Tensor) -> Tensor:
+    """Cut from `full` what `torch.chunk` gives this rank along each axis of the tensor's mesh."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not on the tensor's mesh"
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            chunks = full.chunk(tensor.device_mesh.size(axis), placement.dim)
+            index = coordinate[axis]
+            full = chunks[index] if index < len(chunks) else full.narrow(placement.dim, 0, 0)
+    return full
 
 
 def names_of(model: nn.Module) -> dict[str, nn.Parameter]:

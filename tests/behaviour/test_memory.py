@@ -120,6 +120,7 @@ def test_with_a_root_that_frees_or_keeps_its_parameters(reshard: bool) -> None:
 def test_on_a_replicate_axis() -> None:
     pair = Pair(CASE, mesh=make_mesh(2, 2))
     pair.train(steps=3)
+    pair.later_rtol = 4e-6  # two axes add in another order than the reference; some CPUs show it
     heads = ("no", "yes", "yes", "no")
     for _ in range(2):
         gradients_of(pair, *heads)
