@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -25,6 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fsdp2
+from tests._local_sgd import LocalSGD
+from tests._meshes import shared_mesh
 from tests._parity import (
     assert_same,
     assert_same_gradients,
@@ -40,7 +42,7 @@ VOCABULARY, WIDTH, TOKENS = 29, 12, 6
 
 def mesh_of(**axes: int) -> DeviceMesh:
     """Return a CPU mesh with named axes."""
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return shared_mesh(tuple(axes.values()), tuple(axes))
 
 
 class Twin:
@@ -74,10 +76,8 @@ class Twin:
             self.row = self.row * size + mesh.get_local_rank(name)
         self.batch = batch or (lambda: torch.randn(ROWS, WIDTH, dtype=torch.float64))
         self.optimizers = [
-            torch.optim.SGD(
-                [p for p in m.parameters() if p.requires_grad], lr=0.5, momentum=0.9, foreach=True
-            )
-            for m in (self.model, self.reference)
+            kind([p for p in m.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
+            for kind, m in ((LocalSGD, self.model), (torch.optim.SGD, self.reference))
         ]
 
     def local(self, batch: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2 import DataParallelMeshDims
 from fsdp2._mesh import DataMesh
+from tests._local_sgd import LocalSGD
 from tests._parity import assert_same, names_of
 from tests._pool import ranks
 
@@ -200,8 +201,8 @@ def train(
 ) -> None:
     """Train on this rank's rows and on the whole batch; compare every gradient and weight."""
     optimizers = [
-        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-        for m in (model, reference)
+        kind([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        for kind, m in ((LocalSGD, model), (torch.optim.SGD, reference))
     ]
     for step in range(steps):
         batch = batch_of(step)

@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import ShardPlacementResult
+from tests._local_sgd import LocalSGD
 from tests._parity import assert_same, names_of
 from tests._pool import ranks
 
@@ -138,7 +139,10 @@ def train(
 ) -> None:
     """Train on this rank's rows and on the whole batch; compare every gradient and weight."""
     reference = build() if reference is None else reference
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, reference)]
+    optimizers = [
+        kind(m.parameters(), lr=0.1, momentum=0.9)
+        for kind, m in ((LocalSGD, model), (torch.optim.SGD, reference))
+    ]
     for step in range(steps):
         batch = batch_of(step)
         model(my_rows(batch)).square().mean().backward()

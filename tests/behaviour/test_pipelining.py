@@ -31,6 +31,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleLo
 
 import fsdp2
 from fsdp2._events import Event, listen
+from tests._local_sgd import LocalSGD
 from tests._models import HIDDEN, TORCH_2_13, WIDTH, seeded
 from tests._parity import assert_same, assert_sharded
 from tests._pool import ranks
@@ -138,8 +139,11 @@ class Pipelined:
             scale_grads=scale_grads,
         )
         self.optimizers = [
-            torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
-            for m in (nn.ModuleList(self.parts.values()), self.reference)
+            kind(m.parameters(), lr=0.1, momentum=0.9)
+            for kind, m in (
+                (LocalSGD, nn.ModuleList(self.parts.values())),
+                (torch.optim.SGD, self.reference),
+            )
         ]
 
     @property
