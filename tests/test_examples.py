@@ -1,28 +1,35 @@
 """Promise: the example trains, saves, resumes bit for bit, stops cleanly and refuses nonsense.
 
-It runs as a user runs it, in processes of its own, on a tiny model and a small text.
+It runs on a tiny model and a small text. Once to its end, once to a Ctrl-C and once with a bad
+argument it runs as a user runs it, from the command line; else in ranks that are forked where torch
+is imported already, with the environment that torchrun gives them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import multiprocessing as mp
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests._pool import find_free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 240
 STEPS = 12
 HALF = 6
+DEAD = 9  # the status of a rank that ends itself
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,39 @@ class Workplace:
         ]
 
     def run(self, name: str, *more: str) -> Finished:
-        """Run the example to its end."""
-        return run_python([str(EXAMPLES / "train_lm.py"), *self.arguments(name, *more)])
+        """Run the example to its end, from the command line."""
+        return finish(self.start(name, *more))
+
+    def start(self, name: str, *more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(EXAMPLES / "train_lm.py"), *self.arguments(name, *more)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run_forked(self, name: str, *more: str, ranks: int = 2, dies: str = "") -> Finished:
+        """Run the example's ranks, without torchrun; return the largest status, and rank 0's words.
+
+        With `dies` each rank ends itself at that moment of a save.
+        """
+        arguments = self.arguments(name, "--ranks", str(ranks), *more)
+        printed = [str(self.folder / f"{name}.{stream}") for stream in ("stdout", "stderr")]
+        port = find_free_port()
+        processes = [
+            FORKED.Process(target=be_a_rank, args=(rank, ranks, port, arguments, printed, dies))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(LIMIT_S)
+            if process.exitcode is None:
+                process.kill()
+                pytest.fail(f"no end after {LIMIT_S} s: {Path(printed[1]).read_text()}")
+        status = max(abs(process.exitcode) for process in processes)
+        return Finished(status, *(Path(path).read_text() for path in printed))
 
     def checkpoints(self, name: str) -> Path:
         return self.folder / name
@@ -75,14 +113,54 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def start_python(arguments: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+FORKED = mp.get_context("forkserver")
+FORKED.set_forkserver_preload(["tests._preload"])
+
+
+def be_a_rank(
+    rank: int, count: int, port: int, arguments: list[str], printed: list[str], dies: str
+) -> None:
+    """Be what torchrun would start; rank 0 prints into the two files."""
+    for descriptor, path in enumerate(printed, start=1):
+        os.dup2(os.open(path if rank == 0 else os.devnull, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115  # until the process ends
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.path.insert(0, str(EXAMPLES))
+    import train_lm
+
+    if dies:
+        die_while_saving(dies)
+    status = train_lm.main(arguments)
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+def die_while_saving(moment: str) -> None:
+    """Have this process end at a call that a save makes."""
+    import _checkpoint
+
+    def save_half(state: object, *, checkpoint_id: Path) -> None:
+        checkpoint_id.mkdir()
+        (checkpoint_id / "__0_0.distcp").write_bytes(b"cut short")
+        os._exit(DEAD)
+
+    def die(*args: object, **kwargs: object) -> None:
+        os._exit(DEAD)
+
+    rename = os.rename
+
+    def die_unless_inside_partial(source: str, target: str) -> None:
+        # torch renames its own metadata file inside the partial folder; that one may pass.
+        if ".partial-" not in str(target):
+            os._exit(DEAD)
+        rename(source, target)
+
+    module, name = moment.split(".")
+    deaths = {"dcp.save": save_half, "os.rename": die_unless_inside_partial}
+    target = {"dcp": _checkpoint.dcp, "os": os, "shutil": _checkpoint.shutil}[module]
+    setattr(target, name, deaths.get(moment, die))
 
 
 def finish(process: subprocess.Popen[str]) -> Finished:
@@ -98,10 +176,6 @@ def finish(process: subprocess.Popen[str]) -> Finished:
             stdout, stderr = process.communicate()
         pytest.fail(f"no end after {LIMIT_S} s\n{stdout}\n{stderr}")
     return Finished(process.returncode, stdout, stderr)
-
-
-def run_python(arguments: Sequence[str]) -> Finished:
-    return finish(start_python(arguments))
 
 
 def expect_success(finished: Finished) -> str:
@@ -128,7 +202,7 @@ def whole_run(workplace: Workplace) -> str:
 @pytest.fixture(scope="module")
 def half_run(workplace: Workplace) -> str:
     """Train half of the steps on two ranks under the name `half`."""
-    return expect_success(workplace.run("half", "--stop-at", str(HALF)))
+    return expect_success(workplace.run_forked("half", "--stop-at", str(HALF)))
 
 
 def test_trains_saves_and_samples(workplace: Workplace, whole_run: str) -> None:
@@ -144,7 +218,7 @@ def test_trains_saves_and_samples(workplace: Workplace, whole_run: str) -> None:
 
 def test_resume_is_bit_for_bit(workplace: Workplace, whole_run: str, half_run: str) -> None:
     workplace.copy_checkpoints("half", "resumed")
-    printed = expect_success(workplace.run("resumed", "--resume"))
+    printed = expect_success(workplace.run_forked("resumed", "--resume"))
     whole, half, resumed = (workplace.losses(name) for name in ("whole", "half", "resumed"))
     assert list(resumed) == list(range(HALF + 1, STEPS + 1))
     assert half | resumed == whole
@@ -158,9 +232,9 @@ OTHER_MESHES = ["1", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("
 def test_resume_on_another_mesh(
     workplace: Workplace, whole_run: str, half_run: str, mesh: str
 ) -> None:
-    name = f"resumed-on-{mesh}"
+    name, count = f"resumed-on-{mesh}", 1 if mesh == "1" else 4
     workplace.copy_checkpoints("half", name)
-    expect_success(workplace.run(name, "--resume", "--mesh", mesh))
+    expect_success(workplace.run_forked(name, "--resume", "--mesh", mesh, ranks=count))
     whole, resumed = workplace.losses("whole"), workplace.losses(name)
     assert list(resumed) == list(range(HALF + 1, STEPS + 1))
     for step, loss in resumed.items():
@@ -169,7 +243,7 @@ def test_resume_on_another_mesh(
 
 @pytest.mark.slow
 def test_bf16_stays_near_fp32(workplace: Workplace, whole_run: str) -> None:
-    expect_success(workplace.run("bf16", "--dtype", "bf16"))
+    expect_success(workplace.run_forked("bf16", "--dtype", "bf16"))
     whole, bf16 = workplace.losses("whole"), workplace.losses("bf16")
     assert bf16 != whole
     for step, loss in bf16.items():
@@ -182,7 +256,7 @@ def test_compiled_resumes_what_ran_eagerly(
 ) -> None:
     """A compiled run goes on from an eager run's checkpoint, ends where that one does, samples."""
     workplace.copy_checkpoints("half", "compiled")
-    printed = expect_success(workplace.run("compiled", "--resume", "--compile", "aot_eager"))
+    printed = expect_success(workplace.run_forked("compiled", "--resume", "--compile", "aot_eager"))
     assert "--- sample ---\ndef read_lines(path):\n" in printed
     whole, compiled = workplace.losses("whole"), workplace.losses("compiled")
     assert list(compiled) == list(range(HALF + 1, STEPS + 1))
@@ -191,9 +265,7 @@ def test_compiled_resumes_what_ran_eagerly(
 
 
 def test_interrupt_saves_and_ends_with_130(workplace: Workplace) -> None:
-    process = start_python(
-        [str(EXAMPLES / "train_lm.py"), *workplace.arguments("interrupted", "--steps", "1000000")]
-    )
+    process = workplace.start("interrupted", "--steps", "1000000")
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step "):
@@ -218,22 +290,21 @@ def test_bad_arguments_are_refused_once_before_any_rank_starts(workplace: Workpl
     ]
 
 
-REFUSE = """
-import contextlib, io, json, sys
-sys.path.insert(0, sys.argv[1])
-from _options import parse_options
-refusals = []
-for arguments in json.loads(sys.argv[2]):
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message):
-            parse_options(arguments)
-        status = 0
-    except SystemExit as end:
-        status = end.code
-    refusals.append([status, message.getvalue()])
-print(json.dumps(refusals))
-"""
+def refusals(cases: list[list[str]], path: str) -> None:
+    """Parse each command line in a process of its own; write statuses and messages."""
+    sys.path.insert(0, str(EXAMPLES))
+    from _options import parse_options
+
+    found = []
+    for arguments in cases:
+        message, status = io.StringIO(), 0
+        try:
+            with contextlib.redirect_stderr(message):
+                parse_options(arguments)
+        except SystemExit as end:
+            status = end.code
+        found.append([status, message.getvalue()])
+    Path(path).write_text(json.dumps(found))
 
 
 def test_each_bad_argument_has_a_clear_message(workplace: Workplace, half_run: str) -> None:
@@ -257,36 +328,17 @@ def test_each_bad_argument_has_a_clear_message(workplace: Workplace, half_run: s
         ),
     ]
     arguments = [workplace.arguments("refused", *more) for more, _ in cases]
-    printed = expect_success(run_python(["-c", REFUSE, str(EXAMPLES), json.dumps(arguments)]))
-    for (more, expected), (status, message) in zip(cases, json.loads(printed), strict=True):
+    path = workplace.folder / "refusals.json"
+    process = FORKED.Process(target=refusals, args=(arguments, str(path)))
+    process.start()
+    process.join(LIMIT_S)
+    for (more, expected), (status, message) in zip(
+        cases, json.loads(path.read_text()), strict=True
+    ):
         assert status == 2, more
         assert expected in message, more
         assert message.startswith("train_lm.py: error: "), more
         assert len(message.splitlines()) == 2, more
-
-
-DIE_WHILE_SAVING = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-module, name = sys.argv[2].split(".")
-import _checkpoint, train_lm
-target = {"dcp": _checkpoint.dcp, "os": os, "shutil": _checkpoint.shutil}[module]
-def save_half(state, *, checkpoint_id):
-    checkpoint_id.mkdir()
-    (checkpoint_id / "__0_0.distcp").write_bytes(b"cut short")
-    os._exit(9)
-def die(*args, **kwargs):
-    os._exit(9)
-original_rename = os.rename
-def die_unless_inside_partial(source, target):
-    # torch renames its own metadata file inside the partial folder; that one may pass.
-    if ".partial-" in str(target):
-        return original_rename(source, target)
-    os._exit(9)
-deaths = {"dcp.save": save_half, "os.rename": die_unless_inside_partial}
-setattr(target, name, deaths.get(sys.argv[2], die))
-sys.exit(train_lm.main(sys.argv[3:]))
-"""
 
 
 @pytest.mark.parametrize(
@@ -307,14 +359,12 @@ def test_save_that_is_cut_short_leaves_a_whole_checkpoint(
 ) -> None:
     name = f"cut-short-at-{moment}"
     workplace.copy_checkpoints("half", name)
-    arguments = workplace.arguments(name, "--resume", "--stop-at", str(STEPS - 1))
-    one_rank = ["--standalone", "--nproc-per-node", "1", "--no-python", sys.executable]
-    command = ["-c", DIE_WHILE_SAVING, str(EXAMPLES), moment, *arguments]
-    finished = run_python(["-m", "torch.distributed.run", *one_rank, *command])
-    assert "exitcode  : 9" in finished.stderr, finished
+    stop = ("--stop-at", str(STEPS - 1))
+    finished = workplace.run_forked(name, "--resume", *stop, ranks=1, dies=moment)
+    assert finished.status == DEAD, finished
     assert workplace.latest(name) == f"step-{survivor:08d}"
 
-    expect_success(workplace.run(name, "--resume", "--ranks", "1"))
+    expect_success(workplace.run_forked(name, "--resume", ranks=1))
     assert workplace.losses(name)[STEPS] == pytest.approx(
         workplace.losses("whole")[STEPS], rel=1e-4
     )

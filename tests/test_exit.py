@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests._pool import find_free_port
+
+RANKS = 4
 PROGRAM = """
 import sys, torch, torch.distributed as dist
 from torch import nn
@@ -31,13 +34,16 @@ def test_a_program_may_end_right_after_a_gather(tmp_path: Path) -> None:
     path.write_text(PROGRAM)
     root = str(Path(__file__).parent.parent)
     paths = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    ended = subprocess.run(
-        [sys.executable, *launcher, str(path)],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env=environment | {"RANK": str(rank), "WORLD_SIZE": str(RANKS)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    printed = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, printed
