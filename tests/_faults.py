@@ -1,0 +1,657 @@
+"""Faults that the tests must find: small changes of the package, each of which breaks something.
+
+Data for `scripts/mutants`. The old text stands exactly once in its file. Whoever changes a line that a
+fault names moves the fault along; a fault of code that is gone makes room for one of what replaced it.
+"""
+
+# ruff: noqa: E501  # the texts are the package's own lines
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One change of text in one file."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    breaks: str  # what a user would see
+
+
+FAULTS = [
+    Fault(
+        "toggle-of-whole-parameter-unseen",
+        "fsdp2/_adoption.py",
+        """\
+        if sharded.requires_grad is not trainable or (
+            unsharded is not None and unsharded.requires_grad is not trainable
+        ):
+""",
+        """\
+        if sharded.requires_grad is not trainable:
+""",
+        "requires_grad_(False) on a parameter while it is whole (after unshard(), or on a root that stays whole) is not carried over: after the reshard the sharded parameter still says that it is trainable.",
+    ),
+    Fault(
+        "agreement-never-uncertain",
+        "fsdp2/_agreement.py",
+        "certain = predicted is None or self.is_silent",
+        "certain = predicted is None or predicted != UNCERTAIN",
+        "A place where two programs alternate is never marked uncertain: each alternation issues a whole stand-in collective of the other program instead of the tiny exchange of numbers.",
+    ),
+    Fault(
+        "reshard-to-one-rank-frees",
+        "fsdp2/_api.py",
+        "reshard_after_forward is True or reshard_after_forward > 1",
+        "reshard_after_forward is True or reshard_after_forward >= 1",
+        "reshard_after_forward=1 means True instead of False: parameters are freed after forward and gathered again in backward (one reshard and one unshard event more for each unit).",
+    ),
+    Fault(
+        "dim-cut-twice-loses-first-offset",
+        "fsdp2/_blocks.py",
+        """\
+            starts[dim] += first
+""",
+        """\
+            starts[dim] = first
+""",
+        "Where tensor parallelism and data parallelism (or several dims) cut the same dim, a block starts at the wrong row: full state, loading, full_params and summon_full_params put values in wrong places.",
+    ),
+    Fault(
+        "stand-in-no-replicate-sum",
+        "fsdp2/_borrowed.py",
+        "if data.replicate.size > 1:",
+        "if data.replicate.size > 1 and data.shard.size == 1:",
+        "On a 2-D (HSDP) mesh the gradient of a shard that stands in (functional_call) is not averaged over the replicas: replicas get different, wrong gradients.",
+    ),
+    Fault(
+        "nested-modules-of-a-list-kept",
+        "fsdp2/_checks.py",
+        "    return [top for top in unique if top not in inner]",
+        "    return unique",
+        "fully_shard([block, block.linear]) makes the inner module an FSDPModule with hooks of its own too, instead of dropping a module that lies inside another one of the list.",
+    ),
+    Fault(
+        "clip-scales-small-gradients-up",
+        "fsdp2/_clip.py",
+        "(max_norm / (total + 1e-6)).clamp(max=1.0)",
+        "max_norm / (total + 1e-6)",
+        "clip_grad_norm_ with a max_norm above the total norm multiplies gradients up to it instead of leaving them as they are.",
+    ),
+    Fault(
+        "collect-fqn-loses-prefix",
+        "fsdp2/_collect.py",
+        'yield from walk(f"{prefix}.{name}" if prefix else name, child)',
+        "yield from walk(name, child)",
+        "A parameter two or more modules below its unit is named by its last module alone: errors say 'lin.weight' for 'inner.lin.weight'.",
+    ),
+    Fault(
+        "shard-inside-summon-accepted",
+        "fsdp2/_collect.py",
+        "if param.__dict__.get(SUMMONED) is not None:",
+        "if param.__dict__.get(SUMMONED) is not None and isinstance(param, DTensor):",
+        "fully_shard inside summon_full_params is not refused: it shards the temporary whole parameters of another unit, which leaving the context then takes away.",
+    ),
+    Fault(
+        "mean-divided-twice",
+        "fsdp2/_comm.py",
+        "return GradientScale(1.0, 1.0, dist.ReduceOp.AVG)",
+        "return GradientScale(1.0, 1.0 / factor, dist.ReduceOp.AVG)",
+        "Gradients that the backend averages are divided by the number of ranks once more: with two ranks every gradient is half of the right one.",
+    ),
+    Fault(
+        "comm-hook-stays-on-replicate-axis",
+        "fsdp2/_comm_hooks.py",
+        "group.wire.scatter, group.wire.sum_replicas = DefaultReduceScatter(), None",
+        "group.wire.scatter = DefaultReduceScatter()",
+        "After register_comm_hook(model, None) on an HSDP mesh the hook that was taken away is still called for the sum over replicas.",
+    ),
+    Fault(
+        "compiled-model-lost-by-chaining",
+        "fsdp2/_compile.py",
+        "return self if result is model else result",
+        "return result",
+        "compiled.train(), .eval(), .to() return the eager model: model = model.eval() silently runs without the compiler from then on.",
+    ),
+    Fault(
+        "reshard-setting-keeps-smaller-mesh",
+        "fsdp2/_control.py",
+        "            group.reshard_to(None)",
+        "            group.reshard()",
+        "After fully_shard(reshard_after_forward=2) a call of set_reshard_after_forward(True) still reshards to the smaller mesh: memory and the registered DTensors' mesh show it.",
+    ),
+    Fault(
+        "mean-of-two-ranks-not-divided",
+        "fsdp2/_direct.py",
+        """\
+        if self._is_mean:
+""",
+        """\
+        if self._is_mean and others:
+""",
+        "On two gloo ranks the reduce-scatter of a large buffer gives the sum, not the mean: gradients of large parameters are twice what they should be (or, in a packed buffer, the check of ranks raises).",
+    ),
+    Fault(
+        "ema-decay-function-off-by-one",
+        "fsdp2/_ema.py",
+        "decay = self.decay(self.updates) if callable",
+        "decay = self.decay(self.updates + 1) if callable",
+        "A decay function is called with 1 at the first update, not 0: a warm-up of the decay is one step ahead and the averages differ.",
+    ),
+    Fault(
+        "config-error-is-no-value-error",
+        "fsdp2/_errors.py",
+        "class ConfigError(FSDPError, ValueError):",
+        "class ConfigError(FSDPError):",
+        "A user's `except ValueError` around fully_shard no longer catches a wrong argument.",
+    ),
+    Fault(
+        "listener-stays-after-an-exception",
+        "fsdp2/_events.py",
+        """\
+    try:
+        yield
+    finally:
+        listeners.remove(listener)
+""",
+        """\
+    yield
+    listeners.remove(listener)
+""",
+        "A listener whose `with listen(...)` was left by an exception hears every later event, forever.",
+    ),
+    Fault(
+        "extension-failure-of-one-parameter-unsaid",
+        "fsdp2/_extension.py",
+        "failed = any(item.error is not None for item in self.items)",
+        "failed = all(item.error is not None for item in self.items)",
+        "Where a group has two extended parameters and fsdp_pre_all_gather of one fails in a later step, no rank raises: all go on with what happened to be in the buffer.",
+    ),
+    Fault(
+        "extension-inner-tensors-never-freed",
+        "fsdp2/_extension.py",
+        """\
+        for storage, _ in self._storages:
+            storage.resize_(0)""",
+        """\
+        for storage, _ in self._storages[: len(self._outputs)]:
+            storage.resize_(0)""",
+        "Inner tensors with memory of their own that fsdp_post_all_gather returned keep it when the group reshards: whole parameters stay in memory.",
+    ),
+    Fault(
+        "extra-tensors-renumbered",
+        "fsdp2/_extra.py",
+        "plain = {n: t for n, t in numbered if not isinstance(t, DTensor)}",
+        "plain = dict(enumerate(t for _, t in numbered if not isinstance(t, DTensor)))",
+        "A checkpoint's extra in which a plain tensor follows a DTensor cannot be loaded (KeyError), or comes back with the wrong tensors in its places.",
+    ),
+    Fault(
+        "other-files-in-checkpoint-folder-lost",
+        "fsdp2/_files.py",
+        "if not is_ours and not (heir / entry.name).exists():",
+        "if not is_ours and (heir / entry.name).exists():",
+        "Saving over a checkpoint deletes what the user had put into its folder (a config, a tokenizer) instead of moving it to the new one.",
+    ),
+    Fault(
+        "full-params-keeps-last-tensor",
+        "fsdp2/_full_params.py",
+        """\
+            yield name, result
+            del result""",
+        "            yield name, result",
+        "The iterator keeps the tensor that it yielded last while the next bucket is gathered: the peak is a whole parameter above max_bytes, and a weak reference to it stays alive.",
+    ),
+    Fault(
+        "fused-counter-given-to-first-run-only",
+        "fsdp2/_fused.py",
+        """\
+        for run in self._runs:
+            run.state""",
+        """\
+        for run in self._runs[:1]:
+            run.state""",
+        "After fused Adam steps the state of every run but the first says the old `step`: state dicts hold wrong counters, and later steps correct the bias wrongly.",
+    ),
+    Fault(
+        "placed-user-gradient-not-kept",
+        "fsdp2/_gradients.py",
+        """\
+        param.grad = existing
+    own, new =""",
+        "    own, new =",
+        "A gradient that the user had put on a sharded parameter with other placements (or whole) is redistributed and added to, but the sum is thrown away: param.grad is still what the user put there.",
+    ),
+    Fault(
+        "together-forgets-kind-of-error",
+        "fsdp2/_grid.py",
+        "raise _KINDS[name](text) from error",
+        "raise StateError(text) from error",
+        "A ConfigError or UnsupportedError that one rank met is raised as a StateError: 'except ConfigError' does not catch it any more.",
+    ),
+    Fault(
+        "own-rows-of-rank-zero",
+        "fsdp2/_group.py",
+        "rows = own_rows(param, param.sharded, self.data.shard.rank)",
+        "rows = own_rows(param, param.sharded, 0)",
+        "fully_shard copies the first rank's rows on every rank: full parameters are the first chunk repeated, and uneven parameters raise.",
+    ),
+    Fault(
+        "zero-grad-forgets-half-reduced",
+        "fsdp2/_group.py",
+        "if self.reducer.is_waiting or self.owes_reduction:",
+        "if self.owes_reduction:",
+        "HSDP: gradients of a backward under set_requires_all_reduce(False) survive model.zero_grad() and are added to those of the next backward that all-reduces.",
+    ),
+    Fault(
+        "backward-prefetch-record-inverted",
+        "fsdp2/_hooks.py",
+        """\
+        if not recomputing:
+            call.previous""",
+        """\
+        if recomputing:
+            call.previous""",
+        "A plain backward prefetches nothing, because no call knows the one before it: the events `backward: prefetch` are gone, and each all-gather is exposed.",
+    ),
+    Fault(
+        "base-of-output-view-unmarked",
+        "fsdp2/_hooks.py",
+        "for made in (tensor,) if base is None else (tensor, base):",
+        "for made in (tensor,):",
+        "If a unit returns a view and the caller updates it in place (x.mul_(2)), pre-backward never runs: backward meets freed parameters and fails, or the unit is not gathered.",
+    ),
+    Fault(
+        "idle-does-not-recover",
+        "fsdp2/_idle.py",
+        """\
+        runtime.recover_if_failed()
+""",
+        "",
+        "After a backward that raised, full_params, the checkpoint functions and summon_full_params say that they were called inside a backward, instead of recovering.",
+    ),
+    Fault(
+        "ignored-modules-without-their-children",
+        "fsdp2/_ignored.py",
+        "inside = {child for module in modules for child in module.modules()}",
+        "inside = set(modules)",
+        "ignored_states=[module]: a parameter of a submodule of it that is tied to a module outside is sharded all the same, and an already sharded submodule in it raises no ConfigError.",
+    ),
+    Fault(
+        "inspect-names-of-shared-module-lost",
+        "fsdp2/_inspect.py",
+        "model.named_modules(remove_duplicate=False)",
+        "model.named_modules()",
+        "fsdp2.units() gives a parameter of a module that is registered under two names only the first one.",
+    ),
+    Fault(
+        "layout-no-room-for-other-axis",
+        "fsdp2/_layout.py",
+        "for size in (shard.size, *full_sizes):",
+        "for size in (shard.size,):",
+        "With an int for reshard_after_forward and rows that do not divide evenly, the layouts of the two axes put the unsharded parameters at different offsets of the one full buffer: backward gathers to the wrong places, or fails.",
+    ),
+    Fault(
+        "layout-transposed-taken-for-row-major",
+        "fsdp2/_layout.py",
+        "return self.dim == 0 and self.stride == contiguous_stride(self.shape)",
+        "return self.dim == 0",
+        "A parameter that is not contiguous (a transposed weight, channels_last) is gathered as if it were row-major: its unsharded values are in wrong places, the output is wrong.",
+    ),
+    Fault(
+        "materialize-parents-first",
+        "fsdp2/_materialize.py",
+        """\
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}" if name else child_name, child)
+        yield name, module""",
+        """\
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}" if name else child_name, child)""",
+        "materialize initialises parents before their children: a module with parameters of its own and children gets other random values than one process from the same seed.",
+    ),
+    Fault(
+        "materialize-unfreezes",
+        "fsdp2/_materialize.py",
+        "new = nn.Parameter(tensor, requires_grad=old.requires_grad)",
+        "new = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())",
+        "Parameters that were frozen on meta require gradients after materialize, and are trained.",
+    ),
+    Fault(
+        "budget-ignores-reduce-dtype",
+        "fsdp2/_memory.py",
+        "dtype: torch.dtype = group.policy.reduce_dtype or param.grad_dtype",
+        "dtype: torch.dtype = param.grad_dtype",
+        "With bf16 parameters and an fp32 reduce dtype the inputs of reductions are counted half: set_memory(bytes) accepts budgets that are too small, and picks more overlap than fits.",
+    ),
+    Fault(
+        "mesh-roles-of-2d-swapped",
+        "fsdp2/_mesh.py",
+        "else (REPLICATE, SHARD)",
+        "else (SHARD, REPLICATE)",
+        "A 2-D mesh is read as (shard, replicate): placements and local shapes are swapped, and parameters are sharded over the wrong ranks.",
+    ),
+    Fault(
+        "forward-interrupt-not-noticed",
+        "fsdp2/_module.py",
+        """\
+        except BaseException:
+            forward_raised(unit, depth)""",
+        """\
+        except Exception:
+            forward_raised(unit, depth)""",
+        "After a KeyboardInterrupt in a forward the runtime stays in the forward phase: parameters stay whole, and the next forward neither begins nor recovers.",
+    ),
+    Fault(
+        "no-sync-exit-forces-sync-on",
+        "fsdp2/_no_sync.py",
+        """\
+                reduce_grads=settings.reduce_grads, all_reduce_grads=settings.all_reduce_grads
+""",
+        """\
+                reduce_grads=True, all_reduce_grads=True
+""",
+        "Leaving no_sync switches sync on even if it was off before: after an inner context the outer one reduces, and set_requires_gradient_sync(False) or set_requires_all_reduce(False) is forgotten.",
+    ),
+    Fault(
+        "load-named-keeps-own-options",
+        "fsdp2/_optim_state.py",
+        'groups.append({**kept, **(options[0] if options else {}), "params": ids})',
+        'groups.append({**(options[0] if options else {}), **kept, "params": ids})',
+        "Loading an optimizer's state leaves the options of its param groups (lr, betas, weight decay) as they were in the new optimizer, instead of those that were saved.",
+    ),
+    Fault(
+        "replicated-gradient-of-first-rank",
+        "fsdp2/_packing.py",
+        "return slots.sum(0).view(shard.shape)",
+        "return slots[0].view(shard.shape)",
+        "A scalar or Replicate() parameter gets the first rank's part of its gradient only; the other ranks' parts are lost.",
+    ),
+    Fault(
+        "uneven-tail-unpacked-by-columns",
+        "fsdp2/_packing.py",
+        "tail.copy_(pieces[whole].flatten()[: tail.numel()].view(tail.shape))",
+        "tail.copy_(pieces[whole].narrow(dim, 0, rest))",
+        "A parameter sharded on dim 1 (or higher) whose size the ranks do not divide has wrong values in the last rank's columns after the all-gather.",
+    ),
+    Fault(
+        "users-parameter-hooks-not-moved",
+        "fsdp2/_param.py",
+        "self._parameter(_torch.new_dtensor(local, self.spec), self.sharded)",
+        "self._parameter(_torch.new_dtensor(local, self.spec), None)",
+        "Hooks that the user registered on a parameter before fully_shard (register_hook, register_post_accumulate_grad_hook) are silently never called.",
+    ),
+    Fault(
+        "part-of-one-parameter-never-late",
+        "fsdp2/_parts.py",
+        "is_late = self.is_reduced and self._present > 0",
+        "is_late = self.is_reduced and self._present > 1",
+        "The gradient of a part with one parameter (an embedding, a head) that comes after the part was reduced early, because backward took another way, is missing in that step.",
+    ),
+    Fault(
+        "pipeline-lone-lost-gradient-passes",
+        "fsdp2/_pipelining.py",
+        "        if lost:",
+        "        if len(lost) > 1:",
+        "A pipeline stage in which exactly one unit lost its gradient raises no StateError, and that unit is silently not trained.",
+    ),
+    Fault(
+        "post-forward-placement-always-rows",
+        "fsdp2/_placement.py",
+        "split: Placement = Replicate() if old.dim is None else Shard(old.dim)",
+        "split: Placement = Replicate() if old.dim is None else Shard(0)",
+        "With an int for reshard_after_forward, a parameter sharded on dim 1 says Shard(0) between forward and backward: its placements, and full_tensor() of it, are wrong.",
+    ),
+    Fault(
+        "mesh-dims-overlap-accepted",
+        "fsdp2/_policy.py",
+        "        if both:",
+        "        if both and self.shard == self.replicate:",
+        "DataParallelMeshDims(shard=('a', 'b'), replicate='b') is taken without an error.",
+    ),
+    Fault(
+        "cast-buffer-gives-stale-original",
+        "fsdp2/_precision.py",
+        "        if self._is_unchanged():",
+        "        if self._original is not None:",
+        "state_dict of a batch norm under buffer_dtype gives the running statistics from before training: what was written to the cast buffer is lost.",
+    ),
+    Fault(
+        "first-gradient-not-taken-off",
+        "fsdp2/_reduction.py",
+        """\
+        for param in plan.members:
+            if param.unsharded is not None:
+""",
+        """\
+        for param in plan.members[1:]:
+            if param.unsharded is not None:
+""",
+        "The local gradient of the first trainable parameter of every group stays on the unsharded parameter after its reduction, so each later step reduces it again: wrong gradients from the second step on, and memory.",
+    ),
+    Fault(
+        "partial-reduction-added-again",
+        "fsdp2/_reduction.py",
+        """\
+            self._reduced.add_(owner.partial)
+            owner.partial = None
+""",
+        """\
+            self._reduced.add_(owner.partial)
+""",
+        "On HSDP, gradients of a backward with set_requires_all_reduce(False) are added to the next reduction and then to every one after it, because what was kept of them is never dropped.",
+    ),
+    Fault(
+        "scale-cached-over-settings",
+        "fsdp2/_reduction.py",
+        "if scaled is None or plan is None or scaled[0] is not plan or scaled[1] is not settings:",
+        "if scaled is None or plan is None or scaled[0] is not plan:",
+        "set_gradient_divide_factor (or a change to sums only) after the first backward has no effect: the scale of the first settings is used for ever.",
+    ),
+    Fault(
+        "runs-join-different-step-counters",
+        "fsdp2/_runs.py",
+        'items.append((key, "counter", value.dtype, value.device, value.item()))',
+        'items.append((key, "counter", value.dtype, value.device))',
+        "Neighbours of which one had no gradient in some steps are stepped with one counter: Adam's bias correction and state_dict()'s step are wrong for all but the first.",
+    ),
+    Fault(
+        "end-of-backward-reshard-inverted",
+        "fsdp2/_runtime.py",
+        "if not unit.settings.reshard_after_backward or unit.calls:",
+        "if unit.settings.reshard_after_backward or unit.calls:",
+        "The root and the first block stay whole after backward: memory is not freed, parameters() are no DTensors, and the next forward may use values from before the optimizer step. With set_reshard_after_backward(False) they are freed instead.",
+    ),
+    Fault(
+        "failed-backward-leaves-gradients",
+        "fsdp2/_runtime.py",
+        """\
+                group.forget_step()
+        self.streams.reset()""",
+        """\
+                group.forget_stand_ins()
+        self.streams.reset()""",
+        "Unreduced gradients of a backward that raised (or that reset_iter_state() was to drop) are added to those of the next step.",
+    ),
+    Fault(
+        "half-reduced-gradients-never-flushed",
+        "fsdp2/_runtime.py",
+        """\
+            self.wait_for_reductions()
+            self._flush_partial()""",
+        "            self.wait_for_reductions()",
+        "HSDP with set_requires_all_reduce(False): a unit that took no part in the last backward, which all-reduces, is not all-reduced over the replicate axis, and its grad is never set.",
+    ),
+    Fault(
+        "index-of-several-files-stays",
+        "fsdp2/_safetensors.py",
+        """\
+            self._replace_index(weight_map if count > 1 else {})
+""",
+        """\
+            if count > 1:
+                self._replace_index(weight_map)
+""",
+        "Saving a model as one safetensors file where it lay in several leaves the old index, which names files that were removed: the checkpoint cannot be loaded any more.",
+    ),
+    Fault(
+        "schedule-record-never-renewed",
+        "fsdp2/_schedule.py",
+        "self._recorded[self._entry] = self._running",
+        "self._recorded.setdefault(self._entry, self._running)",
+        "The first forward's order is predicted for ever: once the order of units changes, there are no prefetches (or those of units that do not follow) in every later forward.",
+    ),
+    Fault(
+        "cast-inputs-of-first-gather-sent-again",
+        "fsdp2/_shards.py",
+        "is_kept = self._views is not None and sent is self._views[1]",
+        "is_kept = self._views is not None",
+        "With param_dtype=bf16, parameters of at least 128 KiB are gathered from the first step's cast copy for ever: forwards never see an optimizer step, and the copy stays in memory.",
+    ),
+    Fault(
+        "loaded-local-state-shares-memory",
+        "fsdp2/_state.py",
+        "return _torch.new_dtensor(value.clone(), made)",
+        "return _torch.new_dtensor(value, made)",
+        "After load_local_state the optimizer steps in the memory of the state that was loaded: going back to the same state a second time restores trained moments.",
+    ),
+    Fault(
+        "tie-needs-all-its-names",
+        "fsdp2/_state.py",
+        "if n not in offered and id(tensor) not in given]",
+        "if n not in offered]",
+        "Loading a state that has a tied parameter under one of its names only (as safetensors files have it) raises ConfigError about missing names.",
+    ),
+    Fault(
+        "scatter-skips-first-replicate-axis",
+        "fsdp2/_stream.py",
+        "for position, index in enumerate(others):",
+        "for position, index in enumerate(others[1:], 1):",
+        "What is loaded from rank 0 does not reach the ranks along an axis that does not cut the tensor: replicas of HSDP, and replicated parameters, get whatever the buffer held.",
+    ),
+    Fault(
+        "post-optim-event-not-waited-for",
+        "fsdp2/_streams.py",
+        """\
+        event.synchronize()
+
+    def lane_of""",
+        """\
+        return
+
+    def lane_of""",
+        "On a CPU the next forward gathers without waiting for the event that set_post_optim_event was given: an optimizer in another thread may not be done.",
+    ),
+    Fault(
+        "summon-skips-ties-outside",
+        "fsdp2/_summon.py",
+        """\
+            sites[key] = list(owner.sites)
+""",
+        """\
+            sites[key] = sites[key] or list(owner.sites)
+""",
+        "summon_full_params of a submodule whose parameter is tied to one outside of it leaves the shard registered outside: inside the context the tie is broken.",
+    ),
+    Fault(
+        "post-accumulate-hook-alone-unseen",
+        "fsdp2/_torch.py",
+        "if param._backward_hooks or param._post_accumulate_grad_hooks:",
+        "if param._backward_hooks:",
+        "register_post_accumulate_grad_hook on sharded parameters is never called, unless some parameter of the group has a register_hook hook too (optimizer in backward does nothing).",
+    ),
+    Fault(
+        "version-counts-first-write-only",
+        "fsdp2/_torch.py",
+        """\
+return tensor._version
+""",
+        """\
+return min(tensor._version, 1)
+""",
+        "Parameters that stay whole after a forward or a backward (reshard_after_backward off, a root after an evaluation) are not gathered again after the second optimizer step: later forwards compute with stale weights.",
+    ),
+    Fault(
+        "compiled-gradients-pile-up",
+        "fsdp2/_traced.py",
+        """\
+        reduced, sink.grad = sink.grad, None
+""",
+        """\
+        reduced = sink.grad
+""",
+        "In a compiled step reduced gradients stay on the sink: from the second step on each gradient contains all earlier ones.",
+    ),
+    Fault(
+        "waits-sink-to-last-reduction",
+        "fsdp2/_traced_pass.py",
+        """\
+        if is_reduction(node):
+""",
+        """\
+        if next_reduction is None and is_reduction(node):
+""",
+        "In a compiled backward every reduction is waited for only at the last one, so the inputs of all reductions are held at a time: wrong order of nodes, and memory.",
+    ),
+    Fault(
+        "traced-missing-gradient-unnoticed",
+        "fsdp2/_traced_plan.py",
+        "if any(grad is None for grad in found):",
+        "if all(grad is None for grad in found):",
+        "In a compiled model a parameter that took no part in the loss gets a gradient of zeros instead of None, so weight decay and momentum move it.",
+    ),
+    Fault(
+        "attributes-of-containers-not-visited",
+        "fsdp2/_tree.py",
+        'for child in (*children, *getattr(value, "__dict__", {}).values()):',
+        'for child in children or getattr(value, "__dict__", {}).values():',
+        "An output that is a subclass of list or dict, or a dataclass, with a tensor in an attribute beside its items gets no mark there: a backward from it reads freed parameters.",
+    ),
+    Fault(
+        "every-unit-stays-whole-after-forward",
+        "fsdp2/_unit.py",
+        "(choice is None and self.is_root and with_grad)",
+        "(choice is None and with_grad)",
+        "On default settings all units, not the root alone, keep their whole parameters from forward to backward: no reshard events in forward, no gathers in backward, and the memory of the whole model.",
+    ),
+    Fault(
+        "load-full-ids-by-model-order",
+        "fsdp2/checkpoint.py",
+        'named = rekey(named, "name", model=model, optimizer=optimizer)',
+        'named = rekey(named, "name", model=model)',
+        "load_full_state of an optimizer state under ids takes them in the order of model.parameters(): with param groups in another order, states go to wrong parameters (or an error about shapes).",
+    ),
+    Fault(
+        "order-check-hook-stays",
+        "fsdp2/debug.py",
+        "self._handles += [before, after]",
+        "self._handles.append(after)",
+        "After OrderCheck.remove() the hook before each unit stays: ranks go on comparing orders, with a collective before every unit, or warn of units out of turn.",
+    ),
+    Fault(
+        "fused-step-does-not-bump-versions",
+        "fsdp2/optim.py",
+        """\
+            for plan in self._plans:
+                increment_version(plan.written)
+        return loss
+""",
+        """\
+                for plan in self._plans:
+                    increment_version(plan.written)
+        return loss
+""",
+        "After a step of fused Adam(W) the shards' versions are as before: units that stay whole (set_reshard_after_backward(False)) run the next forward with the old values.",
+    ),
+    Fault(
+        "wrap-recursive-counts-wrapped-again",
+        "fsdp2/wrap.py",
+        "nonwrapped_numel=numel - taken)",
+        "nonwrapped_numel=numel)",
+        "A size-based policy also picks modules of which nearly all parameters are in units below them already: too many units.",
+    ),
+]

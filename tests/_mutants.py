@@ -1,0 +1,248 @@
+"""Plant faults in copies of the package and say which of them the tests find: `scripts/mutants`.
+
+A fault (`tests/_faults.py`) is one change of text. Each gets a copy of the repository; the tests
+that enter the changed function run there, the shortest first, until one fails. A fault that they
+let pass meets the tests that reach its file, and then those that a trace hook cannot see
+through: compiled models, and programs that a test starts itself. What is left has survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests._faults import FAULTS, Fault
+
+ROOT = Path(__file__).parent.parent
+SUITES = {"default": "not slow and not ecosystem", "slow": "slow and not ecosystem"}
+# What a trace hook does not see: graphs, and processes that a test starts itself.
+BEHIND_A_COMPILER = ("tests/behaviour/test_traced.py",)
+STARTS_PROGRAMS = ("tests/test_",)
+LIMIT_S = 1800.0  # of one run of pytest for one fault
+NOTHING_SELECTED = 5  # pytest's status
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a fault: the test that failed first, or how many passed."""
+
+    fault: str
+    file: str
+    found_by: str | None
+    ran: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The map that `pytest --reach` writes: each test's seconds and the functions it enters."""
+
+    seconds: dict[str, float]
+    entered: dict[str, frozenset[str]]
+
+    @classmethod
+    def read(cls, path: Path) -> Reached:
+        tests = json.loads(path.read_text())
+        return cls(
+            {test: row["seconds"] for test, row in tests.items()},
+            {test: frozenset(row["entered"]) for test, row in tests.items()},
+        )
+
+    def rounds(self, fault: Fault, root: Path, first: str | None) -> list[list[str]]:
+        """Return tests in the order to try them; none stands in two rounds."""
+        functions = functions_of(fault, root)
+        file = fault.file.removeprefix("fsdp2/") + ":"
+        seen: set[str] = set()
+        rounds = []
+        for belongs in (
+            lambda test: test == first,
+            lambda test: not functions.isdisjoint(self.entered[test]),
+            lambda test: any(f.startswith(file) for f in self.entered[test]),
+            lambda test: test.startswith(BEHIND_A_COMPILER + STARTS_PROGRAMS),
+        ):
+            found = [test for test in self.entered if test not in seen and belongs(test)]
+            seen.update(found)
+            rounds.append(sorted(found, key=lambda test: self.seconds[test]))
+        return rounds
+
+
+def functions_of(fault: Fault, root: Path) -> set[str]:
+    """Return the innermost function that holds the changed text, as the map writes it."""
+    source = (root / fault.file).read_text()
+    first = source[: source.index(fault.old)].count("\n") + 1
+    last = first + fault.old.strip("\n").count("\n")
+    innermost: ast.FunctionDef | ast.AsyncFunctionDef | None = None
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and node.lineno <= last
+            and first <= (node.end_lineno or node.lineno)
+        ):
+            innermost = node  # a walk meets an outer function before those inside it
+    if innermost is None:
+        return set()
+    starts = [innermost.lineno, *(decorator.lineno for decorator in innermost.decorator_list)]
+    return {f"{fault.file.removeprefix('fsdp2/')}:{min(starts)}"}
+
+
+class Copy:
+    """A copy of the repository in which faults are planted one after the other."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.folder = folder
+        tracked = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=root,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for name in filter(None, tracked.split("\0")):
+            if (root / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, folder / name)
+
+    def test(self, fault: Fault, rounds: Sequence[Sequence[str]], suite: str) -> Verdict:
+        path = self.folder / fault.file
+        sound = path.read_text()
+        path.write_text(plant(fault, sound))
+        started = time.monotonic()
+        ran, found_by = 0, None
+        try:
+            for tests in rounds:
+                if tests and found_by is None:
+                    found_by = self._first_failure(tests, suite)
+                    ran += len(tests)
+        finally:
+            path.write_text(sound)
+        return Verdict(fault.name, fault.file, found_by, ran, round(time.monotonic() - started, 1))
+
+    def _first_failure(self, tests: Sequence[str], suite: str) -> str | None:
+        listed = self.folder / "selected.txt"
+        listed.write_text("\n".join(tests))
+        report = self.folder / "report.txt"
+        paths = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", f"@{listed}", "-m", SUITES[suite], "-x", "-q"),
+                *("-p", "no:cacheprovider", "-rfE", "--tb=line", "--in-flight=1"),
+            ],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "CI": "true"},
+            stdout=report.open("w"),
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if ended.returncode in (0, NOTHING_SELECTED):
+            return None
+        lines = report.read_text().splitlines()
+        failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        return failed[0] if failed else f"pytest ended with {ended.returncode}: {lines[-1:]}"
+
+
+def plant(fault: Fault, source: str) -> str:
+    """Return the source with the fault in it."""
+    if source.count(fault.old) != 1:
+        raise SystemExit(
+            f"{fault.name}: its old text stands {source.count(fault.old)} times in {fault.file}, "
+            f"not once; mend tests/_faults.py"
+        )
+    return source.replace(fault.old, fault.new)
+
+
+def run(
+    faults: Iterable[Fault],
+    reached: Reached,
+    first: Mapping[str, str],
+    suite: str,
+    jobs: int,
+    root: Path,
+) -> list[Verdict]:
+    """Run all faults; `first` names the test to begin with, where one is known for a fault."""
+    waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+    for fault in faults:
+        waiting.put(fault)
+    verdicts: list[Verdict] = []
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            copy = Copy(root, Path(folder))
+            while True:
+                try:
+                    fault = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                rounds = reached.rounds(fault, copy.folder, first.get(fault.name))
+                verdict = copy.test(fault, rounds, suite)
+                verdicts.append(verdict)
+                found = verdict.found_by or f"SURVIVED {verdict.ran} tests"
+                print(f"{verdict.seconds:>7.1f} s  {fault.name:<44} {found}", flush=True)
+
+    threads = [threading.Thread(target=work) for _ in range(jobs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return verdicts
+
+
+def write_map(path: Path, suite: str, root: Path) -> None:
+    """Run the suite once and note what each test enters."""
+    print(f"noting which functions the {suite} tests enter", flush=True)
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", SUITES[suite], "-q", f"--reach={path}"],
+        cwd=root,
+        check=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="faults to plant; all, if none is named")
+    parser.add_argument("--suite", choices=SUITES, default="default")
+    parser.add_argument("--map", type=Path, help="what `pytest --reach` wrote; made if missing")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the repository to copy")
+    parser.add_argument(
+        "--first", type=Path, help="verdicts of another run: what found it is tried first"
+    )
+    parser.add_argument("--save", type=Path, help="write the verdicts here, as JSON")
+    given = parser.parse_args()
+    unknown = set(given.names) - {fault.name for fault in FAULTS}
+    if unknown:
+        parser.error(f"no fault is called {', '.join(sorted(unknown))}; see tests/_faults.py")
+    faults = [f for f in FAULTS if not given.names or f.name in given.names]
+    for fault in faults:
+        plant(fault, (given.root / fault.file).read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        reach = given.map or Path(folder) / "reach.json"
+        if not reach.exists():
+            write_map(reach, given.suite, given.root)
+        known = json.loads(given.first.read_text()) if given.first else []
+        first = {row["fault"]: row["found_by"] for row in known if row["found_by"]}
+        verdicts = run(faults, Reached.read(reach), first, given.suite, given.jobs, given.root)
+    survived = [verdict.fault for verdict in verdicts if verdict.found_by is None]
+    found = len(verdicts) - len(survived)
+    print(f"{found} of {len(verdicts)} faults found by the {given.suite} tests")
+    for name in survived:
+        print(f"  survived: {name}")
+    if given.save:
+        given.save.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
