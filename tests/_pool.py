@@ -278,7 +278,7 @@ class _Queue:
                 return None
             if self._urgent:
                 return self._urgent.popleft()
-            kind = last if last in self._waiting else self._choose(last)
+            kind = last if last in self._waiting else self._choose()
             if kind is not last:
                 self._served.subtract(filter(None, [last]))
                 self._served[kind] += 1
@@ -292,14 +292,12 @@ class _Queue:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _choose(self, last: Kind | None) -> Kind:
-        """Choose a kind that no pool is at, on as many ranks as before, with many bodies."""
-
-        def merit(kind: Kind) -> tuple[bool, bool, int]:
-            same_size = last is not None and kind.size == last.size
-            return self._served[kind] < 1, same_size, len(self._waiting[kind])
-
-        return max(self._waiting, key=merit)
+    def _choose(self) -> Kind:
+        """Choose the first kind that no pool is at; if there is none, help where most is left."""
+        for kind in self._waiting:
+            if not self._served[kind]:
+                return kind
+        return max(self._waiting, key=lambda kind: len(self._waiting[kind]))
 
 
 class Pools:
