@@ -123,6 +123,7 @@ class RankPool:
         started = time.monotonic()
         ranks = [self._rank(index) for index in range(request.world_size)]
         prefix, port = self._run.meeting(request)
+        limit_s = request.limit_s * self._run.patience
         world = (request.world_size, request.limit_s) if request.with_process_group else None
         keeps_world = world is not None and world == self._world and request.shares_world
         for index, rank in enumerate(ranks):
@@ -130,6 +131,7 @@ class RankPool:
                 Task(
                     request,
                     index,
+                    limit_s,
                     self._run.store.port,
                     prefix,
                     keeps_world,
@@ -139,7 +141,7 @@ class RankPool:
                 )
             )
         self._is_busy = True
-        replies, hung = self._wait(ranks, request.limit_s)
+        replies, hung = self._wait(ranks, limit_s)
         self._is_busy = False
         outputs = [rank.output() for rank in ranks]
         for index, reply in enumerate(replies):
@@ -152,7 +154,7 @@ class RankPool:
         if len(lived) == len(replies) and len({reply.outcome for reply in lived}) == 1:
             kind, text = lived[0].outcome, lived[0].text
         if kind == "failed":
-            text = _report(replies, outputs, hung, request.limit_s)
+            text = _report(replies, outputs, hung, limit_s)
         return Outcome(kind, text, lived, time.monotonic() - started)
 
     def interrupt(self) -> None:
@@ -206,7 +208,7 @@ class RankPool:
 class _Run:
     """What the pools of one run share: a store, ports, a folder of logs, and how ranks start."""
 
-    def __init__(self, notes_reach: bool) -> None:
+    def __init__(self, notes_reach: bool, patience: float) -> None:
         import torch.distributed as dist
 
         os.environ.update(ENVIRONMENT)
@@ -215,6 +217,7 @@ class _Run:
         if method == "forkserver":
             self._context.set_forkserver_preload(["tests._preload"])
         self.notes_reach = notes_reach
+        self.patience = patience  # the limit of a body is this many times what it is alone
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._numbers = itertools.count()
@@ -334,7 +337,7 @@ class Pools:
 
     def _submit(self, request: Request, urgent: bool) -> Future[Outcome]:
         if self._run is None:
-            self._run = _Run(self._notes_reach)
+            self._run = _Run(self._notes_reach, patience=self._count)
         future: Future[Outcome] = Future()
         self._queue.put(Job(request, future), urgent)
         if len(self._threads) < self._count:

@@ -46,7 +46,7 @@ class Request:
     qualname: str
     kwargs: Mapping[str, Any]
     world_size: int
-    limit_s: float
+    limit_s: float  # alone on the machine
     with_process_group: bool
     shares_world: bool  # its process group may be one that others used, and serve others
 
@@ -57,6 +57,7 @@ class Task:
 
     request: Request
     rank: int
+    limit_s: float
     store_port: int  # where the store of the run is
     prefix: str  # of this body's keys in it
     keeps_world: bool  # the ranks still have the process group of the body before
@@ -126,7 +127,7 @@ def _run_body(task: Task, watch: Stopwatch) -> Reply:
                     store=_connect(task),
                     rank=task.rank,
                     world_size=task.request.world_size,
-                    timeout=timedelta(seconds=task.request.limit_s),
+                    timeout=timedelta(seconds=task.limit_s),
                 )
             world = dist.group.WORLD
         watch.lap("meet")
@@ -157,7 +158,7 @@ def _connect(task: Task) -> Any:
     import torch.distributed as dist
 
     store = _connect_once(task.store_port)
-    store.set_timeout(timedelta(seconds=task.request.limit_s))
+    store.set_timeout(timedelta(seconds=task.limit_s))
     return dist.PrefixStore(task.prefix, store)
 
 
