@@ -248,6 +248,7 @@ class Kind(NamedTuple):
 class Job:
     request: Request
     outcome: Future[Outcome]
+    is_urgent: bool  # pytest waits for it
 
     @property
     def kind(self) -> Kind:
@@ -268,9 +269,9 @@ class _Queue:
         self._is_closed = False
         self._changed = threading.Condition()
 
-    def put(self, job: Job, urgent: bool) -> None:
+    def put(self, job: Job) -> None:
         with self._changed:
-            (self._urgent if urgent else self._waiting[job.kind]).append(job)
+            (self._urgent if job.is_urgent else self._waiting[job.kind]).append(job)
             self._changed.notify()
 
     def get(self, last: Kind | None) -> Job | None:
@@ -318,11 +319,11 @@ class Pools:
     def take(self, requests: Iterable[Request]) -> None:
         """Run these bodies when there is nothing more urgent; `outcome` will ask for them."""
         for request in requests:
-            self._ahead[request.name] = self._submit(request, urgent=False)
+            self._ahead[request.name] = self._submit(request, is_urgent=False)
 
     def outcome(self, request: Request) -> Outcome:
         """Return how the body ended; wait for it, and run it first if nobody has asked for it."""
-        future = self._ahead.pop(request.name, None) or self._submit(request, urgent=True)
+        future = self._ahead.pop(request.name, None) or self._submit(request, is_urgent=True)
         return future.result()
 
     def close(self) -> None:
@@ -335,11 +336,11 @@ class Pools:
         if self._run is not None:
             self._run.close()
 
-    def _submit(self, request: Request, urgent: bool) -> Future[Outcome]:
+    def _submit(self, request: Request, is_urgent: bool) -> Future[Outcome]:
         if self._run is None:
             self._run = _Run(self._notes_reach, patience=self._count)
         future: Future[Outcome] = Future()
-        self._queue.put(Job(request, future), urgent)
+        self._queue.put(Job(request, future, is_urgent))
         if len(self._threads) < self._count:
             self._pools.append(RankPool(self._run))
             self._threads.append(threading.Thread(target=self._work, args=(self._pools[-1],)))
@@ -349,7 +350,7 @@ class Pools:
     def _work(self, pool: RankPool) -> None:
         last: Kind | None = None
         while (job := self._queue.get(last)) is not None:
-            last = job.kind
+            last = last if job.is_urgent else job.kind
             try:
                 job.outcome.set_result(pool.run(job.request))
             except BaseException as error:
