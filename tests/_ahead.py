@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests._pool import Pools
-from tests._rank import TEST_MODULES, Request
+from tests._rank import PRELOADED, Request
 
 GIVEN = {"run_on_ranks", "request", "world_size"}  # what `ranks` adds to a body's own arguments
 
@@ -52,7 +52,8 @@ class AheadOfTests:
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         if self._looks_ahead and not session.config.option.collectonly:
             requests = list(_requests(session.items))
-            os.environ[TEST_MODULES] = ",".join(sorted({r.module for r in requests}))
+            asked_for = filter(None, [os.environ.get(PRELOADED)])
+            os.environ[PRELOADED] = ",".join([*asked_for, *sorted({r.module for r in requests})])
             self._pools.take(requests)
 
     @pytest.hookimpl(wrapper=True)

@@ -19,7 +19,7 @@ import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 import torch.testing
 
-from tests._rank import TEST_MODULES
+from tests._rank import PRELOADED
 
 
 def show_values_in_asserts() -> None:
@@ -33,7 +33,7 @@ def show_values_in_asserts() -> None:
 
 
 show_values_in_asserts()
-for name in ("tests._parity", *filter(None, os.environ.get(TEST_MODULES, "").split(","))):
+for name in ("tests._parity", *filter(None, os.environ.get(PRELOADED, "").split(","))):
     importlib.import_module(name)
 
 torch.set_num_threads(1)

@@ -31,7 +31,7 @@ from tests._meshes import forget_meshes
 from tests._reach import Entered
 from tests._where import Stopwatch
 
-TEST_MODULES = "FSDP2_TEST_MODULES"  # names of the test modules that ranks are born with
+PRELOADED = "FSDP2_PRELOADED"  # names of the modules that ranks are born with, with commas
 GRACE_S = 5.0  # what the other ranks get to finish once one rank has failed
 MAX_GROUPS = 24  # of a world that goes on; a body may leave some behind
 MAX_GLOO_THREADS = 80  # torch's own caches keep some groups alive; a rank with this many retires

@@ -76,7 +76,9 @@ class Program(Pair):
         **kwargs: Any,
     ) -> None:
         super().__init__(case, optimizer=optimizer, **kwargs)
-        self.first_rtol = self.later_rtol = rtol
+        # AdamW divides by gradients: what rounding moved in one step is several times more in the
+        # next, and how it rounds depends on the CPU.
+        self.first_rtol, self.later_rtol = rtol, 4 * rtol
         self.in_parts = in_parts  # the reference runs each rank's rows apart: bf16 rounds alike
 
     def run(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests import _pool
+from tests._rank import PRELOADED
 
 LIBRARIES = [
     "transformers.generation.utils",
@@ -20,4 +20,4 @@ LIBRARIES = [
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.get_closest_marker("ecosystem") for item in session.items):
         os.environ["HF_HUB_OFFLINE"] = "1"  # every model here is built from a config or a folder
-        _pool.PRELOADED += LIBRARIES
+        os.environ[PRELOADED] = ",".join(LIBRARIES)
