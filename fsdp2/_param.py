@@ -268,7 +268,7 @@ class FSDPParam:
         }
 
     def _parameter(self, tensor: torch.Tensor, hooks_of: nn.Parameter | None) -> nn.Parameter:
-        param = nn.Parameter(tensor, requires_grad=self.trainable)
+        param = _torch.as_parameter(tensor, self.trainable)
         for name, value in self.attributes.items():
             setattr(param, name, value)
         if hooks_of is not None:

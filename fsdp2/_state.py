@@ -347,7 +347,7 @@ def state_like(
     if isinstance(current, DTensor) and tuple(current.shape) == shape:
         like = current
     if isinstance(like, DTensor) and tuple(like.shape) == shape:
-        local = torch.empty_like(_torch.local_tensor(like.detach()), dtype=dtype)
+        local = torch.empty_like(_torch.local_tensor(like), dtype=dtype)
         spec = _torch.spec_of(like)
         made = _torch.make_spec(spec.mesh, spec.placements, shape, like.stride(), dtype)
         return _torch.new_dtensor(local, made)
@@ -406,7 +406,7 @@ def local(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
             return value
         region = grids.hold(name, value).own
         layout[name] = (tuple(value.shape), region.starts, region.sizes)
-        return _torch.local_tensor(value.detach())
+        return _torch.local_tensor(value).detach()
 
     grids = Grids(list(state["model"].values()))
     result: dict[str, Any] = {

@@ -78,14 +78,14 @@ class Grids:
         Raises:
             UnsupportedError: a partial sum, a shard that is no block, or a tensor subclass.
         """
-        tensor = tensor.detach()
         if not isinstance(tensor, DTensor):
+            tensor = tensor.detach()
             _refuse_odd(name, tensor)
             blocks = Blocks(tuple(tensor.shape), self.main.counts, ())
             return Held(name, _plain(tensor), blocks, self.main, tuple(tensor.stride()))
         grid = self._known.get(tensor.device_mesh) or Grid.of(tensor.device_mesh)
         self._known[tensor.device_mesh] = grid
-        local = _torch.local_tensor(tensor)
+        local = _torch.local_tensor(tensor).detach()  # of a DTensor it would be planned first
         _refuse_odd(name, local)
         blocks = _blocks_of(name, tensor)
         axes = self._axes_of_main(grid)

@@ -1,7 +1,7 @@
-"""SGD on what each rank holds, for meshes of several axes.
+"""SGD on what each rank holds, for tests that are not about optimizers.
 
-An optimizer's ops on `DTensor` cost more there than all that a test is about: torch tries each
-placement of each operand on each axis, once for each shape. Tests of optimizers use torch's.
+An optimizer's ops on `DTensor` cost more than most that such a test is about: torch tries each
+placement of each operand on each axis of the mesh, once for each shape.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2
+from tests._local_sgd import LocalSGD
 from tests._meshes import shared_mesh
 from tests._models import CASES, Batch, Case, loss_of, seeded
 
@@ -48,11 +49,13 @@ def shard(
     return model
 
 
+@torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank, whatever its type and dtype."""
-    tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return tensor
+        return tensor.detach()
+    if _is_cut_in_chunks(tensor) and type(tensor.to_local()) is Tensor:
+        return _join_chunks(tensor)
     if tensor.dtype in CARRIED_BY_GLOO:
         return tensor.full_tensor()
     local, shape, stride = tensor.to_local(), tensor.shape, tensor.stride()
@@ -68,6 +71,45 @@ def whole(tensor: Tensor) -> Tensor:
     if tensor.dtype.is_complex:
         return torch.view_as_complex(full.contiguous())
     return full.view(tensor.dtype) if tensor.dtype.itemsize == 1 else full.to(tensor.dtype)
+
+
+def _join_chunks(tensor: DTensor) -> Tensor:
+    """Undo `torch.chunk` along each axis of the tensor's mesh, the innermost first.
+
+    `full_tensor` plans its collectives anew for each shape, which costs more than to train.
+    """
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not on the tensor's mesh"
+    shape, cuts = tensor.shape, []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            rows = torch.empty(shape[placement.dim], 0).chunk(mesh.size(axis))
+            sizes = [len(part) for part in rows] + [0] * (mesh.size(axis) - len(rows))
+            shapes = [_with_size(shape, placement.dim, size) for size in sizes]
+            cuts.append((mesh.get_group(axis), placement.dim, shapes))
+            shape = shapes[coordinate[axis]]
+    joined = tensor.to_local()
+    assert joined.shape == shape, f"this rank holds {joined.shape}, not {shape}"
+    for group, dim, shapes in reversed(cuts):
+        joined = torch.cat(_gather(joined, shapes, group), dim)
+    return joined
+
+
+def _with_size(shape: torch.Size, dim: int, size: int) -> torch.Size:
+    return torch.Size([*shape[:dim], size, *shape[dim % len(shape) + 1 :]])
+
+
+def _gather(tensor: Tensor, shapes: list[torch.Size], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return each rank's tensor, by its bytes: gloo has not all dtypes, and wants equal sizes."""
+    numels = [shape.numel() for shape in shapes]
+    own = torch.zeros(max(numels) * tensor.dtype.itemsize, dtype=torch.uint8)
+    own[: tensor.nbytes] = bits(tensor.cpu())
+    received = [torch.empty_like(own) for _ in shapes]
+    dist.all_gather(received, own, group=group)
+    return [
+        part.view(tensor.dtype)[:numel].view(shape)
+        for part, numel, shape in zip(received, numels, shapes, strict=True)
+    ]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -182,7 +224,7 @@ class Pair:
         case: Case | str,
         *,
         library: Any = fsdp2,
-        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        optimizer: Callable[..., torch.optim.Optimizer] = LocalSGD,
         prepare: Callable[[nn.Module], Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -270,7 +312,7 @@ def train_alike(case: Case, steps: int = 3, **kwargs: Any) -> None:
     ours = shard(seeded(case.build), case, fsdp2, **kwargs)
     theirs = shard(seeded(case.build), case, torch_fsdp, **_in_torch(kwargs))
     optimizers = [
-        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        LocalSGD([p for p in m.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
         for m in (ours, theirs)
     ]
     for _ in range(steps):

@@ -422,13 +422,14 @@ def make_request(
 
 
 def ranks(
-    *world_sizes: int,
+    *world_sizes: Any,
     limit_s: float = 60.0,
     with_process_group: bool = True,
     shares_world: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated function on every rank of a gloo group, once for each world size.
 
+    A world size may be marked (`tests._slow.exhaustive(4)`).
     The function is an ordinary pytest test: its arguments are what ``parametrize`` and fixtures
     give (they are pickled) and, if it names them, ``rank`` and ``world_size``. Random seeds follow
     from the test's name and are equal on all ranks.
@@ -467,9 +468,7 @@ def ranks(
         test.__signature__ = signature.replace(parameters=own + keyword_only)  # type: ignore[attr-defined]  # for pytest
         test.body = body  # type: ignore[attr-defined]  # what a rank looks for
         test.ask = ask  # type: ignore[attr-defined]  # for `AheadOfTests`
-        return pytest.mark.parametrize(
-            "world_size", world_sizes, ids=[f"w{n}" for n in world_sizes]
-        )(test)
+        return pytest.mark.parametrize("world_size", world_sizes, ids=lambda n: f"w{n}")(test)
 
     return decorate
 

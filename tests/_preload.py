@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import linecache
 import os
 
 import torch
@@ -35,6 +36,10 @@ def show_values_in_asserts() -> None:
 show_values_in_asserts()
 for name in ("tests._parity", *filter(None, os.environ.get(PRELOADED, "").split(","))):
     importlib.import_module(name)
+
+# DTensor plans each op on fake tensors. Their mode notes where it was made, and the standard
+# library then looks at every file on the stack for a change: a thirtieth of all that ranks do.
+linecache.checkcache = lambda filename=None: None
 
 torch.set_num_threads(1)
 gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ import fsdp2
 from tests._models import WIDTH, Block, Case, Inner, PartlyFrozen, Stack, each_block, floats
 from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh
 from tests._pool import ranks
+from tests._slow import with_slow
 
 KINDS = {"reentrant": True, "non_reentrant": False}
 
@@ -305,9 +307,21 @@ def selectively(policy: Policy, function: Callable[..., Tensor], *args: Any) -> 
     return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("policy", ["all", "none", "every_second", "matmuls"])
-@pytest.mark.parametrize("where", ["inside", "outside", "spanning"])
+PLACES = ["inside", "outside", "spanning"]
+POLICIES = ["all", "none", "every_second", "matmuls"]
+
+
+@pytest.mark.parametrize(
+    ("where", "policy", "reshard_after_forward"),
+    with_slow(
+        itertools.product(PLACES, POLICIES, [True, False]),
+        [
+            *((where, policy, True) for where in PLACES for policy in POLICIES),
+            ("outside", "every_second", False),
+            ("spanning", "all", False),
+        ],
+    ),
+)
 @ranks(2)
 def test_selective_checkpointing(where: str, policy: str, reshard_after_forward: bool) -> None:
     """A policy counts the operations of the plain model, whatever the engine does meanwhile."""

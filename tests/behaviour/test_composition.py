@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,6 +45,7 @@ from tests._parity import (
     whole,
 )
 from tests._pool import ranks
+from tests._slow import with_slow
 
 # --- torch.func and forward-mode differentiation --------------------------------------------------
 
@@ -331,9 +333,21 @@ def compile_block(model: Any, index: int, how: str, **kwargs: Any) -> None:
         model.blocks[index] = torch.compile(block, **kwargs)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("how", ["method", "wrapper", "forward"])
+@pytest.mark.parametrize(
+    ("how", "backend", "when"),
+    with_slow(
+        itertools.product(
+            ["method", "wrapper", "forward"], ["eager", "aot_eager"], ["before", "after"]
+        ),
+        [
+            ("method", "aot_eager", "after"),
+            ("method", "eager", "before"),
+            ("wrapper", "eager", "after"),
+            ("wrapper", "aot_eager", "before"),
+            ("forward", "eager", "before"),
+        ],
+    ),
+)
 @ranks(2)
 def test_compiled_blocks(how: str, backend: str, when: str) -> None:
     """A compiled block is one graph without a break, which all steps and equal blocks share."""

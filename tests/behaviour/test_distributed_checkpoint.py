@@ -42,6 +42,7 @@ from tests._models import VOCAB, WIDTH, seeded
 from tests._parity import assert_sharded, bits, global_mean, names_of, whole
 from tests._pool import RunOnRanks, make_request
 from tests._pool import ranks_that_share as ranks
+from tests._slow import slow
 
 HIDDEN = 30  # torch's ColwiseParallel computes with equal parts only: two ranks hold 15 rows each
 FULL = StateDictOptions(full_state_dict=True)
@@ -269,10 +270,6 @@ def differs(a: dict[str, Any], b: dict[str, Any]) -> bool:
 # --- written by one job, read by another ----------------------------------------------------------
 
 
-def slow(*values: object) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def job(body: Callable[..., None]) -> Callable[..., None]:
     """Let ranks find a body that is no test by itself."""
     body.body = body  # type: ignore[attr-defined]  # what a rank looks for
@@ -362,7 +359,7 @@ def test_training_resumes_bit_for_bit(
 @pytest.mark.parametrize(
     ("source", "target", "optimizer"),
     [
-        ("2", "4", "adamw"),
+        slow("2", "4", "adamw"),
         ("4", "3", "momentum"),
         slow("3", "2x2", "adamw"),
         ("2", "tensor", "adamw"),

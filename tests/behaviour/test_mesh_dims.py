@@ -32,6 +32,7 @@ from fsdp2._mesh import DataMesh
 from tests._local_sgd import LocalSGD
 from tests._parity import assert_same, names_of
 from tests._pool import ranks
+from tests._slow import exhaustive, slow, with_slow
 
 RTOL = 1e-10  # everything is computed in float64
 ROWS = 8
@@ -118,7 +119,7 @@ SETUPS = {
         DataParallelMeshDims(shard=("a", "b"), replicate="out"),
     ),
 }
-COMMON = ("shard", "both", "both_turned", "two_shard", "two_replicate", "three")
+COMMON = ("both", "both_turned", "two_shard", "three")
 
 
 class OnMesh(nn.Module):
@@ -230,7 +231,7 @@ def train_setup(setup: Setup, rtol: float = RTOL, **kwargs: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in COMMON else pytest.param(name, marks=pytest.mark.slow) for name in SETUPS],
+    with_slow(SETUPS, COMMON),
 )
 @ranks(4)
 def test_training_is_that_of_the_plain_model(name: str) -> None:
@@ -343,7 +344,7 @@ def test_plain_parameters_are_taken_where_every_dim_is_data(rank: int, name: str
     assert kinds == {False}
 
 
-@pytest.mark.parametrize("name", ["shard", "replicate"])
+@pytest.mark.parametrize("name", with_slow(["shard", "replicate"], ["shard"]))
 @ranks(4)
 def test_a_loss_over_the_data_dims_needs_no_mean(name: str) -> None:
     """A loss that is a DTensor over all ranks is whole already: sums of gradients are right."""
@@ -422,7 +423,7 @@ def test_accumulation_without_sync(name: str, reduce_dtype: torch.dtype | None) 
     assert_same_gradients(model, reference, RTOL if reduce_dtype is None else 1e-6)
 
 
-@pytest.mark.parametrize("name", ["shard", "replicate"])
+@pytest.mark.parametrize("name", with_slow(["shard", "replicate"], ["shard"]))
 @ranks(4)
 def test_frozen_and_tied_parameters(name: str) -> None:
     """A frozen parameter gets no gradient; a tied one stays one object and gets the sum."""
@@ -445,7 +446,7 @@ def test_frozen_and_tied_parameters(name: str) -> None:
     assert model[0].down.weight.grad is None
 
 
-@pytest.mark.parametrize("name", ["shard", "replicate", "two_shard"])
+@pytest.mark.parametrize("name", with_slow(["shard", "replicate", "two_shard"], ["two_shard"]))
 @ranks(4)
 def test_states_load_through_distribute_tensor(name: str) -> None:
     """A whole state, distributed as each parameter is, loads; the next steps train on it."""
@@ -536,10 +537,22 @@ def test_what_cannot_be_is_said_at_once() -> None:
         DataParallelMeshDims(shard="a", replicate=("a", "b"))
 
 
+DIMS, CHOICES = (0, 1, -1), (None, True, False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", [None, True, False])
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    ("name", "dim", "choice"),
+    [
+        # of the nine that a setup has, three in which each dim and each choice stands once
+        (slow if (index + DIMS.index(dim) + CHOICES.index(choice)) % 3 == 0 else exhaustive)(
+            name, dim, choice
+        )
+        for index, name in enumerate(SETUPS)
+        for dim in DIMS
+        for choice in CHOICES
+    ],
+)
 @ranks(4)
 def test_every_setup_with_every_dim(name: str, dim: int, choice: bool | None) -> None:
     """Any dim of a parameter may be sharded beside its own axes, and training stays the same."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ import fsdp2
 from tests._models import CASES, Block, Case, each_block, floats, loss_of, seeded, stack
 from tests._parity import ROWS, bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks_that_share as ranks
+from tests._slow import with_slow
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}],
@@ -154,7 +156,7 @@ class Twins:
 # --- every class, every model ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, (*WITH_FUSED, "RMSprop", "Rprop")))
 @ranks(2)
 def test_every_class_computes_the_same_bits(name: str) -> None:
     """Loop, foreach and fused of every element-wise class equal the plain ones in every bit."""
@@ -172,21 +174,35 @@ def test_every_class_computes_the_same_bits(name: str) -> None:
             twins.check()
 
 
-@pytest.mark.parametrize("mode", ["loop", "fused"])
+HARD = ["few_rows", "scalars", "mixed_dtypes", "tied_lm"]
+ODD = [
+    *HARD,
+    "non_contiguous",
+    "quantised",
+    "partly_frozen",
+    "one_row",
+    "unused_parts",
+    "one_group",
+]
+
+
 @pytest.mark.parametrize(
-    "case",
-    ["few_rows", "scalars", "non_contiguous", "mixed_dtypes", "quantised", "partly_frozen",
-     "one_row", "tied_lm", "unused_parts", "one_group"],
-)  # fmt: skip
+    ("mode", "case"),
+    with_slow(
+        itertools.product(["loop", "fused"], HARD + ODD),
+        [
+            *(("loop", case) for case in HARD + ODD),
+            ("fused", "few_rows"),
+            ("fused", "mixed_dtypes"),
+        ],
+    ),
+)
 @ranks(3)
 def test_every_kind_of_parameter(case: str, mode: str) -> None:
     """Scalars, empty and uneven shards, mixed dtypes, frozen neighbours and ties step alike."""
     twins = Twins(case, lr=0.05, fused=mode == "fused")
     twins.step(3)
     twins.check()
-
-
-HARD = ["few_rows", "scalars", "mixed_dtypes", "tied_lm"]
 
 
 @pytest.mark.slow

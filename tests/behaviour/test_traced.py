@@ -43,6 +43,7 @@ from tests._parity import (
     shard,
 )
 from tests._pool import ranks
+from tests._slow import exhaustive
 from tests._tensor_parallel import (
     FeedForward,
     Transformer,
@@ -158,7 +159,7 @@ mm gather gather wait_gather mm reduce gather wait_gather mm wait_reduce reduce 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@ranks(1, 2, 3, limit_s=200)
+@ranks(1, exhaustive(2), 3, limit_s=200)
 def test_every_case(name: str) -> None:
     pair = TracedPair(name)
     pair.train(steps=3)
@@ -210,11 +211,11 @@ def test_mixed_precision(name: str, policy: fsdp2.MixedPrecisionPolicy) -> None:
     assert pair.graphs.counts == "1 forward, 1 backward"
 
 
-@ranks(4, limit_s=200)
+@ranks(2, limit_s=200)
 def test_a_replicate_axis() -> None:
-    """One block, because each of four ranks compiles it."""
+    """One block and shards of one rank, because each rank compiles; more ranks are below."""
     case = Case(lambda: Stack(Scalars, count=1), each_block, floats)
-    TracedPair(case, mesh=make_mesh(2, 2)).train(steps=2)
+    TracedPair(case, mesh=make_mesh(2, 1)).train(steps=2)
 
 
 @pytest.mark.slow
@@ -707,7 +708,7 @@ def test_inductor(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ["stack", "tied_lm", "mixed_dtypes", "kwargs", "one_group"])
-@ranks(2, 4, limit_s=300)
+@ranks(2, exhaustive(4), limit_s=300)
 def test_five_steps_with_backends(name: str, backend: str) -> None:
     TracedPair(name, backend=backend).train(steps=5)
 
@@ -715,7 +716,7 @@ def test_five_steps_with_backends(name: str, backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", [True, False])
 @pytest.mark.parametrize("name", list(CASES)[:12])
-@ranks(4, limit_s=300)
+@ranks(2, exhaustive(4), limit_s=300)
 def test_cases_with_each_way_to_reshard(name: str, choice: bool | int) -> None:
     TracedPair(name, reshard_after_forward=choice).train(steps=2)
 
