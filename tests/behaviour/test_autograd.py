@@ -428,9 +428,20 @@ def test_functional_call_with_the_models_own_parameters() -> None:
     pair.train(steps=1)
 
 
-@ranks(2)
+@ranks(2, 3)
 def test_functional_call_with_modified_parameters() -> None:
-    pair = Pair("stack")
+    check_functional_call_with_modified_parameters()
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@ranks(4)
+def test_functional_call_on_a_replicate_axis(shape: tuple[int, int]) -> None:
+    """The gradient of a shard that stands in is a mean over the replicas too."""
+    check_functional_call_with_modified_parameters(mesh=make_mesh(*shape))
+
+
+def check_functional_call_with_modified_parameters(**kwargs: Any) -> None:
+    pair = Pair("stack", **kwargs)
     batch = pair.batch()
     scaled = {name: parameter * 0.5 for name, parameter in pair.model.named_parameters()}
     output = torch.func.functional_call(pair.model, scaled, pair.local(batch).args)
