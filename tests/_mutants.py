@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ SUITES = {"default": "not slow and not ecosystem", "slow": "slow and not ecosyst
 BEHIND_A_COMPILER = ("tests/behaviour/test_traced.py",)
 STARTS_PROGRAMS = ("tests/test_",)
 LIMIT_S = 1800.0  # of one run of pytest for one fault
-NOTHING_SELECTED = 5  # pytest's status
+BAD_USAGE, NOTHING_SELECTED = 4, 5  # pytest's status
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,27 @@ class Reached:
 
     seconds: dict[str, float]
     entered: dict[str, frozenset[str]]
+    unknown: frozenset[str]  # tests of which the map says nothing
 
     @classmethod
-    def read(cls, path: Path) -> Reached:
-        tests = json.loads(path.read_text())
+    def read(cls, path: Path, tests: Iterable[str]) -> Reached:
+        """Return the map for these tests.
+
+        The map may be of another commit or suite: a test that it lacks enters what the other
+        variants of its function do, and one without any is unknown.
+        """
+        rows = json.loads(path.read_text())
+        variants: dict[str, list[str]] = defaultdict(list)
+        for test in rows:
+            variants[_function(test)].append(test)
+        known = {t: [t] if t in rows else variants[_function(t)] for t in tests}
         return cls(
-            {test: row["seconds"] for test, row in tests.items()},
-            {test: frozenset(row["entered"]) for test, row in tests.items()},
+            {t: max((rows[k]["seconds"] for k in like), default=60.0) for t, like in known.items()},
+            {
+                t: frozenset().union(*(rows[k]["entered"] for k in like))
+                for t, like in known.items()
+            },
+            frozenset(t for t, like in known.items() if not like),
         )
 
     def rounds(self, fault: Fault, root: Path, first: str | None) -> list[list[str]]:
@@ -71,7 +86,8 @@ class Reached:
             lambda test: not functions.isdisjoint(self.entered[test]),
             lambda test: any(f.startswith(file) for f in self.entered[test]),
             lambda test: test.startswith(BEHIND_A_COMPILER + STARTS_PROGRAMS),
-            lambda test: not functions,  # what runs at import is for every test
+            # what runs at import is for every test
+            lambda test: not functions or test in self.unknown,
         ):
             found = [test for test in self.entered if test not in seen and belongs(test)]
             seen.update(found)
@@ -149,6 +165,8 @@ class Copy:
         )
         if ended.returncode in (0, NOTHING_SELECTED):
             return None
+        if ended.returncode == BAD_USAGE:
+            raise RuntimeError(f"pytest did not start: {report.read_text()}")
         lines = report.read_text().splitlines()
         failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
         return failed[0] if failed else f"pytest ended with {ended.returncode}: {lines[-1:]}"
@@ -165,7 +183,7 @@ def plant(fault: Fault, source: str) -> str:
 
 
 def run(
-    faults: Iterable[Fault],
+    faults: Sequence[Fault],
     reached: Reached,
     first: Mapping[str, str],
     suite: str,
@@ -197,7 +215,25 @@ def run(
         thread.start()
     for thread in threads:
         thread.join()
+    if len(verdicts) < len(faults):
+        raise SystemExit("not all faults were tried; see above")
     return verdicts
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0]
+
+
+def collect(suite: str, root: Path) -> list[str]:
+    """Return the names of the suite's tests."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", SUITES[suite], "--collect-only", "-q"],
+        cwd=root,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    return [line for line in listed.splitlines() if "::" in line]
 
 
 def write_map(path: Path, suite: str, root: Path) -> None:
@@ -234,7 +270,8 @@ def main() -> int:
             write_map(reach, given.suite, given.root)
         known = json.loads(given.first.read_text()) if given.first else []
         first = {row["fault"]: row["found_by"] for row in known if row["found_by"]}
-        verdicts = run(faults, Reached.read(reach), first, given.suite, given.jobs, given.root)
+        reached = Reached.read(reach, collect(given.suite, given.root))
+        verdicts = run(faults, reached, first, given.suite, given.jobs, given.root)
     survived = [verdict.fault for verdict in verdicts if verdict.found_by is None]
     found = len(verdicts) - len(survived)
     print(f"{found} of {len(verdicts)} faults found by the {given.suite} tests")
