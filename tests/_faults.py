@@ -20,6 +20,7 @@ class Fault:
     old: str
     new: str
     breaks: str  # what a user would see
+    near: tuple[str, ...]  # files of tests that are about it; they are tried first
 
 
 FAULTS = [
@@ -35,6 +36,7 @@ FAULTS = [
         if sharded.requires_grad is not trainable:
 """,
         "requires_grad_(False) on a parameter while it is whole (after unshard(), or on a root that stays whole) is not carried over: after the reshard the sharded parameter still says that it is trainable.",
+        near=("behaviour/test_surprises.py",),
     ),
     Fault(
         "agreement-never-uncertain",
@@ -42,6 +44,7 @@ FAULTS = [
         "certain = predicted is None or self.is_silent",
         "certain = predicted is None or predicted != UNCERTAIN",
         "A place where two programs alternate is never marked uncertain: each alternation issues a whole stand-in collective of the other program instead of the tiny exchange of numbers.",
+        near=("unit/test_agreement.py",),
     ),
     Fault(
         "reshard-to-one-rank-frees",
@@ -49,6 +52,7 @@ FAULTS = [
         "reshard_after_forward is True or reshard_after_forward > 1",
         "reshard_after_forward is True or reshard_after_forward >= 1",
         "reshard_after_forward=1 means True instead of False: parameters are freed after forward and gathered again in backward (one reshard and one unshard event more for each unit).",
+        near=("unit/test_order.py",),
     ),
     Fault(
         "dim-cut-twice-loses-first-offset",
@@ -60,6 +64,7 @@ FAULTS = [
             starts[dim] = first
 """,
         "Where tensor parallelism and data parallelism (or several dims) cut the same dim, a block starts at the wrong row: full state, loading, full_params and summon_full_params put values in wrong places.",
+        near=("behaviour/test_summon.py",),
     ),
     Fault(
         "stand-in-no-replicate-sum",
@@ -67,6 +72,7 @@ FAULTS = [
         "if data.replicate.size > 1:",
         "if data.replicate.size > 1 and data.shard.size == 1:",
         "On a 2-D (HSDP) mesh the gradient of a shard that stands in (functional_call) is not averaged over the replicas: replicas get different, wrong gradients.",
+        near=("behaviour/test_autograd.py",),
     ),
     Fault(
         "nested-modules-of-a-list-kept",
@@ -74,6 +80,7 @@ FAULTS = [
         "    return [top for top in unique if top not in inner]",
         "    return unique",
         "fully_shard([block, block.linear]) makes the inner module an FSDPModule with hooks of its own too, instead of dropping a module that lies inside another one of the list.",
+        near=("behaviour/test_control.py",),
     ),
     Fault(
         "clip-scales-small-gradients-up",
@@ -81,6 +88,7 @@ FAULTS = [
         "(max_norm / (total + 1e-6)).clamp(max=1.0)",
         "max_norm / (total + 1e-6)",
         "clip_grad_norm_ with a max_norm above the total norm multiplies gradients up to it instead of leaving them as they are.",
+        near=("behaviour/test_clip.py",),
     ),
     Fault(
         "collect-fqn-loses-prefix",
@@ -88,6 +96,11 @@ FAULTS = [
         'yield from walk(f"{prefix}.{name}" if prefix else name, child)',
         "yield from walk(name, child)",
         "A parameter two or more modules below its unit is named by its last module alone: errors say 'lin.weight' for 'inner.lin.weight'.",
+        near=(
+            "behaviour/test_errors.py",
+            "unit/test_errors.py",
+            "behaviour/test_parameter_meshes.py",
+        ),
     ),
     Fault(
         "shard-inside-summon-accepted",
@@ -95,6 +108,7 @@ FAULTS = [
         "if param.__dict__.get(SUMMONED) is not None:",
         "if param.__dict__.get(SUMMONED) is not None and isinstance(param, DTensor):",
         "fully_shard inside summon_full_params is not refused: it shards the temporary whole parameters of another unit, which leaving the context then takes away.",
+        near=("behaviour/test_summon.py",),
     ),
     Fault(
         "mean-divided-twice",
@@ -102,6 +116,7 @@ FAULTS = [
         "return GradientScale(1.0, 1.0, dist.ReduceOp.AVG)",
         "return GradientScale(1.0, 1.0 / factor, dist.ReduceOp.AVG)",
         "Gradients that the backend averages are divided by the number of ranks once more: with two ranks every gradient is half of the right one.",
+        near=("unit/test_comm.py",),
     ),
     Fault(
         "comm-hook-stays-on-replicate-axis",
@@ -109,6 +124,7 @@ FAULTS = [
         "group.wire.scatter, group.wire.sum_replicas = DefaultReduceScatter(), None",
         "group.wire.scatter = DefaultReduceScatter()",
         "After register_comm_hook(model, None) on an HSDP mesh the hook that was taken away is still called for the sum over replicas.",
+        near=("behaviour/test_comm_hooks.py",),
     ),
     Fault(
         "compiled-model-lost-by-chaining",
@@ -116,6 +132,7 @@ FAULTS = [
         "return self if result is model else result",
         "return result",
         "compiled.train(), .eval(), .to() return the eager model: model = model.eval() silently runs without the compiler from then on.",
+        near=("behaviour/test_traced.py",),
     ),
     Fault(
         "reshard-setting-keeps-smaller-mesh",
@@ -123,6 +140,7 @@ FAULTS = [
         "            group.reshard_to(None)",
         "            group.reshard()",
         "After fully_shard(reshard_after_forward=2) a call of set_reshard_after_forward(True) still reshards to the smaller mesh: memory and the registered DTensors' mesh show it.",
+        near=("behaviour/test_ranks_alone.py",),
     ),
     Fault(
         "mean-of-two-ranks-not-divided",
@@ -134,6 +152,7 @@ FAULTS = [
         if self._is_mean and others:
 """,
         "On two gloo ranks the reduce-scatter of a large buffer gives the sum, not the mean: gradients of large parameters are twice what they should be (or, in a packed buffer, the check of ranks raises).",
+        near=("behaviour/test_copy_free.py",),
     ),
     Fault(
         "ema-decay-function-off-by-one",
@@ -141,6 +160,7 @@ FAULTS = [
         "decay = self.decay(self.updates) if callable",
         "decay = self.decay(self.updates + 1) if callable",
         "A decay function is called with 1 at the first update, not 0: a warm-up of the decay is one step ahead and the averages differ.",
+        near=("behaviour/test_conveniences.py",),
     ),
     Fault(
         "config-error-is-no-value-error",
@@ -148,6 +168,7 @@ FAULTS = [
         "class ConfigError(FSDPError, ValueError):",
         "class ConfigError(FSDPError):",
         "A user's `except ValueError` around fully_shard no longer catches a wrong argument.",
+        near=("behaviour/test_errors.py", "unit/test_errors.py"),
     ),
     Fault(
         "listener-stays-after-an-exception",
@@ -163,6 +184,7 @@ FAULTS = [
     listeners.remove(listener)
 """,
         "A listener whose `with listen(...)` was left by an exception hears every later event, forever.",
+        near=("unit/test_events.py",),
     ),
     Fault(
         "extension-failure-of-one-parameter-unsaid",
@@ -170,6 +192,7 @@ FAULTS = [
         "failed = any(item.error is not None for item in self.items)",
         "failed = all(item.error is not None for item in self.items)",
         "Where a group has two extended parameters and fsdp_pre_all_gather of one fails in a later step, no rank raises: all go on with what happened to be in the buffer.",
+        near=("behaviour/test_extension.py", "unit/test_extension.py"),
     ),
     Fault(
         "extension-inner-tensors-never-freed",
@@ -181,6 +204,7 @@ FAULTS = [
         for storage, _ in self._storages[: len(self._outputs)]:
             storage.resize_(0)""",
         "Inner tensors with memory of their own that fsdp_post_all_gather returned keep it when the group reshards: whole parameters stay in memory.",
+        near=("behaviour/test_extension.py", "unit/test_extension.py"),
     ),
     Fault(
         "extra-tensors-renumbered",
@@ -188,6 +212,7 @@ FAULTS = [
         "plain = {n: t for n, t in numbered if not isinstance(t, DTensor)}",
         "plain = dict(enumerate(t for _, t in numbered if not isinstance(t, DTensor)))",
         "A checkpoint's extra in which a plain tensor follows a DTensor cannot be loaded (KeyError), or comes back with the wrong tensors in its places.",
+        near=("behaviour/test_checkpoint_api.py",),
     ),
     Fault(
         "other-files-in-checkpoint-folder-lost",
@@ -195,6 +220,7 @@ FAULTS = [
         "if not is_ours and not (heir / entry.name).exists():",
         "if not is_ours and (heir / entry.name).exists():",
         "Saving over a checkpoint deletes what the user had put into its folder (a config, a tokenizer) instead of moving it to the new one.",
+        near=("behaviour/test_checkpoint_api.py",),
     ),
     Fault(
         "full-params-keeps-last-tensor",
@@ -204,6 +230,7 @@ FAULTS = [
             del result""",
         "            yield name, result",
         "The iterator keeps the tensor that it yielded last while the next bucket is gathered: the peak is a whole parameter above max_bytes, and a weak reference to it stays alive.",
+        near=("behaviour/test_full_params.py",),
     ),
     Fault(
         "fused-counter-given-to-first-run-only",
@@ -215,6 +242,7 @@ FAULTS = [
         for run in self._runs[:1]:
             run.state""",
         "After fused Adam steps the state of every run but the first says the old `step`: state dicts hold wrong counters, and later steps correct the bias wrongly.",
+        near=("behaviour/test_optim.py",),
     ),
     Fault(
         "placed-user-gradient-not-kept",
@@ -224,6 +252,11 @@ FAULTS = [
     own, new =""",
         "    own, new =",
         "A gradient that the user had put on a sharded parameter with other placements (or whole) is redistributed and added to, but the sum is thrown away: param.grad is still what the user put there.",
+        near=(
+            "behaviour/test_any_parameter.py",
+            "behaviour/test_autograd.py",
+            "behaviour/test_accumulation.py",
+        ),
     ),
     Fault(
         "together-forgets-kind-of-error",
@@ -231,6 +264,12 @@ FAULTS = [
         "raise _KINDS[name](text) from error",
         "raise StateError(text) from error",
         "A ConfigError or UnsupportedError that one rank met is raised as a StateError: 'except ConfigError' does not catch it any more.",
+        near=(
+            "behaviour/test_divergence.py",
+            "behaviour/test_errors.py",
+            "unit/test_errors.py",
+            "behaviour/test_checkpoint_api.py",
+        ),
     ),
     Fault(
         "own-rows-of-rank-zero",
@@ -238,6 +277,7 @@ FAULTS = [
         "rows = own_rows(param, param.sharded, self.data.shard.rank)",
         "rows = own_rows(param, param.sharded, 0)",
         "fully_shard copies the first rank's rows on every rank: full parameters are the first chunk repeated, and uneven parameters raise.",
+        near=("unit/test_group.py", "behaviour/test_parity.py"),
     ),
     Fault(
         "zero-grad-forgets-half-reduced",
@@ -245,6 +285,7 @@ FAULTS = [
         "if self.reducer.is_waiting or self.owes_reduction:",
         "if self.owes_reduction:",
         "HSDP: gradients of a backward under set_requires_all_reduce(False) survive model.zero_grad() and are added to those of the next backward that all-reduces.",
+        near=("behaviour/test_accumulation.py",),
     ),
     Fault(
         "backward-prefetch-record-inverted",
@@ -256,6 +297,7 @@ FAULTS = [
         if recomputing:
             call.previous""",
         "A plain backward prefetches nothing, because no call knows the one before it: the events `backward: prefetch` are gone, and each all-gather is exposed.",
+        near=("unit/test_order.py",),
     ),
     Fault(
         "base-of-output-view-unmarked",
@@ -263,6 +305,7 @@ FAULTS = [
         "for made in (tensor,) if base is None else (tensor, base):",
         "for made in (tensor,):",
         "If a unit returns a view and the caller updates it in place (x.mul_(2)), pre-backward never runs: backward meets freed parameters and fails, or the unit is not gathered.",
+        near=("behaviour/test_autograd.py",),
     ),
     Fault(
         "idle-does-not-recover",
@@ -272,6 +315,7 @@ FAULTS = [
 """,
         "",
         "After a backward that raised, full_params, the checkpoint functions and summon_full_params say that they were called inside a backward, instead of recovering.",
+        near=("behaviour/test_recovery.py",),
     ),
     Fault(
         "ignored-modules-without-their-children",
@@ -279,6 +323,11 @@ FAULTS = [
         "inside = {child for module in modules for child in module.modules()}",
         "inside = set(modules)",
         "ignored_states=[module]: a parameter of a submodule of it that is tied to a module outside is sharded all the same, and an already sharded submodule in it raises no ConfigError.",
+        near=(
+            "behaviour/test_ties.py",
+            "behaviour/test_any_parameter.py",
+            "behaviour/test_control_surface.py",
+        ),
     ),
     Fault(
         "inspect-names-of-shared-module-lost",
@@ -286,6 +335,7 @@ FAULTS = [
         "model.named_modules(remove_duplicate=False)",
         "model.named_modules()",
         "fsdp2.units() gives a parameter of a module that is registered under two names only the first one.",
+        near=("behaviour/test_conveniences.py", "behaviour/test_control_surface.py"),
     ),
     Fault(
         "layout-no-room-for-other-axis",
@@ -293,6 +343,7 @@ FAULTS = [
         "for size in (shard.size, *full_sizes):",
         "for size in (shard.size,):",
         "With an int for reshard_after_forward and rows that do not divide evenly, the layouts of the two axes put the unsharded parameters at different offsets of the one full buffer: backward gathers to the wrong places, or fails.",
+        near=("unit/test_layout.py",),
     ),
     Fault(
         "layout-transposed-taken-for-row-major",
@@ -300,6 +351,7 @@ FAULTS = [
         "return self.dim == 0 and self.stride == contiguous_stride(self.shape)",
         "return self.dim == 0",
         "A parameter that is not contiguous (a transposed weight, channels_last) is gathered as if it were row-major: its unsharded values are in wrong places, the output is wrong.",
+        near=("unit/test_layout.py",),
     ),
     Fault(
         "materialize-parents-first",
@@ -313,6 +365,7 @@ FAULTS = [
         for child_name, child in module.named_children():
             yield from walk(f"{name}.{child_name}" if name else child_name, child)""",
         "materialize initialises parents before their children: a module with parameters of its own and children gets other random values than one process from the same seed.",
+        near=("behaviour/test_materialize.py",),
     ),
     Fault(
         "materialize-unfreezes",
@@ -320,6 +373,7 @@ FAULTS = [
         "new = nn.Parameter(tensor, requires_grad=old.requires_grad)",
         "new = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())",
         "Parameters that were frozen on meta require gradients after materialize, and are trained.",
+        near=("behaviour/test_materialize.py",),
     ),
     Fault(
         "budget-ignores-reduce-dtype",
@@ -327,6 +381,7 @@ FAULTS = [
         "dtype: torch.dtype = group.policy.reduce_dtype or param.grad_dtype",
         "dtype: torch.dtype = param.grad_dtype",
         "With bf16 parameters and an fp32 reduce dtype the inputs of reductions are counted half: set_memory(bytes) accepts budgets that are too small, and picks more overlap than fits.",
+        near=("behaviour/test_memory.py",),
     ),
     Fault(
         "mesh-roles-of-2d-swapped",
@@ -334,6 +389,7 @@ FAULTS = [
         "else (REPLICATE, SHARD)",
         "else (SHARD, REPLICATE)",
         "A 2-D mesh is read as (shard, replicate): placements and local shapes are swapped, and parameters are sharded over the wrong ranks.",
+        near=("unit/test_mesh.py",),
     ),
     Fault(
         "forward-interrupt-not-noticed",
@@ -345,6 +401,7 @@ FAULTS = [
         except Exception:
             forward_raised(unit, depth)""",
         "After a KeyboardInterrupt in a forward the runtime stays in the forward phase: parameters stay whole, and the next forward neither begins nor recovers.",
+        near=("behaviour/test_recovery.py",),
     ),
     Fault(
         "no-sync-exit-forces-sync-on",
@@ -356,6 +413,7 @@ FAULTS = [
                 reduce_grads=True, all_reduce_grads=True
 """,
         "Leaving no_sync switches sync on even if it was off before: after an inner context the outer one reduces, and set_requires_gradient_sync(False) or set_requires_all_reduce(False) is forgotten.",
+        near=("behaviour/test_accumulation.py",),
     ),
     Fault(
         "load-named-keeps-own-options",
@@ -363,6 +421,7 @@ FAULTS = [
         'groups.append({**kept, **(options[0] if options else {}), "params": ids})',
         'groups.append({**(options[0] if options else {}), **kept, "params": ids})',
         "Loading an optimizer's state leaves the options of its param groups (lr, betas, weight decay) as they were in the new optimizer, instead of those that were saved.",
+        near=("behaviour/test_checkpoint_api.py",),
     ),
     Fault(
         "replicated-gradient-of-first-rank",
@@ -370,6 +429,7 @@ FAULTS = [
         "return slots.sum(0).view(shard.shape)",
         "return slots[0].view(shard.shape)",
         "A scalar or Replicate() parameter gets the first rank's part of its gradient only; the other ranks' parts are lost.",
+        near=("unit/test_packing.py",),
     ),
     Fault(
         "uneven-tail-unpacked-by-columns",
@@ -377,6 +437,7 @@ FAULTS = [
         "tail.copy_(pieces[whole].flatten()[: tail.numel()].view(tail.shape))",
         "tail.copy_(pieces[whole].narrow(dim, 0, rest))",
         "A parameter sharded on dim 1 (or higher) whose size the ranks do not divide has wrong values in the last rank's columns after the all-gather.",
+        near=("unit/test_packing.py",),
     ),
     Fault(
         "users-parameter-hooks-not-moved",
@@ -384,6 +445,7 @@ FAULTS = [
         "self._parameter(_torch.new_dtensor(local, self.spec), self.sharded)",
         "self._parameter(_torch.new_dtensor(local, self.spec), None)",
         "Hooks that the user registered on a parameter before fully_shard (register_hook, register_post_accumulate_grad_hook) are silently never called.",
+        near=("behaviour/test_autograd.py",),
     ),
     Fault(
         "part-of-one-parameter-never-late",
@@ -391,6 +453,7 @@ FAULTS = [
         "is_late = self.is_reduced and self._present > 0",
         "is_late = self.is_reduced and self._present > 1",
         "The gradient of a part with one parameter (an embedding, a head) that comes after the part was reduced early, because backward took another way, is missing in that step.",
+        near=("behaviour/test_memory.py",),
     ),
     Fault(
         "pipeline-lone-lost-gradient-passes",
@@ -398,6 +461,7 @@ FAULTS = [
         "        if lost:",
         "        if len(lost) > 1:",
         "A pipeline stage in which exactly one unit lost its gradient raises no StateError, and that unit is silently not trained.",
+        near=("behaviour/test_pipelining.py",),
     ),
     Fault(
         "post-forward-placement-always-rows",
@@ -405,6 +469,7 @@ FAULTS = [
         "split: Placement = Replicate() if old.dim is None else Shard(old.dim)",
         "split: Placement = Replicate() if old.dim is None else Shard(0)",
         "With an int for reshard_after_forward, a parameter sharded on dim 1 says Shard(0) between forward and backward: its placements, and full_tensor() of it, are wrong.",
+        near=("behaviour/test_placement.py", "unit/test_placement.py"),
     ),
     Fault(
         "mesh-dims-overlap-accepted",
@@ -412,6 +477,7 @@ FAULTS = [
         "        if both:",
         "        if both and self.shard == self.replicate:",
         "DataParallelMeshDims(shard=('a', 'b'), replicate='b') is taken without an error.",
+        near=("behaviour/test_mesh_dims.py",),
     ),
     Fault(
         "cast-buffer-gives-stale-original",
@@ -419,6 +485,7 @@ FAULTS = [
         "        if self._is_unchanged():",
         "        if self._original is not None:",
         "state_dict of a batch norm under buffer_dtype gives the running statistics from before training: what was written to the cast buffer is lost.",
+        near=("behaviour/test_precision.py",),
     ),
     Fault(
         "first-gradient-not-taken-off",
@@ -432,6 +499,7 @@ FAULTS = [
             if param.unsharded is not None:
 """,
         "The local gradient of the first trainable parameter of every group stays on the unsharded parameter after its reduction, so each later step reduces it again: wrong gradients from the second step on, and memory.",
+        near=("unit/test_group.py", "unit/test_gradients.py"),
     ),
     Fault(
         "partial-reduction-added-again",
@@ -444,6 +512,7 @@ FAULTS = [
             self._reduced.add_(owner.partial)
 """,
         "On HSDP, gradients of a backward with set_requires_all_reduce(False) are added to the next reduction and then to every one after it, because what was kept of them is never dropped.",
+        near=("behaviour/test_accumulation.py",),
     ),
     Fault(
         "scale-cached-over-settings",
@@ -451,6 +520,7 @@ FAULTS = [
         "if scaled is None or plan is None or scaled[0] is not plan or scaled[1] is not settings:",
         "if scaled is None or plan is None or scaled[0] is not plan:",
         "set_gradient_divide_factor (or a change to sums only) after the first backward has no effect: the scale of the first settings is used for ever.",
+        near=("behaviour/test_control.py", "behaviour/test_collectives.py"),
     ),
     Fault(
         "runs-join-different-step-counters",
@@ -458,6 +528,7 @@ FAULTS = [
         'items.append((key, "counter", value.dtype, value.device, value.item()))',
         'items.append((key, "counter", value.dtype, value.device))',
         "Neighbours of which one had no gradient in some steps are stepped with one counter: Adam's bias correction and state_dict()'s step are wrong for all but the first.",
+        near=("behaviour/test_optim.py",),
     ),
     Fault(
         "end-of-backward-reshard-inverted",
@@ -465,6 +536,7 @@ FAULTS = [
         "if not unit.settings.reshard_after_backward or unit.calls:",
         "if unit.settings.reshard_after_backward or unit.calls:",
         "The root and the first block stay whole after backward: memory is not freed, parameters() are no DTensors, and the next forward may use values from before the optimizer step. With set_reshard_after_backward(False) they are freed instead.",
+        near=("unit/test_order.py",),
     ),
     Fault(
         "failed-backward-leaves-gradients",
@@ -476,6 +548,7 @@ FAULTS = [
                 group.forget_stand_ins()
         self.streams.reset()""",
         "Unreduced gradients of a backward that raised (or that reset_iter_state() was to drop) are added to those of the next step.",
+        near=("behaviour/test_recovery.py",),
     ),
     Fault(
         "half-reduced-gradients-never-flushed",
@@ -485,6 +558,7 @@ FAULTS = [
             self._flush_partial()""",
         "            self.wait_for_reductions()",
         "HSDP with set_requires_all_reduce(False): a unit that took no part in the last backward, which all-reduces, is not all-reduced over the replicate axis, and its grad is never set.",
+        near=("behaviour/test_accumulation.py",),
     ),
     Fault(
         "index-of-several-files-stays",
@@ -497,6 +571,7 @@ FAULTS = [
                 self._replace_index(weight_map)
 """,
         "Saving a model as one safetensors file where it lay in several leaves the old index, which names files that were removed: the checkpoint cannot be loaded any more.",
+        near=("behaviour/test_checkpoint_api.py",),
     ),
     Fault(
         "schedule-record-never-renewed",
@@ -504,6 +579,7 @@ FAULTS = [
         "self._recorded[self._entry] = self._running",
         "self._recorded.setdefault(self._entry, self._running)",
         "The first forward's order is predicted for ever: once the order of units changes, there are no prefetches (or those of units that do not follow) in every later forward.",
+        near=("unit/test_order.py", "unit/test_schedule.py"),
     ),
     Fault(
         "cast-inputs-of-first-gather-sent-again",
@@ -511,6 +587,7 @@ FAULTS = [
         "is_kept = self._views is not None and sent is self._views[1]",
         "is_kept = self._views is not None",
         "With param_dtype=bf16, parameters of at least 128 KiB are gathered from the first step's cast copy for ever: forwards never see an optimizer step, and the copy stays in memory.",
+        near=("behaviour/test_mixed_precision.py", "behaviour/test_copy_free.py"),
     ),
     Fault(
         "loaded-local-state-shares-memory",
@@ -518,6 +595,7 @@ FAULTS = [
         "return _torch.new_dtensor(value.clone(), made)",
         "return _torch.new_dtensor(value, made)",
         "After load_local_state the optimizer steps in the memory of the state that was loaded: going back to the same state a second time restores trained moments.",
+        near=("behaviour/test_checkpoint_api.py",),
     ),
     Fault(
         "tie-needs-all-its-names",
@@ -525,6 +603,7 @@ FAULTS = [
         "if n not in offered and id(tensor) not in given]",
         "if n not in offered]",
         "Loading a state that has a tied parameter under one of its names only (as safetensors files have it) raises ConfigError about missing names.",
+        near=("behaviour/test_checkpoint_api.py", "behaviour/test_state.py"),
     ),
     Fault(
         "scatter-skips-first-replicate-axis",
@@ -532,6 +611,7 @@ FAULTS = [
         "for position, index in enumerate(others):",
         "for position, index in enumerate(others[1:], 1):",
         "What is loaded from rank 0 does not reach the ranks along an axis that does not cut the tensor: replicas of HSDP, and replicated parameters, get whatever the buffer held.",
+        near=("behaviour/test_checkpoint_api.py", "behaviour/test_materialize.py"),
     ),
     Fault(
         "post-optim-event-not-waited-for",
@@ -545,6 +625,7 @@ FAULTS = [
 
     def lane_of""",
         "On a CPU the next forward gathers without waiting for the event that set_post_optim_event was given: an optimizer in another thread may not be done.",
+        near=("unit/test_streams.py",),
     ),
     Fault(
         "summon-skips-ties-outside",
@@ -556,6 +637,7 @@ FAULTS = [
             sites[key] = sites[key] or list(owner.sites)
 """,
         "summon_full_params of a submodule whose parameter is tied to one outside of it leaves the shard registered outside: inside the context the tie is broken.",
+        near=("behaviour/test_summon.py",),
     ),
     Fault(
         "post-accumulate-hook-alone-unseen",
@@ -563,6 +645,7 @@ FAULTS = [
         "if param._backward_hooks or param._post_accumulate_grad_hooks:",
         "if param._backward_hooks:",
         "register_post_accumulate_grad_hook on sharded parameters is never called, unless some parameter of the group has a register_hook hook too (optimizer in backward does nothing).",
+        near=("behaviour/test_autograd.py",),
     ),
     Fault(
         "version-counts-first-write-only",
@@ -574,6 +657,7 @@ return tensor._version
 return min(tensor._version, 1)
 """,
         "Parameters that stay whole after a forward or a backward (reshard_after_backward off, a root after an evaluation) are not gathered again after the second optimizer step: later forwards compute with stale weights.",
+        near=("behaviour/test_write_back.py",),
     ),
     Fault(
         "compiled-gradients-pile-up",
@@ -585,6 +669,7 @@ return min(tensor._version, 1)
         reduced = sink.grad
 """,
         "In a compiled step reduced gradients stay on the sink: from the second step on each gradient contains all earlier ones.",
+        near=("behaviour/test_traced.py",),
     ),
     Fault(
         "waits-sink-to-last-reduction",
@@ -596,6 +681,7 @@ return min(tensor._version, 1)
         if next_reduction is None and is_reduction(node):
 """,
         "In a compiled backward every reduction is waited for only at the last one, so the inputs of all reductions are held at a time: wrong order of nodes, and memory.",
+        near=("behaviour/test_traced.py",),
     ),
     Fault(
         "traced-missing-gradient-unnoticed",
@@ -603,6 +689,7 @@ return min(tensor._version, 1)
         "if any(grad is None for grad in found):",
         "if all(grad is None for grad in found):",
         "In a compiled model a parameter that took no part in the loss gets a gradient of zeros instead of None, so weight decay and momentum move it.",
+        near=("behaviour/test_traced.py",),
     ),
     Fault(
         "attributes-of-containers-not-visited",
@@ -610,6 +697,7 @@ return min(tensor._version, 1)
         'for child in (*children, *getattr(value, "__dict__", {}).values()):',
         'for child in children or getattr(value, "__dict__", {}).values():',
         "An output that is a subclass of list or dict, or a dataclass, with a tensor in an attribute beside its items gets no mark there: a backward from it reads freed parameters.",
+        near=("unit/test_tree.py",),
     ),
     Fault(
         "every-unit-stays-whole-after-forward",
@@ -617,6 +705,7 @@ return min(tensor._version, 1)
         "(choice is None and self.is_root and with_grad)",
         "(choice is None and with_grad)",
         "On default settings all units, not the root alone, keep their whole parameters from forward to backward: no reshard events in forward, no gathers in backward, and the memory of the whole model.",
+        near=("unit/test_order.py",),
     ),
     Fault(
         "load-full-ids-by-model-order",
@@ -624,6 +713,7 @@ return min(tensor._version, 1)
         'named = rekey(named, "name", model=model, optimizer=optimizer)',
         'named = rekey(named, "name", model=model)',
         "load_full_state of an optimizer state under ids takes them in the order of model.parameters(): with param groups in another order, states go to wrong parameters (or an error about shapes).",
+        near=("behaviour/test_checkpoint_api.py",),
     ),
     Fault(
         "order-check-hook-stays",
@@ -631,6 +721,7 @@ return min(tensor._version, 1)
         "self._handles += [before, after]",
         "self._handles.append(after)",
         "After OrderCheck.remove() the hook before each unit stays: ranks go on comparing orders, with a collective before every unit, or warn of units out of turn.",
+        near=("behaviour/test_divergence.py",),
     ),
     Fault(
         "fused-step-does-not-bump-versions",
@@ -646,6 +737,7 @@ return min(tensor._version, 1)
         return loss
 """,
         "After a step of fused Adam(W) the shards' versions are as before: units that stay whole (set_reshard_after_backward(False)) run the next forward with the old values.",
+        near=("behaviour/test_optim.py",),
     ),
     Fault(
         "wrap-recursive-counts-wrapped-again",
@@ -653,5 +745,6 @@ return min(tensor._version, 1)
         "nonwrapped_numel=numel - taken)",
         "nonwrapped_numel=numel)",
         "A size-based policy also picks modules of which nearly all parameters are in units below them already: too many units.",
+        near=("behaviour/test_wrap.py",),
     ),
 ]

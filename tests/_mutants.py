@@ -1,15 +1,17 @@
 """Plant faults in copies of the package and say which of them the tests find: `scripts/mutants`.
 
 A fault (`tests/_faults.py`) is one change of text. Each gets a copy of the repository; the tests
-that enter the changed function run there, the shortest first, until one fails. A fault that they
-let pass meets the tests that reach its file, and then those that a trace hook cannot see
-through: compiled models, and programs that a test starts itself. What is left has survived.
+that enter the changed function run there until one fails, those first that are about what breaks,
+or have most to do with the file for their time. A fault that they let pass meets the tests that
+reach its file, and then those that a trace hook cannot see through: compiled models, and programs
+that a test starts itself. What is left has survived.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import queue
@@ -19,9 +21,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from tests._faults import FAULTS, Fault
@@ -32,6 +35,7 @@ SUITES = {"default": "not slow and not ecosystem", "slow": "slow and not ecosyst
 BEHIND_A_COMPILER = ("tests/behaviour/test_traced.py",)
 STARTS_PROGRAMS = ("tests/test_",)
 LIMIT_S = 1800.0  # of one run of pytest for one fault
+NEAR = 3  # rounds that all faults go through before the first one meets the many others
 BAD_USAGE, NOTHING_SELECTED = 4, 5  # pytest's status
 
 
@@ -44,6 +48,14 @@ class Verdict:
     found_by: str | None
     ran: int
     seconds: float
+
+    def __add__(self, other: Verdict) -> Verdict:
+        return replace(
+            other,
+            found_by=self.found_by or other.found_by,
+            ran=self.ran + other.ran,
+            seconds=round(self.seconds + other.seconds, 1),
+        )
 
 
 @dataclass(frozen=True)
@@ -79,10 +91,13 @@ class Reached:
         """Return tests in the order to try them; none stands in two rounds."""
         functions = functions_of(fault, root)
         file = fault.file.removeprefix("fsdp2/") + ":"
+        near = tuple(f"tests/{name}" for name in fault.near)
         seen: set[str] = set()
         rounds = []
         for belongs in (
             lambda test: test == first,
+            lambda test: test.startswith(near) and not functions.isdisjoint(self.entered[test]),
+            lambda test: test.startswith(near),
             lambda test: not functions.isdisjoint(self.entered[test]),
             lambda test: any(f.startswith(file) for f in self.entered[test]),
             lambda test: test.startswith(BEHIND_A_COMPILER + STARTS_PROGRAMS),
@@ -91,8 +106,21 @@ class Reached:
         ):
             found = [test for test in self.entered if test not in seen and belongs(test)]
             seen.update(found)
-            rounds.append(sorted(found, key=lambda test: self.seconds[test]))
+            rounds.append(sorted(found, key=lambda t: self._worth(t, file), reverse=True))
         return rounds
+
+    def _worth(self, test: str, file: str) -> float:
+        """Return how much a test has to do with a file, for its time.
+
+        A function that few tests enter says more than one that all do.
+        """
+        rare = sum(1 / self.count[f] for f in self.entered[test] if f.startswith(file))
+        return rare / (self.seconds[test] + 0.2)
+
+    @cached_property
+    def count(self) -> Counter[str]:
+        """How many tests enter each function."""
+        return Counter(f for entered in self.entered.values() for f in entered)
 
 
 def functions_of(fault: Fault, root: Path) -> set[str]:
@@ -191,33 +219,46 @@ def run(
     root: Path,
 ) -> list[Verdict]:
     """Run all faults; `first` names the test to begin with, where one is known for a fault."""
-    waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
-    for fault in faults:
-        waiting.put(fault)
-    verdicts: list[Verdict] = []
+    verdicts = {fault.name: Verdict(fault.name, fault.file, None, 0, 0.0) for fault in faults}
+    for title, rounds in (("what is about them", slice(NEAR)), ("the rest", slice(NEAR, None))):
+        waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
+        for fault in faults:
+            if verdicts[fault.name].found_by is None:
+                waiting.put(fault)
+        print(f"{waiting.qsize()} faults, {title}:", flush=True)
+        failures: list[BaseException] = []
 
-    def work() -> None:
-        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-            copy = Copy(root, Path(folder))
-            while True:
-                try:
-                    fault = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                rounds = reached.rounds(fault, copy.folder, first.get(fault.name))
-                verdict = copy.test(fault, rounds, suite)
-                verdicts.append(verdict)
-                found = verdict.found_by or f"SURVIVED {verdict.ran} tests"
-                print(f"{verdict.seconds:>7.1f} s  {fault.name:<44} {found}", flush=True)
+        def work(
+            waiting: queue.SimpleQueue[Fault] = waiting,
+            rounds: slice = rounds,
+            failures: list[BaseException] = failures,
+        ) -> None:
+            try:
+                with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+                    copy = Copy(root, Path(folder))
+                    while not waiting.empty():
+                        with contextlib.suppress(queue.Empty):
+                            fault = waiting.get_nowait()
+                            chosen = reached.rounds(fault, root, first.get(fault.name))[rounds]
+                            before = verdicts[fault.name]
+                            verdict = verdicts[fault.name] = before + copy.test(
+                                fault, chosen, suite
+                            )
+                            found = verdict.found_by or f"passed {verdict.ran} tests"
+                            print(
+                                f"{verdict.seconds:>7.1f} s  {fault.name:<44} {found}", flush=True
+                            )
+            except BaseException as error:
+                failures.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if len(verdicts) < len(faults):
-        raise SystemExit("not all faults were tried; see above")
-    return verdicts
+        threads = [threading.Thread(target=work) for _ in range(jobs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+    return list(verdicts.values())
 
 
 def _function(test: str) -> str:

@@ -69,6 +69,22 @@ def test_a_list_gives_a_list_back() -> None:
 
 
 @ranks(2)
+def test_a_module_inside_another_of_the_list_is_no_unit_of_its_own() -> None:
+    """The list is one unit: what lies inside a module of it belongs to that module."""
+    model, reference = seeded(Stack), seeded(Stack)
+    block = model.blocks[0]
+    inner = [module for module in block.children() if list(module.parameters())]
+    fsdp2.fully_shard([*inner, block])
+    fsdp2.fully_shard(model)
+    assert isinstance(block, fsdp2.FSDPModule)
+    assert not any(isinstance(module, fsdp2.FSDPModule) for module in inner)
+    x = torch.randn(4, WIDTH)
+    for m in (model, reference):
+        m(x).square().mean().backward()
+    assert_same_gradients(model, reference, 2e-6)
+
+
+@ranks(2)
 def test_slicing_a_container_gives_the_plain_class() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 29), nn.Tanh(), nn.Linear(29, 7))
     fsdp2.fully_shard(model)

@@ -908,11 +908,19 @@ def test_an_extension_that_fails_on_one_rank_at_first(what: str, rank: int) -> N
     assert model[0].up.grad is not None
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @ranks(2, 3)
-def test_an_extension_that_fails_on_one_rank_later(rank: int, world_size: int) -> None:
-    """On a CPU an error of one rank in a later step is raised on all ranks too."""
+def test_an_extension_that_fails_on_one_rank_later(
+    rank: int, world_size: int, beside: bool
+) -> None:
+    """On a CPU an error of one rank in a later step is raised on all ranks too.
+
+    So it is where another extended parameter of the unit does not fail.
+    """
     model = shard(make((13,), kind=None))
     set_methods(model[0].up)
+    if beside:
+        set_methods(model[0].down)
     step(model)
     local: Any = model[0].up._local_tensor
     good = local.fsdp_pre_all_gather

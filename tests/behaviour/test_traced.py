@@ -79,6 +79,22 @@ backward: 3 all_gather, 4 reduce_scatter""",
     collectives_may_be_moved(pair)
 
 
+@ranks(1)
+def test_methods_that_return_the_module_return_the_compiled_one() -> None:
+    """`model = model.eval()` must not leave the compiled model behind."""
+    model = Stack(Scalars, count=1)
+    fsdp2.fully_shard(model)
+    compiled = fsdp2.compile(model)
+    for chained in (
+        compiled.train(),
+        compiled.eval(),
+        compiled.requires_grad_(True),
+        compiled.to("cpu"),
+        compiled.apply(lambda module: None),
+    ):
+        assert chained is compiled
+
+
 def order_of(graph: Any) -> str:
     """Write the collectives of a graph, their waits and the products between them, in order."""
     short = {
