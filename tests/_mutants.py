@@ -23,9 +23,11 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from tests._faults import FAULTS, Fault
 
@@ -36,6 +38,7 @@ BEHIND_A_COMPILER = ("tests/behaviour/test_traced.py",)
 STARTS_PROGRAMS = ("tests/test_",)
 LIMIT_S = 1800.0  # of one run of pytest for one fault
 NEAR = 3  # rounds that all faults go through before the first one meets the many others
+_SAVING = threading.Lock()
 BAD_USAGE, NOTHING_SELECTED = 4, 5  # pytest's status
 
 
@@ -217,48 +220,52 @@ def run(
     suite: str,
     jobs: int,
     root: Path,
+    saved: Path | None,
 ) -> list[Verdict]:
-    """Run all faults; `first` names the test to begin with, where one is known for a fault."""
+    """Run all faults; `first` names the test to begin with, where one is known for a fault.
+
+    Verdicts go to `saved` as they come. What was found according to it is not tried again.
+    """
     verdicts = {fault.name: Verdict(fault.name, fault.file, None, 0, 0.0) for fault in faults}
-    for title, rounds in (("what is about them", slice(NEAR)), ("the rest", slice(NEAR, None))):
-        waiting: queue.SimpleQueue[Fault] = queue.SimpleQueue()
-        for fault in faults:
-            if verdicts[fault.name].found_by is None:
-                waiting.put(fault)
-        print(f"{waiting.qsize()} faults, {title}:", flush=True)
-        failures: list[BaseException] = []
+    for row in _rows(saved):
+        if row["fault"] in verdicts and row["found_by"]:
+            verdicts[row["fault"]] = Verdict(**row)
+    copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
 
-        def work(
-            waiting: queue.SimpleQueue[Fault] = waiting,
-            rounds: slice = rounds,
-            failures: list[BaseException] = failures,
-        ) -> None:
-            try:
-                with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-                    copy = Copy(root, Path(folder))
-                    while not waiting.empty():
-                        with contextlib.suppress(queue.Empty):
-                            fault = waiting.get_nowait()
-                            chosen = reached.rounds(fault, root, first.get(fault.name))[rounds]
-                            before = verdicts[fault.name]
-                            verdict = verdicts[fault.name] = before + copy.test(
-                                fault, chosen, suite
-                            )
-                            found = verdict.found_by or f"passed {verdict.ran} tests"
-                            print(
-                                f"{verdict.seconds:>7.1f} s  {fault.name:<44} {found}", flush=True
-                            )
-            except BaseException as error:
-                failures.append(error)
+    def meet(fault: Fault, rounds: slice) -> None:
+        copy = copies.get()
+        try:
+            chosen = reached.rounds(fault, root, first.get(fault.name))[rounds]
+            verdict = verdicts[fault.name] + copy.test(fault, chosen, suite)
+        finally:
+            copies.put(copy)
+        verdicts[fault.name] = verdict
+        found = verdict.found_by or f"passed {verdict.ran} tests"
+        print(f"{verdict.seconds:>7.1f} s  {fault.name:<44} {found}", flush=True)
+        if saved is not None:
+            _save(saved, list(verdicts.values()))
 
-        threads = [threading.Thread(target=work) for _ in range(jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(jobs) as threads:
+        for _ in range(jobs):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-"))
+            copies.put(Copy(root, Path(folder)))
+        for title, rounds in (("what is about them", slice(NEAR)), ("the rest", slice(NEAR, None))):
+            left = [fault for fault in faults if verdicts[fault.name].found_by is None]
+            print(f"{len(left)} faults, {title}:", flush=True)
+            list(threads.map(partial(meet, rounds=rounds), left))  # raises what one of them raised
     return list(verdicts.values())
+
+
+def _rows(path: Path | None) -> list[dict[str, Any]]:
+    """Return the verdicts of a file, as they were written."""
+    return json.loads(path.read_text()) if path is not None and path.exists() else []
+
+
+def _save(path: Path, verdicts: Sequence[Verdict]) -> None:
+    with _SAVING:
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
+        beside.replace(path)
 
 
 def _function(test: str) -> str:
@@ -297,7 +304,7 @@ def main() -> int:
     parser.add_argument(
         "--first", type=Path, help="verdicts of another run: what found it is tried first"
     )
-    parser.add_argument("--save", type=Path, help="write the verdicts here, as JSON")
+    parser.add_argument("--save", type=Path, help="keep verdicts here, and go on from there")
     given = parser.parse_args()
     unknown = set(given.names) - {fault.name for fault in FAULTS}
     if unknown:
@@ -309,17 +316,14 @@ def main() -> int:
         reach = given.map or Path(folder) / "reach.json"
         if not reach.exists():
             write_map(reach, given.suite, given.root)
-        known = json.loads(given.first.read_text()) if given.first else []
-        first = {row["fault"]: row["found_by"] for row in known if row["found_by"]}
+        first = {row["fault"]: row["found_by"] for row in _rows(given.first) if row["found_by"]}
         reached = Reached.read(reach, collect(given.suite, given.root))
-        verdicts = run(faults, reached, first, given.suite, given.jobs, given.root)
+        verdicts = run(faults, reached, first, given.suite, given.jobs, given.root, given.save)
     survived = [verdict.fault for verdict in verdicts if verdict.found_by is None]
     found = len(verdicts) - len(survived)
     print(f"{found} of {len(verdicts)} faults found by the {given.suite} tests")
     for name in survived:
         print(f"  survived: {name}")
-    if given.save:
-        given.save.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
     return 1 if survived else 0
 
 
