@@ -323,11 +323,7 @@ FAULTS = [
         "inside = {child for module in modules for child in module.modules()}",
         "inside = set(modules)",
         "ignored_states=[module]: a parameter of a submodule of it that is tied to a module outside is sharded all the same, and an already sharded submodule in it raises no ConfigError.",
-        near=(
-            "behaviour/test_ties.py",
-            "behaviour/test_any_parameter.py",
-            "behaviour/test_control_surface.py",
-        ),
+        near=("behaviour/test_ties.py",),
     ),
     Fault(
         "inspect-names-of-shared-module-lost",
@@ -445,7 +441,7 @@ FAULTS = [
         "self._parameter(_torch.new_dtensor(local, self.spec), self.sharded)",
         "self._parameter(_torch.new_dtensor(local, self.spec), None)",
         "Hooks that the user registered on a parameter before fully_shard (register_hook, register_post_accumulate_grad_hook) are silently never called.",
-        near=("behaviour/test_autograd.py",),
+        near=("behaviour/test_any_parameter.py",),
     ),
     Fault(
         "part-of-one-parameter-never-late",
@@ -625,7 +621,7 @@ FAULTS = [
 
     def lane_of""",
         "On a CPU the next forward gathers without waiting for the event that set_post_optim_event was given: an optimizer in another thread may not be done.",
-        near=("unit/test_streams.py",),
+        near=("behaviour/test_control_surface.py",),
     ),
     Fault(
         "summon-skips-ties-outside",
@@ -657,7 +653,7 @@ return tensor._version
 return min(tensor._version, 1)
 """,
         "Parameters that stay whole after a forward or a backward (reshard_after_backward off, a root after an evaluation) are not gathered again after the second optimizer step: later forwards compute with stale weights.",
-        near=("behaviour/test_write_back.py",),
+        near=("behaviour/test_control.py", "behaviour/test_optim.py"),
     ),
     Fault(
         "compiled-gradients-pile-up",
@@ -721,7 +717,7 @@ return min(tensor._version, 1)
         "self._handles += [before, after]",
         "self._handles.append(after)",
         "After OrderCheck.remove() the hook before each unit stays: ranks go on comparing orders, with a collective before every unit, or warn of units out of turn.",
-        near=("behaviour/test_divergence.py",),
+        near=("behaviour/test_comm_hooks.py",),
     ),
     Fault(
         "fused-step-does-not-bump-versions",
@@ -737,7 +733,7 @@ return min(tensor._version, 1)
         return loss
 """,
         "After a step of fused Adam(W) the shards' versions are as before: units that stay whole (set_reshard_after_backward(False)) run the next forward with the old values.",
-        near=("behaviour/test_optim.py",),
+        near=("behaviour/test_optim.py", "behaviour/test_control.py"),
     ),
     Fault(
         "wrap-recursive-counts-wrapped-again",

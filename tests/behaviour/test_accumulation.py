@@ -325,3 +325,43 @@ def test_freezing_with_gradients_without_sync_is_refused() -> None:
     pair.model.inp.weight.requires_grad_(False)
     with pytest.raises(fsdp2.StateError, match=r"inp\.weight.*gradient sync"):
         pair.run(pair.model, pair.local(batch))
+
+
+def reduces_in_backward(pair: Pair) -> bool:
+    """Run a forward and backward of both models, and say if gradients travelled."""
+    loss, expected = pair.losses(pair.batch())
+    with CommDebugMode() as comm:
+        loss.backward()
+    expected.backward()
+    return count_reductions(comm) > 0
+
+
+@ranks(2)
+def test_leaving_no_sync_puts_back_what_was_set() -> None:
+    """Inside a context, or where sync was off before, leaving another context does not reduce."""
+    pair = Pair("stack")
+    pair.model.set_requires_gradient_sync(False)
+    with fsdp2.no_sync(pair.model):
+        pair.backward()
+    assert not reduces_in_backward(pair)
+    pair.model.set_requires_gradient_sync(True)
+    with fsdp2.no_sync(pair.model):
+        with fsdp2.no_sync(pair.model):
+            pair.backward()
+        assert not reduces_in_backward(pair)
+    assert reduces_in_backward(pair)
+    pair.step()
+    pair.check()
+
+
+@ranks(4)
+def test_clearing_gradients_clears_those_that_wait_for_the_replicate_axis() -> None:
+    pair = Pair("stack", mesh=make_mesh(2, 2))
+    pair.model.set_requires_all_reduce(False)
+    pair.backward()
+    for model in (pair.model, pair.reference):
+        model.zero_grad()
+    pair.model.set_requires_all_reduce(True)
+    pair.backward()
+    pair.step()
+    pair.check()

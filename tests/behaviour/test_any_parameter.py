@@ -212,3 +212,20 @@ def test_parameter_attributes_survive() -> None:
     expected = [p.weight_decay_class for p in model.parameters()]
     shard(model, CASES["stack"])
     assert [p.weight_decay_class for p in model.parameters()] == expected
+
+
+@ranks(2)
+def test_hooks_that_a_parameter_had_before_are_called() -> None:
+    """`register_hook` before fully_shard: the hook sees the gradient of the sharded parameter."""
+    seen: list[str] = []
+
+    def watch(model: nn.Module) -> None:
+        model.inp.weight.register_hook(lambda grad: seen.append("hook"))  # type: ignore[union-attr]
+        model.inp.weight.register_post_accumulate_grad_hook(  # type: ignore[union-attr]
+            lambda param: seen.append("after")
+        )
+
+    pair = Pair("stack", prepare=watch)
+    seen.clear()
+    pair.run(pair.model, pair.local(pair.batch())).backward()
+    assert sorted(seen) == ["after", "hook"]

@@ -7,6 +7,7 @@ Everything is compared with a plain model and optimizer, or with what torch's ow
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
@@ -870,3 +871,49 @@ def test_rekey() -> None:
         checkpoint.rekey(ids, "name")
     with pytest.raises(fsdp2.ConfigError, match="which the model does not have"):
         checkpoint.rekey(ids, "name", model=nn.Linear(2, 2))
+
+
+@ranks(2)
+def test_plain_and_sharded_tensors_of_an_extra_keep_their_places(tmp_path: Path, rank: int) -> None:
+    run = Trained(make_mesh())
+    row, scale = run.model.row.detach(), run.model.scale.detach()
+    extra = [row, torch.arange(3), scale, {"last": torch.ones(2), "row": row}]
+    checkpoint.save(tmp_path / "step", run.model, extra=extra)
+    found = checkpoint.load(tmp_path / "step", run.model)
+    assert torch.equal(found[0], whole(row))
+    assert torch.equal(found[1], torch.arange(3))
+    assert torch.equal(found[2], whole(scale))
+    assert torch.equal(found[3]["last"], torch.ones(2))
+    assert torch.equal(found[3]["row"], whole(row))
+
+
+@ranks(2)
+def test_a_local_state_is_not_trained_in() -> None:
+    """A state that was loaded can be loaded again: training did not go on in its memory."""
+    run, other = Trained(make_mesh(), steps=2), Trained(make_mesh(), seed=4)
+    local = copy.deepcopy(checkpoint.local_state(run.model, run.optimizer))
+    checkpoint.load_local_state(other.model, local, other.optimizer)
+    other.train(range(2, 5))
+    checkpoint.load_local_state(other.model, local, other.optimizer)
+    assert_equal_runs(other, run)
+
+
+@ranks(2)
+def test_options_of_groups_are_those_that_were_saved(tmp_path: Path) -> None:
+    run = Trained(make_mesh(), steps=1)
+    for index, group in enumerate(run.optimizer.param_groups):
+        group["lr"], group["betas"] = 0.5 + index, (0.3, 0.4)
+    checkpoint.save(tmp_path / "step", run.model, run.optimizer)
+    full = checkpoint.full_state(run.model, run.optimizer)
+    states = {
+        "load": lambda r: checkpoint.load(tmp_path / "step", r.model, r.optimizer),
+        "sharded": lambda r: checkpoint.load_sharded_state(
+            r.model, checkpoint.sharded_state(run.model, run.optimizer), r.optimizer
+        ),
+        "full": lambda r: checkpoint.load_full_state(r.model, full, r.optimizer),
+    }
+    for name, load in states.items():
+        other = Trained(make_mesh(), seed=4)
+        load(other)
+        for index, group in enumerate(other.optimizer.param_groups):
+            assert (group["lr"], group["betas"]) == (0.5 + index, (0.3, 0.4)), name

@@ -311,3 +311,13 @@ def test_peak_memory_is_the_shards_and_the_largest_module(world_size: int) -> No
     shards = max(held, 4 * sum(-(-p.shape[0] // world_size) * 300 for p in model.parameters()))
     scratch = 2**17  # what looks for unwritten elements, and small tensors
     assert highest <= shards + 4 * 300 * 700 + scratch
+
+
+@ranks(2)
+def test_what_was_frozen_on_meta_stays_frozen() -> None:
+    model = on_meta()
+    model.embed.requires_grad_(False)
+    model.tables[0].row.requires_grad_(False)  # type: ignore[union-attr]
+    frozen = {name for name, p in names_of(model).items() if not p.requires_grad}
+    fsdp2.materialize(sharded(model, make_mesh()), "cpu")
+    assert {name for name, p in names_of(model).items() if not p.requires_grad} == frozen

@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import fsdp2
 from tests._models import Block, Case, Stack, each_block, floats
 from tests._parity import Pair, assert_sharded, make_mesh
 from tests._pool import ranks
@@ -217,3 +218,39 @@ def test_a_forward_without_backward_is_not_an_accident() -> None:
     for _ in range(2):
         pair.run(pair.model, pair.local(pair.batch()))
         pair.train(steps=1)
+
+
+@pytest.mark.parametrize("where", ["inp", "blocks.1.mid"])
+@ranks(2)
+def test_an_interrupt_in_a_forward(where: str) -> None:
+    """Ctrl-C is no Exception, and leaves the model as able to train as any other error."""
+    pair = Pair("stack")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        handle = pair.model.get_submodule(where).register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pair.run(pair.model, pair.local(pair.batch()))
+        handle.remove()
+        pair.train(steps=2)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@ranks(2)
+def test_what_wants_an_idle_model_recovers_a_failed_one(phase: str) -> None:
+    """After a step that raised, every function that gives whole parameters gives them."""
+    pair = Pair("stack")
+    expected = dict(pair.reference.named_parameters())
+    fail(pair, "blocks.1", phase)
+    for name, tensor in fsdp2.full_params(pair.model, max_bytes=10**6):
+        assert torch.equal(tensor, expected[name]), name
+    fail(pair, "blocks.1", phase)
+    with fsdp2.summon_full_params(pair.model):
+        for name, parameter in pair.model.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+    fail(pair, "blocks.1", phase)
+    full = fsdp2.checkpoint.full_state(pair.model).get("model", {})  # on rank 0 only
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in full.items())
+    pair.train(steps=2)

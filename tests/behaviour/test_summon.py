@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
 from tests._models import CASES, HIDDEN, WIDTH, seeded
-from tests._parity import Pair, assert_same, bits, make_mesh, names_of, shard, whole
+from tests._parity import Pair, assert_same, assert_sharded, bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks
 
 
@@ -292,3 +292,28 @@ def test_refusals() -> None:
     assert_restored(model, before)
     loss: Tensor = model(torch.ones(1, WIDTH)).sum()
     loss.backward()
+
+
+@ranks(2)
+def test_a_tie_to_a_module_outside_holds_inside() -> None:
+    """Whole parameters of a part of the model are registered wherever they are tied to."""
+    case = CASES["tied_lm"]
+    model, reference = shard(seeded(case.build), case), seeded(case.build)
+    tied = [names for names in _names_of_ties(reference) if len(names) > 1]
+    assert tied
+    for names in tied:
+        for name in names:
+            holder, _, own = name.rpartition(".")
+            with fsdp2.summon_full_params(model.get_submodule(holder)):
+                whole_one = getattr(model.get_submodule(holder), own)
+                assert not isinstance(whole_one, DTensor)
+                for other in names:
+                    assert names_of(model)[other] is whole_one, other
+    assert_sharded(model)
+
+
+def _names_of_ties(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in names_of(model).items():
+        names.setdefault(id(parameter), []).append(name)
+    return list(names.values())

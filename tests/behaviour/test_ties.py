@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+import fsdp2
 from tests._models import CASES, Case, Stack, blocks_and_head, each_block, floats, seeded, tokens
 from tests._parity import Pair, assert_same, names_of
 from tests._pool import ranks
@@ -137,3 +138,15 @@ def test_a_step_counts_a_tied_parameter_once() -> None:
     pair = Pair(Case(CASES["tied_lm"].build, blocks_and_head, tokens), optimizer=optimizer)
     pair.train(steps=3)
     assert len(pair.optimizer.state) == len(pair.reference_optimizer.state)
+
+
+@ranks(2)
+def test_ignoring_a_module_ignores_what_its_children_share() -> None:
+    """A parameter of a child of an ignored module, tied to a module outside, is left alone."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 5)), nn.Linear(5, 5))
+    inner, outer = model[0][0], model[1]  # type: ignore[index]
+    shared = outer.weight = inner.weight
+    fsdp2.fully_shard(model, ignored_states=[model[0]])
+    assert outer.weight is shared
+    assert inner.weight is shared
+    assert isinstance(outer.bias, DTensor)

@@ -226,3 +226,19 @@ def test_modules_and_plain_values_hold_no_outputs(value: Any) -> None:
 @given(trees)
 def test_looking_finds_what_replacing_finds(tree: Any) -> None:
     assert bool(visited_in(tree)) == bool(found_in(tree))
+
+
+@dataclass
+class WithMore:
+    """A container by its field; callers may hang more on it."""
+
+    x: Any
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ListOfSomething([torch.zeros(1)]), lambda: WithMore(None)]
+)
+def test_what_hangs_on_a_container_is_looked_into(make: Any) -> None:
+    container = make()
+    container.aside = [ONE]
+    assert any(tensor is ONE for tensor in visited_in(container))
