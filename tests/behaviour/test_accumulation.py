@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from tests._models import CASES, loss_of, seeded
+from tests._models import CASES, WIDTH, Case, floats, loss_of, seeded
 from tests._parity import (
     Pair,
     assert_same,
@@ -362,6 +362,36 @@ def test_clearing_gradients_clears_those_that_wait_for_the_replicate_axis() -> N
     for model in (pair.model, pair.reference):
         model.zero_grad()
     pair.model.set_requires_all_reduce(True)
+    pair.backward()
+    pair.step()
+    pair.check()
+
+
+class EitherOrBoth(nn.Module):
+    """Two units, of which a forward runs those that are chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.chosen = [0, 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.chosen:
+            x = x + torch.tanh(self.parts[index](x))
+        return x
+
+
+@ranks(4)
+def test_what_waits_for_the_replicate_axis_is_reduced_by_a_backward_without_it() -> None:
+    """The last backward all-reduces units too that only the earlier ones used."""
+    pair = Pair(
+        Case(EitherOrBoth, lambda model: list(model.parts), floats),
+        mesh=make_mesh(2, 2),
+    )
+    pair.model.set_requires_all_reduce(False)
+    pair.backward()
+    pair.model.set_requires_all_reduce(True)
+    pair.model.chosen = pair.reference.chosen = [0]  # type: ignore[assignment]
     pair.backward()
     pair.step()
     pair.check()

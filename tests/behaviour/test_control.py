@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -536,3 +537,41 @@ def test_calling_a_unit_on_its_own_after_the_root_ran() -> None:
     pair.optimizer.zero_grad()
     pair.reference_optimizer.zero_grad()
     pair.train(steps=1)
+
+
+@ranks(2)
+def test_a_divide_factor_may_change_between_steps() -> None:
+    """Gradients are the sum divided by what is set now, whatever earlier steps divided by."""
+    pair = Pair("stack")
+    for factor in (2.0, 1.0, 4.0):
+        for module in pair.model.modules():
+            if isinstance(module, fsdp2.FSDPModule):
+                module.set_gradient_divide_factor(factor)
+        pair.backward()
+        for parameter in pair.reference.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(dist.get_world_size() / factor)
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@ranks(2)
+def test_units_that_stay_whole_see_every_step(flat: bool) -> None:
+    """Whole parameters that outlive a step are gathered again after each one, fused steps too."""
+    pair = Pair("stack", reshard_after_forward=False)
+    pair.model.set_reshard_after_backward(False)
+    if flat:
+        pair.optimizer = fsdp2.optim.local(
+            torch.optim.AdamW, list(pair.model.parameters()), lr=0.1, eps=1e-4, fused=True
+        )
+        pair.reference_optimizer = torch.optim.AdamW(
+            pair.reference.parameters(), lr=0.1, eps=1e-4, fused=True
+        )
+        pair.later_rtol = 1e-4
+    pair.first_rtol = pair.later_rtol
+    for _ in range(4):
+        pair.backward()  # compares the losses
+        for optimizer in (pair.optimizer, pair.reference_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()

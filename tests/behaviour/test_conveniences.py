@@ -286,3 +286,15 @@ def test_a_tensor_is_no_model() -> None:
     value: Tensor = torch.zeros(1)
     with pytest.raises(fsdp2.ConfigError, match="no_sync"), fsdp2.no_sync(value):  # type: ignore[arg-type]
         pass
+
+
+@ranks(2)
+def test_a_module_under_two_names_has_both() -> None:
+    """`units()` names a parameter as `named_parameters(remove_duplicate=False)` does."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3))
+    model.add_module("again", model[0])
+    fsdp2.fully_shard(model)
+    (unit,) = fsdp2.units(model)
+    found = {names for group in unit.groups for names in (s.names for s in group.shards)}
+    assert ("0.weight", "again.weight") in found
+    assert ("1.weight",) in found
