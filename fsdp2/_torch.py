@@ -84,9 +84,9 @@ def new_dtensor(
 def as_parameter(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     """Make a parameter of a tensor that nothing else holds.
 
-    ``nn.Parameter`` detaches a DTensor, and DTensor plans that op anew for each shape and mesh: 1.5 ms
-    a parameter, nine tenths of ``fully_shard``. There is nothing to detach from, so the flag that
-    ``nn.Parameter`` would set does, on the tensor itself.
+    ``nn.Parameter`` detaches a DTensor, and DTensor plans that op anew for each shape and mesh:
+    1.5 ms a parameter, nine tenths of ``fully_shard``. There is nothing to detach from, so the flag
+    that ``nn.Parameter`` would set does, on the tensor itself.
     """
     if not isinstance(tensor, DTensor):
         return nn.Parameter(tensor, requires_grad=requires_grad)
