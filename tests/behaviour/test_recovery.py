@@ -239,7 +239,7 @@ def test_an_interrupt_in_a_forward(where: str) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 @ranks(2)
-def test_what_wants_an_idle_model_recovers_a_failed_one(phase: str) -> None:
+def test_what_wants_an_idle_model_recovers_a_failed_one(phase: str, rank: int) -> None:
     """After a step that raised, every function that gives whole parameters gives them."""
     pair = Pair("stack")
     expected = dict(pair.reference.named_parameters())
@@ -251,6 +251,7 @@ def test_what_wants_an_idle_model_recovers_a_failed_one(phase: str) -> None:
         for name, parameter in pair.model.named_parameters():
             assert torch.equal(parameter, expected[name]), name
     fail(pair, "blocks.1", phase)
-    full = fsdp2.checkpoint.full_state(pair.model).get("model", {})  # on rank 0 only
+    full = fsdp2.checkpoint.full_state(pair.model).get("model", {})
+    assert set(full) == (set(expected) if rank == 0 else set())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in full.items())
     pair.train(steps=2)
