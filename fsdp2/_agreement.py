@@ -306,8 +306,8 @@ class Agreement:
 
     @staticmethod
     def _send_number(number: int, axis: MeshAxis) -> Sent:
-        own = torch.tensor([number], dtype=torch.int64)
-        received = torch.full((axis.size,), -1, dtype=torch.int64)
+        own = torch.tensor([number], dtype=torch.int64, device="cpu")
+        received = torch.full((axis.size,), -1, dtype=torch.int64, device="cpu")
         with _torch.hidden_from_modes():
             work = _torch.all_gather_single(received, own, axis.pg, True)
             return Sent(received, [(received, own)], work)
@@ -316,29 +316,28 @@ class Agreement:
     def _send_stamp(expected: Operation, number: int, axis: MeshAxis) -> Sent:
         wire, dtype, seen_as = expected.sender, expected.dtype, expected.seen_as
         first, *others = expected.numels
-        code = torch.tensor(stamp_of(expected.kind, number))
-        at = slice(expected.stamp, expected.stamp + len(code))
         host = torch.device("cpu")
+        code = torch.tensor(stamp_of(expected.kind, number), dtype=torch.float32, device=host)
+        at = slice(expected.stamp, expected.stamp + len(code))
         with _torch.hidden_from_modes():
             if expected.kind == "gather":
-                own = torch.zeros(first, dtype=dtype)
+                own = torch.zeros(first, dtype=dtype, device=host)
                 own.view(seen_as)[at] = code.to(seen_as)
                 pairs = [wire.stage(own, axis)]
                 for numel in others:
-                    pairs.append(
-                        (torch.empty(axis.size * numel, dtype=dtype), own.new_zeros(numel))
-                    )
+                    gathered = torch.empty(axis.size * numel, dtype=dtype, device=host)
+                    pairs.append((gathered, own.new_zeros(numel)))
                 work = wire.all_gather_each(pairs, axis, True)
             elif expected.kind == "reduce":
                 own = wire.allocate((axis.size, first), dtype, host).zero_()
                 own[:, at] = code.to(dtype)
                 pairs = [(wire.allocate((first,), seen_as, host), own.view(-1))]
                 for numel in others:
-                    zeros = torch.zeros(axis.size * numel, dtype=dtype)
-                    pairs.append((torch.empty(numel, dtype=seen_as), zeros))
+                    zeros = torch.zeros(axis.size * numel, dtype=dtype, device=host)
+                    pairs.append((torch.empty(numel, dtype=seen_as, device=host), zeros))
                 work = wire.reduce_scatter_each(pairs, expected.reduction, axis, True)
             else:
-                own = torch.zeros(first, dtype=dtype)
+                own = torch.zeros(first, dtype=dtype, device=host)
                 own[at] = code.to(dtype)
                 pairs = [(own, own)]
                 work = wire.all_reduce(own, expected.reduction, axis, True)

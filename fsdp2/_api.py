@@ -38,6 +38,7 @@ from fsdp2._policy import (
     ShardPlacementResult,
 )
 from fsdp2._precision import CastBuffers, policy_for
+from fsdp2._steps import watch_optimizers
 from fsdp2._unit import Unit
 
 M = TypeVar("M", nn.Module, list[nn.Module])
@@ -159,6 +160,7 @@ def fully_shard(
         register_names(target, unit)
         target.__class__ = classes[target]
     register_hooks(unit)
+    watch_optimizers()
     return module
 
 

@@ -282,7 +282,7 @@ def _empty(entry: _Entry) -> Any:
     """Make room for a value that is loaded as it was saved."""
     if not entry.is_tensor:
         return ""
-    return torch.empty(entry.meta.size, dtype=entry.meta.properties.dtype)
+    return torch.empty(entry.meta.size, dtype=entry.meta.properties.dtype, device="cpu")
 
 
 def _with_ids(entry: _Entry, params: dict[Any, nn.Parameter]) -> _Entry:

@@ -14,11 +14,25 @@ and the unsharded parameters stay if dtypes allow, because a recorded graph may 
 [Note: laid aside]
 A large part of a root is *laid aside* after forward if its backward reads it on no rank, and as
 soon as its gradients are in. That is a statement about collectives, the same on every rank: the
-group counts as sharded, backward does not gather it, and whoever needs it next gathers it. What a
+group counts as sharded, and whoever needs it next gathers it: after forward that is no backward,
+but after its gradients are in it may be the backward of another open call. What a
 rank does with the memory is its own affair. It is freed if, and only if, nothing else refers to it:
 not autograd (whatever it saved holds the tensor, or the storage of a view), not the user. Otherwise
 this rank keeps the parameters, registered and whole, until it reshards. Recomputation
 (checkpointing) needs parameters that nothing refers to, so a part that ran under it is kept.
+
+[Note: between steps]
+Between steps ``parameters()`` are the shards, so that an optimizer made there trains them. Memory
+is another matter: a group may keep its whole parameters for the next forward or backward (by
+choice, or because a recorded graph reads them). Then it *shows* its shards: they are registered,
+and the state stays UNSHARDED. The next forward compares the versions of the shards with those that
+were gathered, however the parameters came to be whole, and gathers again if somebody wrote to the
+shards. Only ``unshard()`` by hand *holds* whole parameters registered: until ``reshard()`` or the
+unit's next forward.
+
+[Note: what is registered]
+A form of ours is put in the place of a form of ours only. Anything else there is the user's; it
+stays until the next forward looks at it and takes it over.
 """
 
 from __future__ import annotations
@@ -47,6 +61,7 @@ from fsdp2._placement import shrink
 from fsdp2._policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
 from fsdp2._reduction import Reducer, Reduction
 from fsdp2._shards import ShardBuffer
+from fsdp2._steps import steps_so_far
 from fsdp2._streams import InFlight, Launched, Streams
 
 
@@ -90,6 +105,8 @@ class ParamGroup:
         self._has_full_memory = False
         self._stand_ins: list[StandIn] = []
         self._placed: list[StandIn] = []
+        self.is_held = False
+        self._versioned: list[Tensor] = []
         self._values: list[int] | None = None
         self.is_part = False
         self.part = ""
@@ -97,6 +114,7 @@ class ParamGroup:
         self.is_recomputed = False
         self.ran_without_grad = False
         self.is_laid_aside = False
+        self.skips_backward = False
         self._accumulators: list[Any] = []
         self._at_rest: list[int] | None = None
         self._gathering: InFlight | None = None
@@ -285,6 +303,7 @@ class ParamGroup:
         self.reducer.invalidate()
         if not sources:
             self._home = self._full = self._waiting = None
+            self._versioned = []
             self._tail.plan([])
             return
         self._at_rest = None  # until the unsharded parameters are made anew, owners are not known
@@ -319,6 +338,9 @@ class ParamGroup:
             index += 1
         self._tail.plan([param for param in self.params if param.is_extended])
         self._home = buffer
+        # DTensor operations count on the DTensor, operations on local shards count there
+        forms = [f for p in self.params for f in (p.sharded, _torch.local_tensor(p.sharded))]
+        self._versioned = [form for form in forms if not form.is_inference()]
         self._register(SHARDED)
 
     def _split_params(self, shards: Sequence[Tensor]) -> None:
@@ -419,13 +441,15 @@ class ParamGroup:
             param.set_post_forward(local, placement)
         self._waiting.flat.untyped_storage().resize_(0)
 
-    def inspect(self) -> None:
+    def inspect(self, recomputing: bool = False) -> None:
         """See what the user did to the registered parameters. Call it before a forward's unshard.
 
         A replaced ``nn.Parameter`` is adopted. Any other tensor in its place is a stand-in for the
-        forward that begins (``functional_call``). A changed ``requires_grad`` is carried over.
+        forward that begins (``functional_call``). A changed ``requires_grad`` is carried over. A
+        recomputation uses the values of its backward, whatever was written since.
         """
-        if self._values is not None and self._values != self._versions():
+        self.is_held = False
+        if not recomputing and self._values is not None and self._values != self._versions():
             self.reshard()  # the shards were written to since they were gathered
         findings = look(self.params)
         self._stand_ins = findings.stand_ins
@@ -459,6 +483,8 @@ class ParamGroup:
             if new is not param.sharded:
                 self.reducer.forget(param)
             param.replace(new)
+            for site in param.sites:
+                site.put(param.sharded)
         self._plan(sources)
         self.streams.order_after_compute("gather")
 
@@ -485,14 +511,9 @@ class ParamGroup:
                 else:
                     param.sharded.grad.zero_()
 
-    def note_values(self) -> None:
-        """Remember which values the unsharded parameters, which stay, were gathered from."""
-        self._values = self._versions()
-
     def _versions(self) -> list[int]:
-        # DTensor operations count on the DTensor, operations on local shards count there
-        forms = [(p.sharded, _torch.local_tensor(p.sharded)) for p in self.params]
-        return [_torch.version_of(form) for pair in forms for form in pair]
+        """Return what changes when somebody writes to the shards."""
+        return [steps_so_far(), *map(_torch.version_of, self._versioned)]
 
     # The moves.
 
@@ -511,7 +532,7 @@ class ParamGroup:
         return self._gathering is not None
 
     def _register(self, state: Any) -> None:
-        """Put one form of every parameter onto the modules."""
+        """Put one form of every parameter onto the modules. See [Note: what is registered]."""
         for param in self.params:
             form = (
                 param.unsharded
@@ -520,8 +541,12 @@ class ParamGroup:
                 if state is SHARDED
                 else param.post_forward
             )
+            shown, param.shown = param.shown, form
             for site in param.sites:
-                site.module._parameters[site.name] = form
+                registered = site.module._parameters
+                found = registered.get(site.name)
+                if found is shown or param.is_form(found):
+                    registered[site.name] = form
         if self._stand_ins and state is UNSHARDED:
             for item in self._stand_ins:
                 whole = whole_tensor(item.tensor, item.param, self.data, self.wire, self.settings)
@@ -546,6 +571,8 @@ class ParamGroup:
                 self._at_rest = self._count_owners(renew=True)
         source = self._home if self.machine.state is SHARDED else self._waiting
         assert source is not None
+        if self._values is None:
+            self._values = self._versions()
         if _events.listeners:
             nbytes = source.axis.size * source.sent_nbytes
             _events.emit("unshard", self.fqn, self.clock.phase, nbytes)
@@ -611,7 +638,8 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones."""
-        self.is_laid_aside = False
+        self.is_laid_aside = self.skips_backward = self.is_held = False
+        self._values = None
         self._drop_gather()
         if self.machine.state is SHARDED or not self.params:
             return
@@ -619,9 +647,13 @@ class ParamGroup:
         if self.machine.state is SHARDED_POST_FORWARD and waiting is not None:
             waiting.flat.untyped_storage().resize_(0)
         self.machine.move(SHARDED, self.fqn)
-        self._values = None
         self._register(SHARDED)
         self._give_up_full()
+
+    def show_shards(self) -> None:
+        """Register the sharded parameters, whatever stays in memory. See [Note: between steps]."""
+        if self.machine.state is not SHARDED and not self.is_held:
+            self._register(SHARDED)
 
     def _drop_gather(self) -> None:
         """Wait for a gather that is in flight, and forget what it brought."""
@@ -635,9 +667,15 @@ class ParamGroup:
             if buffer is not None:
                 buffer.free_gathered()
 
-    def lay_aside(self) -> None:
-        """Count as sharded from now on. See [Note: laid aside]."""
-        self.is_laid_aside, self._values = True, None
+    def lay_aside(self, skips_backward: bool) -> None:
+        """Count as sharded from now on. See [Note: laid aside].
+
+        ``skips_backward``: no pre-backward gathers it before it is resharded.
+        """
+        if self.machine.state is SHARDED and not skips_backward:
+            return
+        self.is_laid_aside, self.skips_backward = True, skips_backward
+        self._values = None
         if self.machine.state is UNSHARDED and self.is_unread():
             self.machine.move(SHARDED, self.fqn)
             self._register(SHARDED)

@@ -27,6 +27,18 @@ the engine, which runs younger nodes first, has finished the module when it gets
 plain autograd view: updating it, or a view of it, in place stays legal, which a custom
 ``autograd.Function`` there would forbid.
 
+A node can carry several marks: a unit returns what a unit inside it returned, or its input. Then
+the pre-backwards come first, the outermost before the others, and a post-backward comes last, as
+if there were a node for each: on another rank there may be.
+
+[Note: calls without a mark]
+On one rank a unit may return what needs no gradient (its input, where a branch was not taken), and
+on another one its output. Both are in the same place in the order of forwards. So a call whose
+outputs nothing marks, of a unit that has something to train, is recorded beside those that are
+marked, and its backward happens at the end of theirs: no gradient reaches a unit before it. A unit
+after it may have had its pre-backward and no post-backward, for its input needed no gradient; that
+comes first. The first of all units has none on any rank.
+
 [Note: one reduction a backward]
 A unit may run several forwards before a backward. Each recorded call is *open* until its
 post-backward or the end of the next backward; the unit reduces when no call is open, and at the
@@ -75,9 +87,13 @@ class Call:
         "_active",
         "_done_in",
         "_policy",
+        "ended",
         "marked",
+        "marks_input",
         "previous",
+        "recorded",
         "runtime",
+        "started",
         "unit",
     )
 
@@ -86,7 +102,9 @@ class Call:
         self.runtime = runtime
         self._policy = unit.policy
         self.previous: tuple[Unit, ...] = ()
-        self.marked = False
+        self.recorded = runtime.unmarked
+        self.started = self.ended = runtime.tick()
+        self.marked = self.marks_input = False
         self._active = False
         self._done_in = 0
 
@@ -141,6 +159,11 @@ class Call:
         if not unit.open_calls:
             self.runtime.reduce(unit)
 
+    @property
+    def is_between(self) -> bool:
+        """True if its pre-backward ran, and nothing will reach its post-backward."""
+        return self._active and not self.marks_input
+
     def close(self) -> None:
         """This call needs its unit no longer in the running backward."""
         if self._active:
@@ -155,7 +178,12 @@ class Call:
             cast = _torch.unseen_view(tensor)
         if cast.grad_fn is not None:
             cast.grad_fn.register_prehook(self.post_backward)
+            self.marks_input = True
         return cast
+
+    def __del__(self) -> None:
+        if self.marked:
+            self.runtime.lose_graph(self.unit)
 
     def mark_outputs(self, output: Any) -> bool:
         """Put pre-backward on what made the outputs; return True if any has a gradient."""
@@ -166,11 +194,13 @@ class Call:
     def _mark(self, tensor: Tensor) -> None:
         """Put pre-backward on what made a tensor."""
         if tensor.requires_grad:
-            self.marked = True
+            if not self.marked:
+                self.marked = True
+                self.unit.recorded_calls += 1
             base = _torch.base_of(tensor)
             for made in (tensor,) if base is None else (tensor, base):
                 if made.grad_fn is not None:
-                    made.grad_fn.register_prehook(self.pre_backward)
+                    _torch.register_first_prehook(made.grad_fn, self.pre_backward)
 
     def _mark_layers(self, tensor: Tensor) -> None:
         for layer in _torch.layers_of(tensor):
@@ -191,7 +221,7 @@ def _enter(unit: Unit) -> None:
     recomputing = runtime.is_recomputing
     if not recomputing and runtime.forward_root is None:
         runtime.begin_forward(unit)
-    unit.inspect()
+    unit.inspect(recomputing)
     unit.unshard()
     unit.wait_for_unshard()
     if not recomputing and unit.governor is None:
@@ -239,11 +269,16 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     if dtype is not None:
         output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
     recomputing = runtime.is_recomputing
-    if call is not None and call.mark_outputs(output):
-        if not recomputing or unit.open_calls == 0:  # else it repeats a call that is open
-            unit.open_calls += 1
-        if not recomputing:
-            call.previous = runtime.remember(unit)
+    if call is not None:
+        is_marked = call.mark_outputs(output)
+        if is_marked or (unit.trains and not recomputing):
+            if not recomputing or unit.open_calls == 0:  # else it repeats a call that is open
+                unit.open_calls += 1
+            if not recomputing:
+                call.previous = runtime.remember(unit)
+        if not is_marked and unit.trains and not recomputing:
+            call.ended = runtime.tick()
+            call.recorded.append(call)
     if not unit.calls:
         if _torch.is_under_modes():
             _torch.run_aside(_leave, unit, runtime, module, recomputing)
@@ -274,8 +309,8 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
     if runtime.parts is not None:
         runtime.end_parts(unit, with_grad)
     if unit.keeps_after_forward(with_grad):
-        unit.note_values()
-    elif with_grad:
+        return
+    if with_grad:
         unit.reshard_post_forward()
     else:
         unit.reshard()

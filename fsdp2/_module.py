@@ -166,6 +166,7 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
             group.inspect()
         for group in groups:
             group.unshard()
+            group.is_held = True
         if async_op:
             return UnshardHandle(groups)
         for group in groups:
@@ -222,5 +223,5 @@ class UnshardHandle(_torch.UnshardHandle):
         """
         groups, self._groups = self._groups, ()
         for group in groups:
-            if group.is_gathering:
+            if group.is_held:
                 group.wait_for_unshard()

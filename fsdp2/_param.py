@@ -115,8 +115,22 @@ class OwnerMark:
 
 
 _MARK = "_fsdp2_owner"
+_STANDS_FOR = "_fsdp2_stands_for"
 SUMMONED = "_fsdp2_summoned"
 """An attribute of the whole parameters that ``summon_full_params`` registers."""
+
+
+def stand_in_of(param: torch.Tensor) -> str | None:
+    """Say what a tensor is if it stands for a sharded parameter, which alone gets gradients."""
+    mark = param.__dict__.get(_STANDS_FOR)
+    owner = mark.owner if isinstance(mark, OwnerMark) else None
+    if owner is None or owner.sharded is param:
+        return None
+    if param is owner.unsharded or param is owner.post_forward:
+        return f"the unsharded form of {owner.fqn}"
+    if param.grad is None:
+        return f"{owner.fqn} as it was before fully_shard"
+    return None  # another module, that nobody sharded, has it too, and trains it
 
 
 class FSDPParam:
@@ -145,8 +159,9 @@ class FSDPParam:
         self.machine = StateMachine()
         self.uses: list[nn.Module] = []
         self.attributes = _own_attributes(original)
-        original.__dict__[_MARK] = OwnerMark(self)
+        original.__dict__[_MARK] = original.__dict__[_STANDS_FOR] = OwnerMark(self)
         self.sharded: nn.Parameter = original
+        self.shown: nn.Parameter | None = original  # what the group registered last
         self.local: torch.Tensor | None = None
         self.piece: Piece | None = None
         self.spec = placement.sharded_spec(self.storage_dtype)
@@ -157,6 +172,12 @@ class FSDPParam:
     @property
     def state(self) -> ParamState:
         return self.machine.state
+
+    def is_form(self, found: torch.Tensor | None) -> bool:
+        """True if a registered tensor is one of this parameter's forms."""
+        if found is None:
+            return False
+        return found is self.sharded or found is self.unsharded or found is self.post_forward
 
     @property
     def places(self) -> list[nn.Module]:
@@ -231,6 +252,7 @@ class FSDPParam:
         whole = tensor if spec is None else _torch.new_dtensor(tensor, spec)
         pending = None if self.unsharded is None else self.unsharded.grad
         self.unsharded = self._parameter(whole, None)
+        self.unsharded.__dict__[_STANDS_FOR] = OwnerMark(self)
         self.unsharded_dtype = tensor.dtype
         if pending is not None:  # accumulated without sync before the plan changed
             self.unsharded.grad = pending.to(dtype=tensor.dtype, device=tensor.device)
@@ -239,6 +261,7 @@ class FSDPParam:
         """Build the parameter that is registered while sharded over the smaller mesh."""
         spec = placement.sharded_spec(local.dtype)
         self.post_forward = self._parameter(_torch.new_dtensor(local, spec), None)
+        self.post_forward.__dict__[_STANDS_FOR] = OwnerMark(self)
 
     def toggle(self) -> None:
         """Carry ``requires_grad`` over from the form that the user changed."""
@@ -250,7 +273,7 @@ class FSDPParam:
     def replace(self, new: torch.Tensor | None) -> None:
         """Take over what the user registered; ``set_shard`` follows."""
         assert isinstance(new, nn.Parameter)
-        self.sharded = new
+        self.sharded = self.shown = new
         if not isinstance(new, DTensor):
             self.attributes = _own_attributes(new)
         if new.requires_grad is not self.trainable:
@@ -264,6 +287,7 @@ class FSDPParam:
             "piece": None,
             "unsharded": None,
             "post_forward": None,
+            "shown": None,
             "machine": None,
         }
 
@@ -279,4 +303,6 @@ class FSDPParam:
 def _own_attributes(param: nn.Parameter) -> dict[str, Any]:
     """Return what the user set on a parameter. A wrapper keeps its own parts in the same place."""
     dispatches = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return {} if dispatches and not isinstance(param, DTensor) else dict(vars(param))
+    if dispatches and not isinstance(param, DTensor):
+        return {}
+    return {name: value for name, value in vars(param).items() if not name.startswith("_fsdp2")}

@@ -168,7 +168,7 @@ class Parts:
             part.note_reads()
             keeps = settings.reshard_after_forward is False or settings.overlap.keeps_parts
             if not keeps and settings.reshard_after_backward and self.knows_unread(group):
-                group.lay_aside()
+                group.lay_aside(skips_backward=True)
         group.ran_without_grad = False
 
     def begin(self) -> None:
@@ -242,7 +242,9 @@ class Exchange:
     def _join(self, facts: list[float], axis: MeshAxis, streams: Streams) -> list[float]:
         stamp, numel = self._stamps.get(axis), len(facts)
         code = [] if stamp is None else stamp.code
-        joined = torch.tensor([*facts, *code], device=self._parts[0].group.device)
+        joined = torch.tensor(
+            [*facts, *code], dtype=torch.float32, device=self._parts[0].group.device
+        )
         if stamp is not None:
             stamp.before()
         with _torch.hidden_from_modes():

@@ -213,7 +213,8 @@ class Reducer:
                 settings.only_sums or self.wire.only_sums,
             )
             joined = 1.0 if self.scale.op == ReduceOp.AVG else data.size * self.scale.before
-            codes = torch.tensor([code * joined for code in plan.codes], dtype=layout.dtype)
+            scaled_codes = [code * joined for code in plan.codes]
+            codes = torch.tensor(scaled_codes, dtype=layout.dtype, device="cpu")
             self.joined_codes = bytes(codes.view(torch.uint8).tolist())
             self._tell_stamps(layout)
         return plan

@@ -50,17 +50,32 @@ SMALL_NBYTES = 1 << 20
 
 
 class _EndOfBackward:
-    """The engine's callback. It lives exactly as long as the backward that it ends."""
+    """The engine's callback. It lives exactly as long as the backward that it ends.
+
+    Dropped without a call it tells, at once, that the backward failed.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._number = runtime.backward_number
+        self._was_called = False
 
     @_torch.always_eager
     def __call__(self) -> None:
-        if _torch.is_under_modes():
-            _torch.run_aside(self._runtime.end_backward)
-        else:
-            self._runtime.end_backward()
+        self._was_called = True
+        try:
+            if _torch.is_under_modes():
+                _torch.run_aside(self._runtime.end_backward)
+            else:
+                self._runtime.end_backward()
+        except BaseException:
+            self._runtime.abandon_backward()
+            raise
+
+    @_torch.always_eager
+    def __del__(self) -> None:
+        if not self._was_called and self._number == self._runtime.backward_number:
+            self._runtime.abandon_backward()
 
 
 class Runtime:
@@ -79,6 +94,7 @@ class Runtime:
         self.failed = False
         self.backward_number = 0
         self.calls: list[Call] = []
+        self.unmarked: list[Call] = []  # of the running forward, see [Note: calls without a mark]
         self.last_units: tuple[Unit, ...] = ()
         self.parts: Parts | None = None
         self.is_large = any(
@@ -87,6 +103,7 @@ class Runtime:
             for group in unit.own_groups
         )
         self._with_graph = False
+        self._ticks = 0
         self._prefetched: list[Unit] = []
         self._reductions: deque[Reduction] = deque()
         self._callback: weakref.ref[_EndOfBackward] | None = None
@@ -112,6 +129,7 @@ class Runtime:
         self.clock.phase = FORWARD
         self.forward_root = entry
         self.last_units = ()
+        self.unmarked = []  # calls hold the list of their forward
         self.schedule.begin(entry)
 
     def prefetch_forward(self, unit: Unit) -> None:
@@ -132,7 +150,7 @@ class Runtime:
         for group in groups:
             if group.is_unsharded or group.is_gathering:
                 continue
-            if group.is_laid_aside and self.clock.phase is BACKWARD:
+            if group.skips_backward and self.clock.phase is BACKWARD:
                 continue
             if _events.listeners:
                 _events.emit("prefetch", unit.fqn, self.clock.phase)
@@ -149,6 +167,15 @@ class Runtime:
             if unit.ran:  # not all of its modules ran in this forward
                 unit.ran.clear()
                 unit.reshard()
+        for unit in self.units:
+            if not unit.recorded_calls:  # no backward of this forward can come
+                unit.show_shards()
+
+    def lose_graph(self, unit: Unit) -> None:
+        """A recorded forward of a unit is gone: no backward through it can come any more."""
+        unit.recorded_calls -= 1
+        if not unit.recorded_calls and self.clock.phase is IDLE:
+            unit.show_shards()
 
     def _drop_unused_prefetches(self) -> None:
         for unit in self._prefetched:
@@ -170,14 +197,19 @@ class Runtime:
             return
         if self.clock.phase is BACKWARD:
             self.recover()
+        self.backward_number += 1
         callback = _EndOfBackward(self)
         self._callback = weakref.ref(callback)
         _torch.queue_end_of_backward(callback)
-        self.backward_number += 1
         self._with_graph = torch.is_grad_enabled()
         self.clock.phase = BACKWARD
         if self.parts is not None:
             self.parts.begin()
+
+    def tick(self) -> int:
+        """Return a larger number than before."""
+        self._ticks += 1
+        return self._ticks
 
     def remember(self, unit: Unit) -> tuple[Unit, ...]:
         """Note that a unit's forward is over; return those before it, the last one first."""
@@ -274,7 +306,7 @@ class Runtime:
         group, settings = part.group, part.group.settings
         keeps = settings.overlap.keeps_parts or not settings.reshard_after_backward
         if not keeps and not part.unit.calls and not group.is_gathering:
-            group.lay_aside()
+            group.lay_aside(skips_backward=False)
 
     @property
     def _agrees(self) -> bool:
@@ -292,18 +324,20 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what no post-backward reduced, finish what is in flight, reshard."""
+        self._repeat_unmarked()
+        ran = {unit for unit in self.units if unit.open_calls or unit.active_calls}
         for call in self.calls:
             call.close()
         self.calls.clear()
         is_last = all(unit.settings.is_last_backward for unit in self.units)
         for unit in reversed(self.units):
-            if unit.groups and self._has_to_reduce(unit):
+            if unit.groups and self._has_to_reduce(unit, unit in ran):
                 self.reduce(unit)
-            elif unit.open_calls > 0:  # without sync: whoever had no gradient owes one too
+            elif unit in ran:  # without sync: whoever had no gradient owes one too
                 for group in unit.groups:
                     group.owes_reduction = True
             unit.open_calls = 0
-            self._reshard_after_backward(unit)
+            self._reshard_after_backward(unit, is_last)
         self._prefetched.clear()
         if self.parts is not None:
             self._agree()
@@ -314,12 +348,24 @@ class Runtime:
         self.clock.phase = IDLE if self.forward_root is None else FORWARD
         self._callback = None
 
-    def _has_to_reduce(self, unit: Unit) -> bool:
+    def _repeat_unmarked(self) -> None:
+        """Go through the calls that no gradient could reach on this rank, the last one first."""
+        reached = [call for call in self.calls if call.recorded]
+        for recorded in {id(call.recorded): call.recorded for call in reached}.values():
+            first = recorded[0]
+            after = [c for c in reached if c.recorded is recorded and c.started > first.ended]
+            calls = [*recorded, *(call for call in after if call.is_between)]
+            for call in sorted(calls, key=lambda call: call.started, reverse=True):
+                if call in recorded:
+                    call.pre_backward(())
+                if call is not first:
+                    call.post_backward(())
+
+    def _has_to_reduce(self, unit: Unit, has_run: bool) -> bool:
         """True if a unit that ran, here and so on every rank, was not reduced by a post-backward.
 
         A rank on which none of its parameters was used reduces zeros: others may have gradients.
         """
-        has_run = unit.open_calls > 0
         return any(
             group.reducer.has_local_gradients
             or (group.settings.reduce_grads and (has_run or group.owes_reduction))
@@ -327,14 +373,15 @@ class Runtime:
             if self.parts is None or not self.parts.is_reduced(group)
         )
 
-    def _reshard_after_backward(self, unit: Unit) -> None:
+    def _reshard_after_backward(self, unit: Unit, is_last: bool) -> None:
         """Reshard, unless a forward around this backward, or a backward through it, needs more."""
-        if not unit.settings.reshard_after_backward or unit.calls:
+        if unit.calls:
             return
-        if self._with_graph and unit.is_unsharded:
-            unit.note_values()
-        else:
+        keeps = not unit.settings.reshard_after_backward
+        if not keeps and not (self._with_graph and unit.is_unsharded):
             unit.reshard()
+        elif is_last and self.forward_root is None:  # else the step goes on
+            unit.show_shards()
 
     def _flush_partial(self) -> None:
         """Reduce over replicas what earlier backwards reduced over shards only."""
@@ -373,6 +420,14 @@ class Runtime:
         self.failed = True
         self.forward_root = None
         self.clock.phase = IDLE
+        for unit in self.units:
+            unit.reshard_unless_gathering()
+
+    def abandon_backward(self) -> None:
+        """The running backward raised. The next forward recovers; parameters are sharded at once.
+
+        Also where nothing may be waited for: a gather in flight has registered nothing.
+        """
         for unit in self.units:
             unit.reshard_unless_gathering()
 

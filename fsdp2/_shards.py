@@ -61,7 +61,7 @@ class ShardBuffer:
         self._inputs: list[Tensor] = []
         self._gathered: Tensor | None = None
         self._sources: list[Tensor] = []
-        self._seen, self._expected = torch.empty(0), b""
+        self._seen, self._expected = self.flat[:0], b""
         self.tail_nbytes = 0
         self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
         self._is_one_cast = (
@@ -72,7 +72,12 @@ class ShardBuffer:
     def write_stamp(self) -> None:
         """Put the stamp behind the parameters, where the all-gather takes it along."""
         if self.stamp is not None and not self.flat.is_meta:
-            self.shards[-1].copy_(torch.tensor(self.stamp.code))
+            self.shards[-1].copy_(self._code)
+
+    @property
+    def _code(self) -> Tensor:
+        assert self.stamp is not None
+        return torch.tensor(self.stamp.code, dtype=torch.float32, device="cpu")
 
     def piece(self, index: int) -> Piece:
         """Say where the shard of an item lies."""
@@ -82,7 +87,7 @@ class ShardBuffer:
 
     def _expect_stamp(self) -> None:
         assert self.stamp is not None
-        code = torch.tensor(self.stamp.code).to(self.layout.items[-1].compute_dtype)
+        code = self._code.to(self.layout.items[-1].compute_dtype)
         self._expected = bytes(code.view(torch.uint8).tolist()) * self.axis.size
 
     def take_stamp(self) -> None:
@@ -219,7 +224,7 @@ class ShardBuffer:
         if gathered is None or gathered.shape[1] != sent.shape[1]:
             shape = (self.axis.size, sent.shape[1])
             with torch.inference_mode(False):
-                self._gathered = gathered = torch.empty(shape, dtype=sent.dtype)
+                self._gathered = gathered = torch.empty(shape, dtype=sent.dtype, device=sent.device)
                 self._sources = list(gathered.split(packed.sizes, 1))
         else:
             gathered.untyped_storage().resize_(gathered.nbytes)

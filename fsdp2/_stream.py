@@ -206,7 +206,6 @@ class Target:
         return self.on_all or grid.is_first
 
 
-@torch.no_grad()
 def gather(
     helds: Sequence[Held], max_nbytes: int, target: Target, main: Grid, what: str
 ) -> Generator[tuple[int, Tensor | None], None, None]:
@@ -236,11 +235,12 @@ def gather(
     whole: dict[int, Tensor] = {}
     staging = Staging()
     for batch in plan(items, max_nbytes):
-        with main.together(what):
+        with torch.no_grad():  # as a decorator it would keep what was yielded last
+            with main.together(what):
+                for lot in batch.lots.values():
+                    _make_room(lot, helds, whole, target, staging)
             for lot in batch.lots.values():
-                _make_room(lot, helds, whole, target, staging)
-        for lot in batch.lots.values():
-            _gather_lot(lot, helds, whole, target, staging)
+                _gather_lot(lot, helds, whole, target, staging)
         for index in batch.finished:
             try:
                 yield index, whole.pop(index, None)
@@ -408,7 +408,7 @@ class Staging:
     """The buffer that lots travel in: one, kept for the next lot, which may be larger."""
 
     def __init__(self) -> None:
-        self._kept = torch.empty(0, dtype=torch.uint8)
+        self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, nbytes: int, grid: Grid, axes: Sequence[int], like: Tensor) -> Tensor:
         """Return ``nbytes`` where the process group of an axis takes tensors from."""
@@ -416,7 +416,7 @@ class Staging:
         assert group is not None
         device = wire_device(group, like.device)
         if self._kept.numel() < nbytes or self._kept.device != device:
-            self._kept = torch.empty(0, dtype=torch.uint8)
+            self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._kept[:nbytes]
 
@@ -430,7 +430,7 @@ def _make_whole(held: Held, target: Target) -> Tensor:
 
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Return a stride if a tensor with it has no holes and no overlaps, else a row-major one."""
-    found = torch.empty(0, device="meta").as_strided(tuple(shape), tuple(stride))
+    found = torch.empty(0, dtype=torch.uint8, device="meta").as_strided(tuple(shape), tuple(stride))
     return tuple(torch.empty_like(found, memory_format=torch.preserve_format).stride())
 
 

@@ -196,6 +196,15 @@ def computes_gradient(param: torch.Tensor) -> bool:
         return True
 
 
+def register_first_prehook(node: torch.autograd.graph.Node, hook: Callable[..., None]) -> None:
+    """Run ``hook`` before the pre-hooks that a node has. No public way exists."""
+    handle = node.register_prehook(hook)
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None and len(hooks) > 1:
+        for number in list(hooks)[:-1]:  # the engine reads the order of insertion
+            hooks[number] = hooks.pop(number)
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that ``tensor`` is a view of."""
     return tensor._base
@@ -313,7 +322,7 @@ def hidden_from_modes() -> AbstractContextManager[Any]:
 
 def has_real_memory() -> bool:
     """True unless tensors made now are fake (an estimate of memory, a trace)."""
-    return type(torch.empty(0)) is torch.Tensor
+    return type(torch.empty(0, dtype=torch.uint8, device="cpu")) is torch.Tensor
 
 
 def bytes_of(tensor: torch.Tensor, nbytes: int) -> bytes:

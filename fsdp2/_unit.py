@@ -64,6 +64,7 @@ class Unit:
         self.calls: list[Call | None] = []
         self.active_calls = 0
         self.open_calls = 0
+        self.recorded_calls = 0  # whose graph lives: a backward through them may come
         self.may_lose_gradients = False
         self.is_called_outside = False  # around the compiled call, see _hooks
         self.traced: TracedUnit | None = None  # while a functional step runs, see _traced
@@ -79,10 +80,10 @@ class Unit:
     def gather_for_backward(self) -> None:
         """Issue the gathers that backward needs, and finish them."""
         for group in self.groups:
-            if group.settings.unshard_in_backward and not group.is_laid_aside:
+            if group.settings.unshard_in_backward and not group.skips_backward:
                 group.unshard()
         for group in self.groups:
-            if group.settings.unshard_in_backward and not group.is_laid_aside:
+            if group.settings.unshard_in_backward and not group.skips_backward:
                 group.wait_for_unshard()
 
     @property
@@ -90,10 +91,15 @@ class Unit:
         """True if backward has to gather something here that is not whole: on every rank."""
         return any(
             group.settings.unshard_in_backward
-            and not group.is_laid_aside
+            and not group.skips_backward
             and not group.is_unsharded
             for group in self.groups
         )
+
+    @property
+    def trains(self) -> bool:
+        """True if a parameter that the unit's hooks move is trained."""
+        return any(param.trainable for group in self.groups for param in group.params)
 
     @property
     def is_root(self) -> bool:
@@ -139,9 +145,9 @@ class Unit:
             casts = True
         self.input_dtype = policy.param_dtype if casts else None
 
-    def inspect(self) -> None:
+    def inspect(self, recomputing: bool = False) -> None:
         for group in self.groups:
-            group.inspect()
+            group.inspect(recomputing)
 
     def unshard(self) -> None:
         for group in self.groups:
@@ -155,11 +161,10 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
-    def note_values(self) -> None:
-        """Remember which values the whole parameters were gathered from."""
+    def show_shards(self) -> None:
+        """Register sharded parameters; whole ones may stay. See [Note: between steps] in _group."""
         for group in self.groups:
-            if group.is_unsharded:
-                group.note_values()
+            group.show_shards()
 
     def reshard_unless_gathering(self) -> None:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""

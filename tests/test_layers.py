@@ -142,6 +142,31 @@ def test_private_torch_names_stay_in_one_file(name: str) -> None:
     assert not foreign_private_names(name)
 
 
+FACTORIES = {"empty", "empty_strided", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"}
+
+
+def _ambient_calls(name: str) -> list[str]:
+    """Calls of torch's factories without a device, or of `tensor` and `full` without a dtype."""
+    found = []
+    for node in ast.walk(parse(name)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        made, owner = node.func.attr, node.func.value
+        if made in FACTORIES and isinstance(owner, ast.Name) and owner.id == "torch":
+            given = {keyword.arg for keyword in node.keywords}
+            if "device" not in given or (
+                made in ("empty", "zeros", "full") and "dtype" not in given
+            ):
+                found.append(f"line {node.lineno}: torch.{made}")
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_tensor_of_ours_depends_on_ambient_modes(name: str) -> None:
+    """`with torch.device(...)` and the default dtype are for the user's tensors."""
+    assert not _ambient_calls(name)
+
+
 def test_the_rules_see_what_they_look_for() -> None:
     """The one file that may use private names shows that they are found."""
     assert {"_dtensor_spec", "_StridedShard"} <= {

@@ -26,6 +26,7 @@ from tests._parity import (
     assert_same,
     assert_same_gradients,
     assert_same_parameters,
+    assert_sharded,
     make_mesh,
     shard,
 )
@@ -328,8 +329,10 @@ def test_flags_of_one_unit_alone() -> None:
     pair = Pair("stack", reshard_after_forward=False)
     pair.model.set_reshard_after_backward(False, recurse=False)
     pair.backward()
-    assert isinstance(pair.model.blocks[0].up.weight, DTensor)
-    assert not isinstance(pair.model.inp.weight, DTensor)
+    root, *blocks = fsdp2.units(pair.model)
+    assert [group.state for group in root.groups] == ["unsharded"]
+    assert {group.state for unit in blocks for group in unit.groups} == {"sharded"}
+    assert_sharded(pair.model)
     pair.model.set_reshard_after_backward(True)
     pair.model.reshard()
     pair.step()

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, _direct
+from tests._local_sgd import LocalSGD
 from tests._models import CASES, loss_of, seeded
 from tests._parity import (
     Pair,
@@ -145,10 +146,13 @@ def test_mixed_precision_and_accumulation() -> None:
             model = fsdp2.fully_shard(seeded(Wide), mp_policy=BF16)
             model.set_copy_free_min_bytes(nbytes)
             torch.manual_seed(dist.get_rank())
-            for micro in range(3):
-                model.set_requires_gradient_sync(micro == 2)
-                loss_of(model(torch.randn(2, 8))).backward()
-            results.append([whole(parameter.grad) for parameter in model.parameters()])
+            results.append([])
+            for _ in range(2):  # the second time after a step: what is sent is cast anew
+                for micro in range(3):
+                    model.set_requires_gradient_sync(micro == 2)
+                    loss_of(model(torch.randn(2, 8))).backward()
+                results[-1] += [whole(parameter.grad) for parameter in model.parameters()]
+                LocalSGD(model.parameters(), lr=0.5).step()
     for packed, alone in zip(*results, strict=True):
         assert_same(alone, packed, "gradient", rtol=1e-6)
 

@@ -195,6 +195,18 @@ def test_no_more_than_max_bytes_is_alive(count: int, max_bytes: int) -> None:
     assert seen <= limit + largest + 4096  # the loop's own variable, and alignment
 
 
+@ranks(2)
+def test_what_the_caller_lets_go_of_is_freed_before_the_next_gather() -> None:
+    model = nn.Sequential(*(nn.Linear(129, 131, bias=False) for _ in range(5)))
+    fsdp2.fully_shard(model, mesh=make_mesh())
+
+    def look() -> None:
+        for item in fsdp2.full_params(model, max_bytes=10_000):
+            del item
+
+    assert _peak(look) <= 129 * 132 * 4 + 10_000 + 4096
+
+
 def _peak(run: Callable[[], Any]) -> int:
     """Return the most bytes that the CPU allocator gave out above the start."""
     from torch.profiler import ProfilerActivity, profile

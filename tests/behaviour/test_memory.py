@@ -223,6 +223,22 @@ def test_two_forwards_before_backward(order: str) -> None:
     pair.check()
 
 
+@pytest.mark.parametrize("reshard", [None, True, False])
+@ranks(2, 3)
+def test_a_head_that_is_a_unit_runs_twice_before_a_backward(reshard: bool | None) -> None:
+    """When its gradient is complete was learnt from steps with one forward."""
+    case = Case(lambda: Language(1), lambda m: [*m.blocks, m.head], batch)
+    pair = Pair(case, reshard_after_forward=reshard)
+    pair.train(steps=2)
+    for count in (2, 3, 1, 2):
+        losses = [pair.losses(pair.batch()) for _ in range(count)]
+        for side in (0, 1):
+            torch.stack([both[side] for both in losses]).sum().backward()
+        del losses
+        pair.step()
+    pair.check()
+
+
 @ranks(2)
 def test_two_backwards_of_one_forward() -> None:
     pair = Pair(CASE)
@@ -531,3 +547,13 @@ def test_a_budget_buys_overlap() -> None:
     assert found == sorted(found)
     assert found[0] == (0, 0)
     assert found[-1] == (2, 3)
+
+
+@ranks(2)
+def test_a_budget_counts_gradients_as_they_are_reduced() -> None:
+    """Gradients of the embedding (2 bytes each) are cast for their reduction (4 bytes)."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = Pair(CASE, mp_policy=policy).model
+    root = 2 * VOCAB * WIDTH * 2  # the embedding and the head are whole all the time
+    with pytest.raises(fsdp2.ConfigError, match="bytes are not enough"):
+        model.set_memory(root + VOCAB * WIDTH * (2 + 4))

@@ -376,9 +376,10 @@ def test_an_int_leaves_larger_shards_after_forward() -> None:
     """After a forward with 2, a rank holds what two neighbours of the flat shard axis hold."""
     setup = SETUPS["two_shard"]
     model, mesh = make(setup, reshard_after_forward=2)
-    OnMesh(model, mesh, setup)(my_rows(batch_of(0), mesh, setup))
+    output = OnMesh(model, mesh, setup)(my_rows(batch_of(0), mesh, setup))
     weight = model[0].up.weight
     assert isinstance(weight, DTensor)
+    assert output.requires_grad  # a backward may come
     inner = weight.device_mesh.get_local_rank("inner")
     assert torch.equal(weight.to_local(), build()[0].up.weight.chunk(2)[inner])
 

@@ -279,6 +279,19 @@ def test_zero_bubble_needs_the_parameters_kept(dtype: torch.dtype | None) -> Non
             run.schedule.step(target=y)
 
 
+@ranks(2)
+def test_one_unit_that_frees_its_parameters_is_enough() -> None:
+    """The error does not wait for a second unit that lost its gradient."""
+    run = Pipelined(ScheduleInterleavedZeroBubble, grid(2), reshard=False)
+    x, y = run.batch()
+    if run.is_first:
+        run.schedule.step(x)
+    else:
+        run.parts[1].layers[1].set_reshard_after_forward(True)  # type: ignore[index,union-attr]
+        with pytest.raises(fsdp2.StateError, match=r"layers\.1: found no gradient .* \(1 in this"):
+            run.schedule.step(target=y)
+
+
 @ranks(4)
 def test_only_the_layers_of_a_stage_are_sharded() -> None:
     """If the stage itself is no unit, its layers reduce after each microbatch."""

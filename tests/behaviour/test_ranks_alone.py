@@ -191,9 +191,10 @@ def test_an_int_may_be_taken_back() -> None:
     model = fsdp2.fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh, reshard_after_forward=2)
     x = torch.ones(2, WIDTH)
     model(x).sum().backward()
-    model(x)
+    output = model(x)
     assert model.weight.device_mesh.size() == 4
     assert model.weight.device_mesh.ndim == 2
+    del output
     model.reshard()
     model.set_reshard_after_forward(True)
     model(x).sum().backward()

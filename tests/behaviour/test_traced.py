@@ -336,11 +336,11 @@ def test_graph_breaks_change_no_number() -> None:
     assert pair.graphs.frames > 1
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ["unused_parts", pytest.param("scalars", marks=pytest.mark.slow)])
 @ranks(2, limit_s=200)
-def test_without_a_compiler() -> None:
-    """The functional step trains as it stands, too."""
-    pair = TracedPair("scalars")
+def test_without_a_compiler(name: str) -> None:
+    """The functional step trains as it stands, too; what took no part has no gradient."""
+    pair = TracedPair(name)
     pair.compiled = fsdp2.compile(pair.model, disable=True)
     pair.train(steps=3)
 

@@ -594,7 +594,7 @@ def test_an_exception_in_backward_and_the_recovery() -> None:
         lines.append("--- the next step")
         model(inputs()).sum().backward()
     assert_expected_inline(
-        "\n".join(lines[: lines.index("--- the next step") + 6]),
+        "\n".join(lines[: lines.index("--- the next step") + 5]),
         """\
 forward: unshard <root>
 forward: wait_for_unshard <root>
@@ -613,9 +613,9 @@ backward: prefetch a
 backward: unshard a
 backward: reshard b
 backward: reduce b
+backward: reshard <root>
 --- the next step
 backward: recover <root>
-backward: reshard <root>
 forward: unshard <root>
 forward: wait_for_unshard <root>
 forward: prefetch a""",

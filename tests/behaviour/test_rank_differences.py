@@ -1,0 +1,149 @@
+"""Promise: ranks may use different parameters of a unit, whatever its inputs and outputs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+import fsdp2
+from tests._local_sgd import LocalSGD
+from tests._models import loss_of, seeded
+from tests._parity import assert_same_gradients, assert_same_parameters, make_mesh
+from tests._pool import ranks
+from tests._slow import slow
+
+WIDTH = 13
+
+
+class InPlace(nn.Module):
+    """Updates its input in place, so that no post-backward is reached; may leave its weight out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(29, WIDTH))
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        x.mul_(1.5)
+        return x + torch.tanh(x @ self.weight.T).mean(-1, keepdim=True) if use else x * 1
+
+
+class Returns(nn.Module):
+    """Its output is its input on a rank that does not use its child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        return self.child(x) if use else x
+
+
+class Detaches(Returns):
+    """Its output needs no gradient on a rank that does not use its child."""
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        return self.child(x) if use else x.detach()
+
+
+class Chain(nn.Module):
+    """Units in a row: those in `makes`, then one that every rank uses whole."""
+
+    def __init__(self, makes: list[Callable[[], nn.Module]], embeds: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH) if embeds else nn.Identity()
+        self.units = nn.ModuleList(make() for make in makes)
+        self.last = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, uses: list[bool]) -> Tensor:
+        x = self.embed(x)
+        for unit, use in zip(self.units, uses, strict=True):
+            x = unit(x, use)
+        return self.last(x)
+
+
+def train(
+    makes: list[Callable[[], nn.Module]],
+    uses_on: Callable[[int, int], list[bool]],
+    *,
+    embeds: bool,
+    memory: str | None = None,
+    conditional: bool = False,
+    checks: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Train beside the unsharded model; `uses_on(rank, step)` says which units a rank uses."""
+    reference, model = (seeded(lambda: Chain(makes, embeds)).double() for _ in range(2))
+    mesh = kwargs.pop("mesh", None) or make_mesh()
+    for unit in model.units:
+        if conditional:
+            fsdp2.fully_shard(unit.child, mesh=mesh, conditional=True)
+        fsdp2.fully_shard(unit, mesh=mesh, **kwargs)
+    fsdp2.fully_shard(model.last, mesh=mesh, **kwargs)
+    fsdp2.fully_shard(model, mesh=mesh, **kwargs)
+    if memory is not None:
+        model.set_memory(memory)
+    optimizers = [LocalSGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    count, own = dist.get_world_size(), dist.get_rank()
+    for step in range(4):
+        parts = torch.randn(3 * count, WIDTH, dtype=torch.double).chunk(count)
+        losses = [
+            loss_of(reference(part.clone(), uses_on(rank, step))) for rank, part in enumerate(parts)
+        ]
+        torch.stack(losses).mean().backward()
+        loss = loss_of(model(parts[own].clone(), uses_on(own, step)))
+        torch.testing.assert_close(loss, losses[own], rtol=1e-10, atol=0)
+        loss.backward()
+        assert_same_gradients(model, reference, 1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference, 1e-10)
+
+
+def one_rank(who: int) -> Callable[[int, int], list[bool]]:
+    """One rank leaves everything out, from the second step on."""
+    return lambda rank, step: [step == 0 or rank != who] * 2
+
+
+def mixed(rank: int, step: int) -> list[bool]:
+    return [(rank + step) % 2 == 0, (rank + step) % 3 != 0]
+
+
+@pytest.mark.parametrize("embeds", [True, False])
+@pytest.mark.parametrize("kind", [InPlace, Returns, Detaches])
+@ranks(2, 3)
+def test_a_rank_that_leaves_out_a_unit(kind: type[nn.Module], embeds: bool) -> None:
+    for who in (0, 1):
+        train([kind, kind], one_rank(who), embeds=embeds)
+    train([kind, kind], mixed, embeds=embeds)
+
+
+@pytest.mark.parametrize("embeds", [True, False])
+@ranks(2, 3)
+def test_a_conditional_child_that_a_rank_leaves_out(embeds: bool) -> None:
+    for kind in (Returns, Detaches):
+        train([kind, kind], one_rank(1), embeds=embeds, conditional=True)
+
+
+@slow
+@pytest.mark.parametrize("memory", ["low", "fast"])
+@pytest.mark.parametrize("kind", [InPlace, Returns, Detaches])
+@ranks(2, 3)
+def test_with_other_memory(kind: type[nn.Module], memory: str) -> None:
+    for embeds in (True, False):
+        for uses in (one_rank(0), one_rank(1), mixed):
+            train([kind, kind], uses, embeds=embeds, memory=memory)
+
+
+@slow
+@pytest.mark.parametrize("kind", [InPlace, Returns, Detaches])
+@ranks(4)
+def test_on_a_replicate_axis(kind: type[nn.Module]) -> None:
+    for choice in (None, False):
+        train([kind, kind], mixed, embeds=True, mesh=make_mesh(2, 2), reshard_after_forward=choice)
