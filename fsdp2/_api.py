@@ -23,6 +23,7 @@ from fsdp2._checks import (
     check_reshard,
 )
 from fsdp2._collect import Collected, collect, find_parts, refuse_extensions, take_ties
+from fsdp2._grid import carrying, named
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import UNIT_ATTRIBUTE, ForwardMethod, register_hooks, unit_of
 from fsdp2._ignored import Ignored
@@ -127,7 +128,8 @@ def fully_shard(
         group.settings = settings
         group.shard(members)
         if smaller[used] is not None:
-            group.reshard_to(smaller[used])
+            with named("fully_shard"), carrying():
+                group.reshard_to(smaller[used])
         unit.own_groups.append(group)
         return group
 
@@ -172,9 +174,10 @@ fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contr
 
 
 def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> DataMesh:
-    if dims is None:
-        return DataMesh.of(check_mesh(mesh if mesh is not None else default_mesh()))
-    return DataMesh.named(check_mesh(mesh, dims), dims)
+    with named("fully_shard"), carrying():  # process groups are made with all ranks
+        if dims is None:
+            return DataMesh.of(check_mesh(mesh if mesh is not None else default_mesh()))
+        return DataMesh.named(check_mesh(mesh, dims), dims)
 
 
 def _make_params(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:

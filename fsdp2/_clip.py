@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2._errors import StateError
-from fsdp2._grid import wire_device
+from fsdp2._arguments import check_flag, check_number, wrong_type
+from fsdp2._errors import ConfigTypeError, StateError
+from fsdp2._grid import carrying, named, wire_device
 
 Spread = tuple[dist.ProcessGroup, ...]
 """Process groups whose ranks hold different elements of a tensor. Empty: every rank has all."""
@@ -88,7 +89,8 @@ def clip_grad_norm_(
     for part in parts.values():
         part.norm = _norm(part.grads, order, dtype, loop, device)
     for group in dict.fromkeys(group for spread in parts for group in spread):
-        _join([part for spread, part in parts.items() if group in spread], group, order)
+        with named("clip_grad_norm_"), carrying():
+            _join([part for spread, part in parts.items() if group in spread], group, order)
     norms = [part.norm.to(device) for part in parts.values() if part.norm is not None]
     total = _total(norms, order) if norms else torch.zeros((), dtype=dtype, device=device)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -123,7 +125,8 @@ def _placed_as(param: Tensor, grad: Tensor) -> Tensor:
         and isinstance(param, DTensor)
         and grad.placements != param.placements
     ):
-        grad = grad.redistribute(placements=param.placements)
+        with named("clip_grad_norm_"), carrying():
+            grad = grad.redistribute(placements=param.placements)
     return _local(grad)
 
 

@@ -17,7 +17,8 @@ import torch.nn as nn
 from fsdp2 import _comm, _torch
 from fsdp2._checks import check_comm, check_count, check_flag
 from fsdp2._comm import AllGather, ReduceScatter
-from fsdp2._errors import ConfigError
+from fsdp2._errors import ConfigError, ConfigTypeError
+from fsdp2._grid import carrying, named
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._memory import overlap_for

@@ -19,6 +19,7 @@ from fsdp2 import _torch
 from fsdp2._control import units_in
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._events import IDLE
+from fsdp2._grid import carrying, named
 
 Decay = float | Callable[[int], float]
 

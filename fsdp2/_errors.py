@@ -4,6 +4,7 @@
 
     FSDPError                       everything that this package raises on purpose
     ├── ConfigError(ValueError)     an argument or a model that cannot be sharded as asked
+    │   └── ConfigTypeError(TypeError)   an argument of another type than is asked for
     ├── StateError(RuntimeError)    a call that is not legal now
     └── UnsupportedError(NotImplementedError)
                                     a thing that a user may expect and that does not exist here
@@ -20,6 +21,13 @@ class FSDPError(Exception):
 
 class ConfigError(FSDPError, ValueError):
     """An argument, or a model, cannot be sharded as asked. Nothing was changed."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """An argument is of another type than is asked for. Nothing was changed.
+
+    Catch it as ``ConfigError``, or as the ``TypeError`` that it is in torch's own functions.
+    """
 
 
 class StateError(FSDPError, RuntimeError):

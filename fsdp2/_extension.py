@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing, _torch
 from fsdp2._errors import ConfigError, StateError
+from fsdp2._grid import carrying, named
 from fsdp2._layout import ALIGN_NBYTES, align, contiguous_stride
 from fsdp2._mesh import DataMesh, MeshAxis
 from fsdp2._param import FSDPParam
@@ -493,7 +494,8 @@ class ExtensionTail:
     def _agree(self) -> None:
         axis, replicate = self._data.shard, self._data.replicate
         own = torch.tensor([item.describe() for item in self.items], device=self._device)
-        tables = _exchange(own, axis).tolist()
+        with named(f"{self.items[0].param.fqn}: sizes for {PRE}"):
+            tables = _exchange(own, axis).tolist()
         start, problem = HEADER_NBYTES, None
         for position, item in enumerate(self.items):
             found = item.settle([table[position] for table in tables], start, axis)
@@ -566,6 +568,6 @@ def _exchange(own: Tensor, axis: MeshAxis) -> Tensor:
     if axis.size == 1:
         return own.unsqueeze(0)
     received = own.reshape(-1).repeat(axis.size)
-    with _torch.hidden_from_modes():
+    with _torch.hidden_from_modes(), carrying():
         _torch.all_gather_single(received, own.reshape(-1), axis.pg, False)
     return received.view(axis.size, *own.shape)

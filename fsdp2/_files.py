@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -99,6 +100,9 @@ def _in_step(grids: Grids, run: Any) -> None:
             warnings.simplefilter("ignore")  # that no process group is there, and deprecations
             run()
     except CheckpointException as caught:  # the same on every rank
+        own = caught.failures.get(dist.get_rank() if dist.is_initialized() else 0)
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[0] from None  # DCP has told the others of this interrupt
         rank, (first, _) = next(iter(caught.failures.items()))
         raise StateError(
             f"checkpoint: rank {rank} failed with {type(first).__name__}: {first}"

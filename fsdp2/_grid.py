@@ -6,8 +6,14 @@ failures are told. It must not know parameters or modules.
 [Note: a failure is everybody's]
 What one rank meets alone (a full disk, a file that is missing, an ``init`` that raises) would leave
 the others in a collective. So work of one rank is done inside ``Grid.together``: at its end ranks
-exchange whether it failed, and all of them raise what the first one met. Who leaves a stream of
-tensors early tells it in the others' next exchange (``Grid.leave``).
+exchange whether it failed, and all of them raise what the first one met; one that was interrupted
+(Ctrl-C, ``sys.exit``) tells the others, and goes on with that. Who leaves a stream of tensors early
+tells it in the others' next exchange (``Grid.leave``).
+
+[Note: a rank that is gone]
+A rank that is killed, or stopped, tells nothing: the others' next collective fails, with a text of
+the backend. ``carrying`` around collectives makes a ``LostRank`` of it, and whoever knows what they
+were for says so on the way up (``named``): the parameter, the operation.
 """
 
 from __future__ import annotations
@@ -15,20 +21,73 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._errors import (
+    ConfigError,
+    ConfigTypeError,
+    FSDPError,
+    StateError,
+    UnsupportedError,
+)
 from fsdp2._mesh import MeshAxis
 
 T = TypeVar("T")
 
 _KINDS: dict[str, type[FSDPError]] = {
-    kind.__name__: kind for kind in (ConfigError, StateError, UnsupportedError)
+    kind.__name__: kind for kind in (ConfigError, ConfigTypeError, StateError, UnsupportedError)
 }
+
+
+class LostRank(StateError):  # noqa: N818  # a StateError, by another cause
+    """A collective failed, because another rank is gone. See [Note: a rank that is gone]."""
+
+    def __init__(self, cause: str, where: tuple[str, ...] = ()) -> None:
+        super().__init__(cause, where)
+        self.cause = cause
+        self.where = where
+
+    def __str__(self) -> str:
+        return (
+            f"{': '.join(self.where) or 'a collective'}: another rank did not take part "
+            f"({self.cause}). It was killed or stopped, or it called something else: look at what "
+            "it printed, and start all ranks again."
+        )
+
+
+@contextlib.contextmanager
+def carrying() -> Iterator[None]:
+    """Around collectives, and nothing else: raise LostRank for errors of the backend."""
+    try:
+        yield
+    except FSDPError:
+        raise
+    except RuntimeError as error:
+        cause = str(error).partition("\n")[0]
+        raise LostRank(cause or type(error).__name__) from error
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Say in a LostRank what is done inside; a context, or the decorator of a function."""
+    try:
+        yield
+    except LostRank as error:
+        if not (error.where and error.where[0].startswith(what)):
+            error.where = (what, *error.where)
+        raise
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others of its error; ``kind``: which one of ours it is."""
+
+    kind: str
+    text: str
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -76,7 +135,8 @@ class Grid:
         held: list[Any] = [value if self.is_first else None]
         for index, axis in enumerate(self.axes):
             if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
-                dist.broadcast_object_list(held, src=axis.global_ranks[0], group=axis.pg)
+                with carrying():
+                    dist.broadcast_object_list(held, src=axis.global_ranks[0], group=axis.pg)
         return held[0]  # type: ignore[no-any-return]  # what the first rank passed
 
     def collect(self, value: Any) -> list[Any]:
@@ -85,7 +145,8 @@ class Grid:
         for axis in reversed(self.axes):
             if axis.size > 1:
                 gathered: list[Any] = [None] * axis.size
-                dist.all_gather_object(gathered, held, group=axis.pg)
+                with carrying():
+                    dist.all_gather_object(gathered, held, group=axis.pg)
                 held = [item for part in gathered for item in part]
         return held
 
@@ -97,25 +158,38 @@ class Grid:
             if axis.size > 1:
                 assert axis.pg is not None
                 sent = torch.tensor([int(flag)], device=wire_device(axis.pg))
-                dist.all_reduce(sent, dist.ReduceOp.MAX, group=axis.pg)
+                with carrying():
+                    dist.all_reduce(sent, dist.ReduceOp.MAX, group=axis.pg)
                 flag = bool(sent.item())
         return flag
 
     def raise_together(self, error: BaseException | None, what: str) -> None:
         """Raise on every rank if some rank has an error. See [Note: a failure is everybody's]."""
-        if not self.any_is(error is not None):
+        try:
+            with named(what):
+                told = self._tell(error)
+        finally:
+            if error is not None and not isinstance(error, Exception):
+                raise error  # KeyboardInterrupt, SystemExit
+        if told is None:
             return
+        if told.kind in _KINDS:
+            raise _KINDS[told.kind](told.text) from error
+        raise StateError(f"{what}: rank {told.rank} failed with {told.text}") from error
+
+    def _tell(self, error: BaseException | None) -> _Told | None:
+        """Return the first rank's error, if any has one."""
+        if not self.any_is(error is not None):
+            return None
         mine = None
         if error is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            is_ours = type(error).__name__ in _KINDS and isinstance(error, FSDPError)
-            text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-            mine = (type(error).__name__, text, rank, is_ours)
-        found = [told for told in self.collect(mine) if told is not None]
-        name, text, rank, is_ours = found[0]
-        if is_ours:
-            raise _KINDS[name](text) from error
-        raise StateError(f"{what}: rank {rank} failed with {text}") from error
+            name = type(error).__name__
+            is_ours = name in _KINDS and isinstance(error, FSDPError)
+            text = str(error) if is_ours else f"{name}: {error}".removesuffix(": ")
+            mine = _Told(name if is_ours else "", text, rank)
+        found: list[_Told] = [told for told in self.collect(mine) if told is not None]
+        return found[0]
 
     def leave(self, error: BaseException, what: str) -> None:
         """Tell the others, who go on to ``raise_together``, why this rank does not.
@@ -132,7 +206,7 @@ class Grid:
         error: BaseException | None = None
         try:
             yield
-        except Exception as caught:
+        except BaseException as caught:
             error = caught
         self.raise_together(error, what)
 

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp2 import _torch
 from fsdp2._blocks import Blocks
 from fsdp2._errors import ConfigError, UnsupportedError
-from fsdp2._grid import Grid
+from fsdp2._grid import Grid, named
 from fsdp2._group import ParamGroup
 from fsdp2._idle import require_idle, units_below
 from fsdp2._policy import CPUOffloadPolicy
@@ -44,6 +44,7 @@ SCAN_NUMEL = 1 << 16
 SYNC_NBYTES = 64 << 20
 
 
+@named("materialize")
 def materialize(
     model: nn.Module,
     device: torch.device | str,
@@ -330,10 +331,11 @@ class _Step:
 
     def run(self, init: Init | None, sync: bool) -> None:
         """Put whole tensors onto the module, run ``init``, check, and take what it wrote."""
-        whole = self._put_whole()
+        whole: dict[str, Tensor] = {}
         error: BaseException | None = None
         written: dict[str, Tensor] = {}
         try:
+            whole = self._put_whole()
             if not sync or self.grids.main.is_first:
                 with torch.no_grad(), _Guard(self.what, on_all=not sync):
                     if init is None:
@@ -341,7 +343,7 @@ class _Step:
                     else:
                         init(self.module)
                 written = self._check(whole)
-        except Exception as caught:
+        except BaseException as caught:
             error = caught
         finally:
             for name, param in self.registered.items():

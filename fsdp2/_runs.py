@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing, _torch
 from fsdp2._gradients import GradientBuffer
+from fsdp2._grid import carrying, named
 from fsdp2._param import OwnerMark, Piece
 
 State = dict[str, Any]
@@ -71,13 +72,15 @@ class Member:
         if not isinstance(grad, DTensor):
             return grad
         if grad.placements != self.param.placements:
-            grad = grad.redistribute(placements=self.param.placements)
+            with named("step of an optimizer: a gradient placed otherwise"), carrying():
+                grad = grad.redistribute(placements=self.param.placements)
         return _torch.local_tensor(grad)
 
     def part(self, value: DTensor) -> Tensor:
         """Return the local part of a state, placed as the parameter is."""
         if value.placements != self.param.placements:
-            value = value.redistribute(placements=self.param.placements)
+            with named("step of an optimizer: a state placed otherwise"), carrying():
+                value = value.redistribute(placements=self.param.placements)
         return _torch.local_tensor(value)
 
     def spec(self, dtype: torch.dtype) -> _torch.DTensorSpec:

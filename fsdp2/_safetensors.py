@@ -48,7 +48,7 @@ class _Writer:
         self._pending_nbytes = 0
         self._files: list[tuple[Path, list[str]]] = []
         self._total = 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def __call__(self, names: list[str], tensor: Tensor | None) -> None:
         """Take a tensor. An error is kept: the ranks that send must not be left alone."""
@@ -59,7 +59,7 @@ class _Writer:
                 self._flush()
             self._pending[names[0]] = tensor.contiguous()
             self._pending_nbytes += tensor.nbytes
-        except Exception as caught:
+        except BaseException as caught:  # an interrupt is raised at the end too
             self.error = caught
 
     def _flush(self) -> None:

@@ -14,6 +14,7 @@ changed, or the values follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -122,11 +123,12 @@ def full(
     ]
     grids.require_common(helds, "full_state")
     whole: dict[int, Tensor | None] = {}
-    for index, tensor in gather(helds, max_bytes, target, grids.main, "full_state"):
-        if visit is None:
-            whole[index] = tensor
-        else:
-            visit(slots.names[index], tensor)
+    with closing(gather(helds, max_bytes, target, grids.main, "full_state")) as gathered:
+        for index, tensor in gathered:
+            if visit is None:
+                whole[index] = tensor
+            else:
+                visit(slots.names[index], tensor)
     if visit is not None or not target.takes(grids.main):
         return {}
     state: dict[str, Any] = {"model": {name: whole[numbers[name]] for name in tensors} | extra}
@@ -311,13 +313,13 @@ def _fill(
     from_rank0: bool,
 ) -> None:
     """Fill shards; what reading a tensor raises is raised on all ranks, once nothing travels."""
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def read(held: Held) -> Tensor:
         nonlocal error
         try:
             return source(held)
-        except Exception as caught:
+        except BaseException as caught:  # an interrupt is raised at the end too
             error = error or caught
             zero = torch.zeros((), dtype=held.local.dtype, device=held.local.device)
             return zero.expand(held.shape)

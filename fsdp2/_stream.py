@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2._blocks import Batch, Blocks, Item, Lot, Region, part_of, plan, within
 from fsdp2._errors import ConfigError, StateError, UnsupportedError
-from fsdp2._grid import Grid, wire_device
+from fsdp2._grid import Grid, carrying, named, wire_device
 from fsdp2._mesh import MeshAxis
 
 
@@ -240,7 +240,8 @@ def gather(
                 for lot in batch.lots.values():
                     _make_room(lot, helds, whole, target, staging)
             for lot in batch.lots.values():
-                _gather_lot(lot, helds, whole, target, staging)
+                with named(f"{what}: {helds[lot.pieces[0].index].name}"):
+                    _gather_lot(lot, helds, whole, target, staging)
         for index in batch.finished:
             try:
                 yield index, whole.pop(index, None)
@@ -365,17 +366,18 @@ def _gather_axes(buffer: Tensor, lot: Lot, grid: Grid, sizes: Sequence[int], on_
             continue
         start = row * lot.nbytes // (axis.size * nbytes) * (axis.size * nbytes)
         lines = list(buffer[start : start + axis.size * nbytes].view(axis.size, nbytes))
-        if buffer.device.type == "cpu":
-            works = [
-                dist.broadcast(line, src=source, group=axis.pg, async_op=True)
-                for line, source in zip(lines, axis.global_ranks, strict=True)
-            ]
-            for work in works:
-                assert work is not None
-                work.wait()
-        else:
-            gathered = buffer[start : start + axis.size * nbytes]
-            _torch.all_gather_single(gathered, lines[axis.rank], group=axis.pg)
+        with carrying():
+            if buffer.device.type == "cpu":
+                works = [
+                    dist.broadcast(line, src=source, group=axis.pg, async_op=True)
+                    for line, source in zip(lines, axis.global_ranks, strict=True)
+                ]
+                for work in works:
+                    assert work is not None
+                    work.wait()
+            else:
+                gathered = buffer[start : start + axis.size * nbytes]
+                _torch.all_gather_single(gathered, lines[axis.rank], group=axis.pg)
     return True
 
 
@@ -400,8 +402,9 @@ def _from_first(lines: Sequence[Tensor], axis: MeshAxis) -> None:
 
 
 def _exchange(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    with carrying():
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 class Staging:
@@ -488,7 +491,8 @@ def _scatter_batch(
                 held = helds[piece.index]
                 held.local.copy_(wholes[piece.index])
             continue
-        buffer = _scatter_lot(lot, helds, wholes, real, staging)
+        with named(helds[lot.pieces[0].index].name):
+            buffer = _scatter_lot(lot, helds, wholes, real, staging)
         for piece in lot.pieces:
             held = helds[piece.index]
             part = part_of(held.own, piece.region)
@@ -531,5 +535,6 @@ def _scatter_lot(
     for position, index in enumerate(others):
         if grid.is_first_on(others[position + 1 :]):
             axis = grid.axes[index]
-            dist.broadcast(buffer, src=axis.global_ranks[0], group=axis.pg)
+            with carrying():
+                dist.broadcast(buffer, src=axis.global_ranks[0], group=axis.pg)
     return buffer

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2._checks import check_flag
 from fsdp2._errors import ConfigError, StateError
+from fsdp2._grid import named
 from fsdp2._hooks import unit_of
 from fsdp2._idle import require_idle
 from fsdp2._param import SUMMONED, OwnerMark, Site
@@ -141,7 +142,8 @@ def summon_full_params(
     outer = _already_summoned(module) if writeback else []
     found = _find(module, units if recurse else None)
     grids = Grids([item.sharded for item in found])
-    _gather(found, grids, rank0_only, offload_to_cpu, with_grads)
+    with named("summon_full_params"):
+        _gather(found, grids, rank0_only, offload_to_cpu, with_grads)
     top = unit_of(module)
     own = [unit for unit in units if not unit.is_summoned and (recurse or unit is top)]
     parts = [part for unit in own for part in unit.modules]
@@ -232,14 +234,16 @@ def _gather(
         grids.require_common(helds, "summon_full_params")
     device = torch.device("cpu") if offload else None
     target = Target(on_all=not rank0_only, device=device, counted=False)
-    for index, tensor in gather(helds, STAGED_NBYTES, target, grids.main, "summon_full_params"):
-        item = found[index]
-        if tensor is not None:
-            whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
-            kept = vars(item.sharded).items()
-            vars(whole).update({k: v for k, v in kept if not k.startswith("_fsdp2")})
-            whole.__dict__[SUMMONED] = item
-            item.whole = whole
+    what = "summon_full_params"
+    with contextlib.closing(gather(helds, STAGED_NBYTES, target, grids.main, what)) as tensors:
+        for index, tensor in tensors:
+            item = found[index]
+            if tensor is not None:
+                whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
+                kept = vars(item.sharded).items()
+                vars(whole).update({k: v for k, v in kept if not k.startswith("_fsdp2")})
+                whole.__dict__[SUMMONED] = item
+                item.whole = whole
     if not with_grads:
         return
     having = [item for item in found if item.sharded.grad is not None]
@@ -254,11 +258,12 @@ def _gather(
         )
     grids.main.raise_together(error, "summon_full_params")
     grads = [grids.hold(f"{item.name}.grad", item.sharded.grad) for item in having]  # type: ignore[arg-type]  # not None
-    for index, tensor in gather(grads, STAGED_NBYTES, target, grids.main, "summon_full_params"):
-        item = having[index]
-        if item.whole is not None and tensor is not None:
-            item.whole.grad_dtype = item.sharded.grad_dtype
-            item.whole.grad = tensor
+    with contextlib.closing(gather(grads, STAGED_NBYTES, target, grids.main, what)) as tensors:
+        for index, tensor in tensors:
+            item = having[index]
+            if item.whole is not None and tensor is not None:
+                item.whole.grad_dtype = item.sharded.grad_dtype
+                item.whole.grad = tensor
 
 
 def _register(found: list[_Summoned]) -> None:

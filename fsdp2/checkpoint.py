@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from fsdp2 import _state
 from fsdp2._full_params import check_max_bytes
+from fsdp2._grid import named
 from fsdp2._optim_state import Keys, check_keys, keys_of, map_values
 from fsdp2._optim_state import rekey as rekey
 from fsdp2._state import IncompatibleKeys as IncompatibleKeys
@@ -57,6 +58,15 @@ __all__ = [
 ]
 
 
+def _check(who: str, model: object, optimizer: object = None, **flags: object) -> None:
+    """Raise ConfigError for what no function here can use."""
+    check_module(who, "model", model)
+    check_optimizer(who, optimizer)
+    for name, flag in flags.items():
+        check_flag(who, name, flag)
+
+
+@named("full_state")
 def full_state(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -93,6 +103,7 @@ def full_state(
     return _state.full(model, optimizer, optim_keys, target, max_bytes)
 
 
+@named("load_full_state")
 def load_full_state(
     model: nn.Module,
     state: Mapping[str, Any] | None,
@@ -148,6 +159,7 @@ def load_full_state(
     )
 
 
+@named("sharded_state")
 def sharded_state(
     model: nn.Module, optimizer: Optimizer | None = None, *, optim_keys: Keys = "name"
 ) -> dict[str, Any]:
@@ -161,6 +173,7 @@ def sharded_state(
     return _state.sharded(model, optimizer, optim_keys)
 
 
+@named("load_sharded_state")
 def load_sharded_state(
     model: nn.Module,
     state: Mapping[str, Any],
@@ -177,6 +190,7 @@ def load_sharded_state(
     return _state.load_sharded(model, state, optimizer, strict)
 
 
+@named("local_state")
 def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Return this rank's own parts as plain tensors, and under ``"layout"`` where they lie.
 
@@ -186,6 +200,7 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
     return _state.local(model, optimizer)
 
 
+@named("load_local_state")
 def load_local_state(
     model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None
 ) -> None:
@@ -197,6 +212,7 @@ def load_local_state(
     _state.load_local(model, state, optimizer)
 
 
+@named("save")
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -226,6 +242,7 @@ def save(
     _files.save(path, model, optimizer, extra)
 
 
+@named("load")
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -249,6 +266,7 @@ def load(
     return _files.load(path, model, optimizer, strict, model_key, optim_key)
 
 
+@named("save_safetensors")
 def save_safetensors(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -278,6 +296,7 @@ def save_safetensors(
     _safetensors.save(folder, model, dtype, max_bytes, max_file_bytes)
 
 
+@named("load_safetensors")
 def load_safetensors(
     folder: str | os.PathLike[str],
     model: nn.Module,

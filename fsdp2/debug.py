@@ -21,6 +21,7 @@ from fsdp2._comm import Wire
 from fsdp2._control import groups_in, units_in
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._events import IDLE
+from fsdp2._grid import carrying, named
 from fsdp2._mesh import MeshAxis
 from fsdp2._unit import Unit
 
@@ -110,7 +111,8 @@ class OrderCheck:
     def _compare(self) -> None:
         own = [*self.order, "|", *self._running] if self.order else self._running
         orders: list[Any] = [None] * dist.get_world_size(self._pg)
-        dist.all_gather_object(orders, own, group=self._pg)
+        with named(f"check_order: before {self._running[-1]}"), carrying():
+            dist.all_gather_object(orders, own, group=self._pg)
         if any(order != own for order in orders):
             ranks = dist.get_process_group_ranks(self._pg or dist.group.WORLD)
             did = "; ".join(f"rank {r}: {_shown(o)}" for r, o in zip(ranks, orders, strict=True))

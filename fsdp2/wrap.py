@@ -27,7 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2 import _torch
 from fsdp2._api import fully_shard
 from fsdp2._checks import has_forward
-from fsdp2._errors import ConfigError
+from fsdp2._errors import ConfigError, ConfigTypeError
+from fsdp2._grid import carrying, named
 from fsdp2._hooks import unit_of
 from fsdp2._ignored import Ignored
 from fsdp2._mesh import default_device_type, default_mesh, require_process_group
@@ -306,7 +307,8 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
     size = dist.get_world_size()
     if ranks_per_node is None:
         nodes: list[Any] = [None] * size
-        dist.all_gather_object(nodes, _node())
+        with named("hybrid_mesh"), carrying():
+            dist.all_gather_object(nodes, _node())
     else:
         is_count = isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool)
         if not is_count or ranks_per_node < 1 or size % ranks_per_node:

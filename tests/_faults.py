@@ -163,6 +163,30 @@ FAULTS = [
         near=("behaviour/test_conveniences.py",),
     ),
     Fault(
+        "count-takes-a-bool",
+        "fsdp2/_arguments.py",
+        "if isinstance(value, bool) or not isinstance(value, int):",
+        "if not isinstance(value, int):",
+        "A flag in the place of a count is taken for 1: max_bytes=True streams byte by byte.",
+        near=("behaviour/test_control_surface.py",),
+    ),
+    Fault(
+        "interrupt-in-together-unheard",
+        "fsdp2/_grid.py",
+        """\
+        except BaseException as caught:
+            error = caught
+        self.raise_together(error, what)
+""",
+        """\
+        except Exception as caught:
+            error = caught
+        self.raise_together(error, what)
+""",
+        "Ctrl-C on one rank while it works for all (extra being pickled) leaves the others in a collective.",
+        near=("behaviour/test_lost_ranks.py",),
+    ),
+    Fault(
         "config-error-is-no-value-error",
         "fsdp2/_errors.py",
         "class ConfigError(FSDPError, ValueError):",
@@ -261,8 +285,8 @@ FAULTS = [
     Fault(
         "together-forgets-kind-of-error",
         "fsdp2/_grid.py",
-        "raise _KINDS[name](text) from error",
-        "raise StateError(text) from error",
+        "raise _KINDS[told.kind](told.text) from error",
+        "raise StateError(told.text) from error",
         "A ConfigError or UnsupportedError that one rank met is raised as a StateError: 'except ConfigError' does not catch it any more.",
         near=(
             "behaviour/test_divergence.py",

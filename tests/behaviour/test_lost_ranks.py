@@ -1,0 +1,349 @@
+"""Promise: a rank that is killed, stopped or interrupted is an error with a name on the others.
+
+The ranks here are forks of a rank process, which may die. One of them dies (or stands still, or is
+interrupted) right before its n-th collective of an operation. The other must raise a `StateError`
+that names the operation: no text of the backend alone, and no hang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import fsdp2
+from fsdp2 import _torch, checkpoint
+from fsdp2.optim import EMA
+from tests._pool import find_free_port, ranks
+from tests._slow import with_slow
+
+STOPPED_S = 2.0
+"""How long a rank waits for one that stands still."""
+
+LIMIT_S = 40.0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    for unit in (*model.blocks, model):
+        fsdp2.fully_shard(unit)
+    return model
+
+
+def full_params(w: World) -> None:
+    for _ in fsdp2.full_params(w.model, max_bytes=200):
+        pass
+
+
+def summon(w: World) -> None:
+    with fsdp2.summon_full_params(w.model, with_grads=True):
+        pass
+
+
+def materialize(w: World) -> None:
+    with torch.device("meta"):
+        model = Net()
+    fsdp2.fully_shard(model)
+    fsdp2.materialize(model, "cpu")
+
+
+def check_order(w: World) -> None:
+    check = fsdp2.debug.check_order(w.model)
+    with torch.no_grad():
+        w.model(w.x)
+    check.remove()
+
+
+def load_ema(w: World) -> None:
+    averages = {k: v.redistribute(placements=[dist.tensor.Replicate()]) for k, v in w.averages()}
+    w.ema.load_state_dict({"updates": 1, "averages": averages})
+
+
+class World:
+    """What operations work on."""
+
+    def __init__(self, folder: str) -> None:
+        self.x = torch.ones(2, 5)
+        self.model = build()
+        self.model(self.x).sum().backward()
+        self.optimizer = fsdp2.optim.local(torch.optim.AdamW, self.model.parameters())
+        self.optimizer.step()
+        self.ema = EMA(self.model)
+        self.path = f"{folder}/saved"
+        self.tensors = f"{folder}/tensors"
+        checkpoint.save(self.path, self.model, self.optimizer)
+        checkpoint.save_safetensors(self.tensors, self.model)
+        self.full = checkpoint.full_state(self.model, self.optimizer)
+
+    def averages(self) -> list[tuple[str, Any]]:
+        return list(self.ema.state_dict()["averages"].items())
+
+
+OPERATIONS: dict[str, Callable[[World], object]] = {
+    "clip_grad_norm_": lambda w: fsdp2.clip_grad_norm_(w.model.parameters(), 1.0),
+    "EMA.load_state_dict": load_ema,
+    "check_order": check_order,
+    "forward": lambda w: w.model(w.x),
+    "full_params": full_params,
+    "full_state": lambda w: checkpoint.full_state(w.model, w.optimizer, max_bytes=200),
+    "hybrid_mesh": lambda w: fsdp2.wrap.hybrid_mesh(),
+    "load": lambda w: checkpoint.load(w.path, w.model, w.optimizer),
+    "load_full_state": lambda w: checkpoint.load_full_state(w.model, w.full, w.optimizer),
+    "load_local_state": lambda w: checkpoint.load_local_state(
+        w.model, checkpoint.local_state(w.model)
+    ),
+    "load_safetensors": lambda w: checkpoint.load_safetensors(w.tensors, w.model),
+    "load_sharded_state": lambda w: checkpoint.load_sharded_state(
+        w.model, checkpoint.sharded_state(w.model)
+    ),
+    "materialize": materialize,
+    "save": lambda w: checkpoint.save(w.path, w.model, w.optimizer, extra={"step": 1}),
+    "save_safetensors": lambda w: checkpoint.save_safetensors(w.tensors, w.model, max_bytes=200),
+    "summon_full_params": summon,
+}
+COLLECTIVES = (
+    "all_gather_object",
+    "all_reduce",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+)
+
+
+def before_collective(number: int, act: Callable[[], None]) -> None:
+    """Do something right before this process's next collective but ``number``."""
+    left = [number]
+
+    def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                act()
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, wrapped(getattr(dist, name)))
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        setattr(_torch, name, wrapped(getattr(_torch, name)))
+
+
+def run_forks(
+    body: Callable[[int, str], str], timeout_s: float = 20.0, only_first: bool = False
+) -> list[str]:
+    """Run ``body(rank, folder)`` on two forks of this process; return what each says of itself.
+
+    ``timeout_s`` is their process group's. With ``only_first`` nobody waits for the second.
+    """
+    port = find_free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        children, pipes = [], []
+        for rank in range(2):
+            read, write = os.pipe()
+            child = os.fork()
+            if child == 0:
+                _be_rank(body, rank, port, folder, write, timeout_s)
+            os.close(write)
+            children.append(child)
+            pipes.append(read)
+        try:
+            first = _read(pipes[0])
+            return [first, "" if only_first else _read(pipes[1])]
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def _be_rank(
+    body: Callable[[int, str], str],
+    rank: int,
+    port: int,
+    folder: str,
+    write: int,
+    timeout_s: float,
+) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=str(port))
+    said = ""
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        said = body(rank, folder)
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+    os.write(write, json.dumps(said).encode())
+    os.close(write)
+    time.sleep(LIMIT_S)  # its end would be seen by the other
+    os._exit(0)
+
+
+def _read(pipe: int) -> str:
+    """Return what came through a pipe; "died" if it was closed first, "hangs" after the limit."""
+    ready, _, _ = select.select([pipe], [], [], LIMIT_S)
+    data = os.read(pipe, 1 << 16) if ready else b'"hangs"'
+    os.close(pipe)
+    return json.loads(data) if data else "died"
+
+
+def outcome(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "went through"
+
+
+def assert_names(said: str, operation: str) -> None:
+    if operation == "forward":  # names its unit
+        assert said.startswith("StateError: blocks."), said
+        return
+    assert said.startswith(f"LostRank: {operation}"), said
+    assert "another rank did not take part" in said
+
+
+@pytest.mark.parametrize("number", with_slow([0, 1, 2, 3, 5, 8], [2]))
+@pytest.mark.parametrize("operation", list(OPERATIONS))
+@ranks(1, with_process_group=False, limit_s=90)
+def test_a_rank_that_is_killed(operation: str, number: int) -> None:
+    """Before its first collective of the operation, or a later one."""
+
+    def body(rank: int, folder: str) -> str:
+        world = World(folder)
+        if rank == 1:
+            before_collective(number, lambda: os._exit(9))
+        return outcome(lambda: OPERATIONS[operation](world))
+
+    first, second = run_forks(body)
+    if second == "went through":  # it has fewer collectives
+        assert first == "went through"
+        return
+    assert second == "died"
+    if first != "went through":  # it was done when the other died
+        assert_names(first, operation)
+
+
+FEW = ("clip_grad_norm_", "full_params", "save")
+
+
+@pytest.mark.parametrize("operation", with_slow(list(OPERATIONS), FEW))
+@ranks(1, with_process_group=False, limit_s=90)
+def test_a_rank_that_stands_still(operation: str) -> None:
+    """The others wait as long as their process group allows."""
+
+    def body(rank: int, folder: str) -> str:
+        world = World(folder)
+        if rank == 1:
+            before_collective(0, lambda: time.sleep(LIMIT_S))
+        return outcome(lambda: OPERATIONS[operation](world))
+
+    first, second = run_forks(body, timeout_s=STOPPED_S, only_first=True)
+    assert second == ""
+    assert_names(first, operation)
+
+
+# --- interrupts -----------------------------------------------------------------------------------
+
+
+def interrupt(*args: object, **kwargs: object) -> Any:
+    raise KeyboardInterrupt
+
+
+class Interrupting:
+    """What cannot be pickled: somebody presses Ctrl-C meanwhile."""
+
+    __reduce__ = interrupt
+
+
+def materialize_interrupted(w: World, is_victim: bool) -> None:
+    with torch.device("meta"):
+        model = Net()
+    fsdp2.fully_shard(model)
+    calls: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        calls.append(module)
+        if is_victim and len(calls) == 2:
+            interrupt()
+        module.reset_parameters()  # type: ignore[operator]  # a Linear's
+
+    fsdp2.materialize(model, "cpu", init)
+
+
+def full_params_interrupted(w: World, is_victim: bool) -> None:
+    callback = interrupt if is_victim else lambda name, tensor: tensor
+    for _ in fsdp2.full_params(w.model, max_bytes=200, callback=callback):
+        pass
+
+
+def save_interrupted(w: World, is_victim: bool) -> None:
+    if is_victim:
+        torch.save = interrupt  # what DCP writes tensors with
+    checkpoint.save(w.path, w.model, w.optimizer)
+
+
+def load_interrupted(w: World, is_victim: bool) -> None:
+    if is_victim:
+        torch.load = interrupt
+    checkpoint.load(w.path, w.model, w.optimizer)
+
+
+def save_safetensors_interrupted(w: World, is_victim: bool) -> None:
+    package = pytest.importorskip("safetensors.torch")
+    if is_victim:
+        package.save_file = interrupt
+    checkpoint.save_safetensors(w.tensors, w.model, max_bytes=200)
+
+
+INTERRUPTED: dict[str, Callable[[World, bool], None]] = {
+    "full_params": full_params_interrupted,
+    "load": load_interrupted,
+    "materialize": materialize_interrupted,
+    "save": save_interrupted,
+    "save_safetensors": save_safetensors_interrupted,
+    "save, extra": lambda w, is_victim: checkpoint.save(
+        w.path, w.model, extra=Interrupting() if is_victim else 1
+    ),
+}
+
+
+@pytest.mark.parametrize("operation", list(INTERRUPTED))
+@ranks(1, with_process_group=False, limit_s=90)
+def test_a_rank_that_is_interrupted(operation: str) -> None:
+    """It goes on with its KeyboardInterrupt; the others hear of it, and go on together."""
+
+    def body(rank: int, folder: str) -> str:
+        world = World(folder)
+        said = outcome(lambda: INTERRUPTED[operation](world, rank == 0))
+        norm = fsdp2.clip_grad_norm_(world.model.parameters(), 1.0)  # ranks are in step
+        return f"{said}; {norm.isfinite().item()}"
+
+    first, second = run_forks(body)
+    assert first == "KeyboardInterrupt: ; True"
+    assert second.startswith("StateError: ")
+    assert second.endswith("; True")
+    assert "rank 0" in second
