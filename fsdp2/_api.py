@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from fsdp2._arguments import check_flag, check_module
 from fsdp2._checks import (
-    check_flag,
     check_method,
     check_modules,
     check_placement_fn,
@@ -101,10 +101,15 @@ def fully_shard(
     Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.13.
     """
     modules = check_modules(module)
-    data = _data_mesh(mesh, dp_mesh_dims)
-    check_reshard(reshard_after_forward, data)
-    check_policies(mp_policy, offload_policy)
-    check_placement_fn(shard_placement_fn)
+    data = check_arguments(
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        dp_mesh_dims=dp_mesh_dims,
+        conditional=conditional,
+    )
     classes = {target: sharded_class(type(target)) for target in modules}
     ignored = Ignored.of(ignored_params, ignored_states)
     collected = collect(modules, data, shard_placement_fn, ignored)
@@ -116,7 +121,7 @@ def fully_shard(
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
     policy = policy_for(mp_policy, modules)
-    unit = Unit(tuple(modules), policy, settings, check_flag("conditional", conditional))
+    unit = Unit(tuple(modules), policy, settings, conditional)
     unit.chosen_policy = mp_policy
     device = data.device
     params = _make_params(collected)
@@ -166,8 +171,34 @@ def fully_shard(
     return module
 
 
+def check_arguments(
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
+) -> DataMesh:
+    """Check what ``fully_shard`` is given besides modules; return the mesh.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+    data = _data_mesh(mesh, dp_mesh_dims)
+    check_reshard(reshard_after_forward, data)
+    check_policies(mp_policy, offload_policy)
+    check_placement_fn(shard_placement_fn)
+    check_flag("fully_shard", "conditional", conditional)
+    Ignored.of(ignored_params, ignored_states)
+    return data
+
+
 def _state(module: nn.Module) -> Unit | None:
-    return unit_of(module)
+    return unit_of(check_module("fully_shard.state", "module", module))
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor

@@ -1,6 +1,7 @@
-"""Checks of what callers pass. Every function raises before anything is changed, or returns.
+"""Checks of what ``fully_shard`` and its relatives are given. Each raises, or returns.
 
-Owns the messages for wrong arguments. It must not know how arguments are used.
+Owns the messages for what only sharded modules are given; ``_arguments`` has those for single
+values. It must not know how arguments are used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 import torch.nn as nn
 
 from fsdp2 import _torch
-from fsdp2._errors import ConfigError
+from fsdp2._arguments import check_function, described, wrong_type
+from fsdp2._errors import ConfigError, ConfigTypeError
 from fsdp2._hooks import unit_of
 from fsdp2._mesh import DataMesh
 from fsdp2._policy import MixedPrecisionPolicy, OffloadPolicy
@@ -26,7 +28,7 @@ def check_modules(module: object) -> list[nn.Module]:
     modules: list[nn.Module] = []
     for candidate in candidates:
         if not isinstance(candidate, nn.Module):
-            raise ConfigError(
+            raise ConfigTypeError(
                 f"fully_shard: expected an nn.Module or a list of them, found "
                 f"{type(candidate).__name__}. Pass the module itself."
             )
@@ -73,34 +75,33 @@ def check_reshard(choice: object, data: DataMesh) -> int | None:
     if choice is None or isinstance(choice, bool):
         return None
     if not isinstance(choice, int):
-        raise ConfigError(
-            f"fully_shard: expected reshard_after_forward to be None, a bool or an int, found "
-            f"{choice!r}."
-        )
+        raise wrong_type("fully_shard", "reshard_after_forward", "None, a bool or an int", choice)
     if choice < 1 or size % choice:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         raise ConfigError(
-            f"fully_shard: found reshard_after_forward={choice} for {size} shard ranks on "
-            f"{data.mesh}. Pass a divisor: one of {divisors}."
+            f"fully_shard: found reshard_after_forward={described(choice)} for {size} shard ranks "
+            f"on {data.mesh}. Pass a divisor: one of {divisors}."
         )
     return None if choice in (1, size) else choice
 
 
 def check_placement_fn(placement_fn: object) -> None:
-    if placement_fn is not None and not callable(placement_fn):
-        raise ConfigError(
-            f"fully_shard: expected shard_placement_fn to be a function of a parameter or None, "
-            f"found {placement_fn!r}."
-        )
+    expected = "a function of a parameter or None"
+    check_function("fully_shard", "shard_placement_fn", placement_fn, expected)
 
 
 def check_method(module: object, name: object) -> str:
     """Return the name of a method of ``module`` that can be run between two hooks."""
-    method = getattr(module, name, None) if isinstance(name, str) else None
-    if not isinstance(name, str) or not callable(method):
+    who = "register_fsdp_forward_method"
+    if not isinstance(module, nn.Module):
+        raise wrong_type(who, "module", "an nn.Module", module)
+    if not isinstance(name, str):
+        raise wrong_type(who, "method_name", "the name of a method", name)
+    method = getattr(module, name, None)
+    if not callable(method):
         raise ConfigError(
-            f"register_fsdp_forward_method: {type(module).__name__} has no method {name!r}. Pass "
-            "the name of one that it has."
+            f"{who}: {type(module).__name__} has no method {described(name)}. Pass the name of one "
+            "that it has."
         )
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise ConfigError(
@@ -112,43 +113,21 @@ def check_method(module: object, name: object) -> str:
 
 
 def check_policies(mp_policy: object, offload_policy: object) -> None:
+    """What is in a policy was checked when it was made."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise ConfigError(
-            f"fully_shard: expected mp_policy to be a fsdp2.MixedPrecisionPolicy, found "
-            f"{type(mp_policy).__name__}."
-        )
-    for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
-        dtype = getattr(mp_policy, name)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(
-                f"fully_shard: expected mp_policy.{name} to be a floating-point dtype or None, "
-                f"found {dtype!r}."
-            )
-    for name in ("cast_root_forward_inputs", "keep_low_precision_grads", "full_precision_in_eval"):
-        check_flag(f"mp_policy.{name}", getattr(mp_policy, name))
+        raise wrong_type("fully_shard", "mp_policy", "a fsdp2.MixedPrecisionPolicy", mp_policy)
     if not isinstance(offload_policy, OffloadPolicy):
-        raise ConfigError(
-            f"fully_shard: expected offload_policy to be a fsdp2.OffloadPolicy, found "
-            f"{type(offload_policy).__name__}."
-        )
-
-
-def check_flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"expected {name} to be a bool, found {value!r}.")
-    return value
-
-
-def check_count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"expected {name} to be an int of at least 1, found {value!r}.")
-    return value
+        raise wrong_type("fully_shard", "offload_policy", "a fsdp2.OffloadPolicy", offload_policy)
 
 
 def check_comm(name: str, comm: object) -> None:
     """Accept anything with the two methods: the classes are there to document them."""
-    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
-        raise ConfigError(
-            f"{name}: expected an object with allocate(size, dtype=, device=) that can be called, "
-            f"found {type(comm).__name__}. Derive it from fsdp2.AllGather or fsdp2.ReduceScatter."
+    is_class = isinstance(comm, type)
+    if is_class or not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise wrong_type(
+            name,
+            "comm",
+            "an object with allocate(size, dtype=, device=) that can be called",
+            comm,
+            "Pass an instance of a class derived from fsdp2.AllGather or fsdp2.ReduceScatter.",
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,14 +65,24 @@ def clip_grad_norm_(
         or float64 if some gradient has 64-bit floats.
 
     Raises:
+        ConfigError: not tensors; a negative ``max_norm``; nan.
         StateError: the total is not finite and ``error_if_nonfinite`` is set; gradients are as they
             were.
 
     Source: the public ``torch.nn.utils.clip_grad_norm_``, which takes ``DTensor``s of one mesh.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    unique = list({id(p): p for p in parameters}.values())
-    order, loop = float(norm_type), foreach is False
+    unique = _unique(parameters)
+    max_norm = check_number("clip_grad_norm_", "max_norm", max_norm, "a number of at least 0", 0.0)
+    given: Any = norm_type  # torch's documentation has the word too
+    order = (
+        float(given)
+        if isinstance(given, str) and given in ("inf", "-inf")
+        else check_number("clip_grad_norm_", "norm_type", given)
+    )
+    check_flag("clip_grad_norm_", "error_if_nonfinite", error_if_nonfinite)
+    if foreach is not None:
+        check_flag("clip_grad_norm_", "foreach", foreach)
+    loop = foreach is False
     parts: dict[Spread, _Part] = {}
     local_grads: list[Tensor] = []
     dtype = torch.float32
@@ -101,6 +112,24 @@ def clip_grad_norm_(
         )
     _scale_(local_grads, (max_norm / (total + 1e-6)).clamp(max=1.0), loop)
     return total
+
+
+def _unique(parameters: object) -> list[Tensor]:
+    """Return every parameter once."""
+    expected = "a tensor or an iterable of tensors"
+    hint = "Pass model.parameters()."
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if not isinstance(parameters, Iterable) or isinstance(parameters, str | bytes):
+        raise wrong_type("clip_grad_norm_", "parameters", expected, parameters, hint)
+    unique = {id(param): param for param in parameters}
+    for kind in set(map(type, unique.values())):  # one look at each class, not at each parameter
+        if not issubclass(kind, Tensor):
+            raise ConfigTypeError(
+                f"clip_grad_norm_: expected parameters to be {expected}, found one of class "
+                f"{kind.__name__} in it. {hint}"
+            )
+    return list(unique.values())
 
 
 def _spread(param: Tensor) -> Spread:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp2 import _direct, _torch
-from fsdp2._errors import ConfigError, UnsupportedError
+from fsdp2._arguments import wrong_type, wrong_value
+from fsdp2._errors import UnsupportedError
 from fsdp2._mesh import MeshAxis
 
 STRAIGHT_NBYTES = 131072
@@ -163,10 +164,10 @@ class SymmetricMemoryAllGather(DefaultAllGather):
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
         found = dist.get_backend(group)
+        if not isinstance(backend, str):
+            raise wrong_type("set_symm_mem_for_comm", "backend", "'NCCL'", backend)
         if backend != "NCCL":
-            raise ConfigError(
-                f"set_symm_mem_for_comm: expected backend to be 'NCCL', found {backend!r}."
-            )
+            raise wrong_value("set_symm_mem_for_comm", "backend", "'NCCL'", backend)
         if found != "nccl":
             raise UnsupportedError(
                 f"set_symm_mem_for_comm: the process group's backend is {found!r}, which has no "

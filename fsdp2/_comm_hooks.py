@@ -22,6 +22,14 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2 import _torch
+from fsdp2._arguments import (
+    check_count,
+    check_flag,
+    check_function,
+    check_module,
+    wrong_type,
+    wrong_value,
+)
 from fsdp2._comm import DefaultReduceScatter, GradientScale, ReduceScatter
 from fsdp2._control import units_in
 from fsdp2._errors import ConfigError, StateError
@@ -44,16 +52,28 @@ class Compress:
     """
 
     def __init__(self, dtype: torch.dtype, *, error_feedback: bool = False) -> None:
+        expected = "torch.bfloat16 or torch.float16"
+        if not isinstance(dtype, torch.dtype):
+            raise wrong_type("Compress", "dtype", expected, dtype)
         if dtype not in (torch.bfloat16, torch.float16):
-            raise ConfigError(f"Compress: expected torch.bfloat16 or torch.float16, found {dtype}.")
+            raise wrong_value("Compress", "dtype", expected, dtype)
         self.dtype = dtype
-        self.error_feedback = error_feedback
+        self.error_feedback = check_flag("Compress", "error_feedback", error_feedback)
 
     def __call__(
         self, state: Any, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup
     ) -> None:
         """Sum ``packed`` over the ranks of ``group`` into ``reduced``, on a wire of ``dtype``."""
+        if not isinstance(group, dist.ProcessGroup):
+            raise wrong_type("Compress", "group", "a process group", group)
+        if not isinstance(reduced, Tensor):
+            raise wrong_type("Compress", "reduced", "a tensor", reduced)
         narrow, factor = self.narrow(state, packed, group.size())
+        if reduced.numel() not in (packed.numel(), packed.numel() / group.size()):
+            raise ConfigError(
+                f"Compress: found {packed.numel()} packed and {reduced.numel()} reduced elements "
+                f"for {group.size()} ranks. Pass as many, or one rank's part of them."
+            )
         if reduced.numel() == packed.numel():
             dist.all_reduce(narrow, group=group)
             reduced.copy_(narrow)
@@ -66,6 +86,11 @@ class Compress:
 
     def narrow(self, state: dict[Any, Tensor], packed: Tensor, ranks: int) -> tuple[Tensor, float]:
         """Return ``packed`` in ``dtype``, divided by a factor, and that factor."""
+        if not isinstance(packed, Tensor) or not packed.is_floating_point():
+            raise wrong_type("Compress", "packed", "a tensor of floating-point numbers", packed)
+        check_count("Compress", "ranks", ranks)
+        if self.error_feedback and not isinstance(state, dict):
+            raise wrong_type("Compress", "state", "a dict that it keeps its error in", state)
         factor = 1.0
         if self.dtype is torch.float16 and packed.dtype is not torch.float16:
             factor = 1.0 / GradientScale.choose(ranks, torch.float16).before
@@ -105,16 +130,15 @@ def register_comm_hook(
 
     Source: the method of the same name of torch's ``FullyShardedDataParallel``.
     """
-    units = units_in(module, recurse=True) if isinstance(module, nn.Module) else []
-    if not recurse:
+    units = units_in(check_module("register_comm_hook", "module", module), recurse=True)
+    if not check_flag("register_comm_hook", "recurse", recurse):
         units = [unit for unit in units if module in unit.modules]
     if not units:
         raise ConfigError(
             f"register_comm_hook: fully_shard was applied to nothing in this "
             f"{type(module).__name__}. Pass the sharded model."
         )
-    if hook is not None and not callable(hook):
-        raise ConfigError(f"register_comm_hook: expected a function or None, found {hook!r}.")
+    check_function("register_comm_hook", "hook", hook)
     if isinstance(hook, Compress) and state is not None:
         raise ConfigError(
             "register_comm_hook: found a state for Compress, which needs one of its own for each "

@@ -6,7 +6,8 @@ cannot be traced. The step itself is in ``_traced``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.nn as nn
 
 from fsdp2 import _torch
+from fsdp2._arguments import check_flag, check_mapping, check_module, translated, wrong_type
 from fsdp2._errors import ConfigError, StateError, UnsupportedError
 from fsdp2._events import IDLE
 from fsdp2._group import ParamGroup
@@ -53,9 +55,13 @@ def compile(  # noqa: A001  # torch's name for it
         those of ``model``.
 
     Raises:
-        ConfigError: nothing in the model is sharded; ``overlap`` with another backend.
+        ConfigError: nothing in the model is sharded; ``overlap`` with another backend; what
+            ``torch.compile`` refuses.
         UnsupportedError: a unit has what no graph can hold. The model was not changed.
     """
+    check_module("compile", "model", model)
+    check_flag("compile", "overlap", overlap)
+    check_flag("compile", "bucket", bucket)
     if isinstance(model, CompiledModel):
         model = model.__dict__["_compiled_model"].model
     return CompiledModel(model, Choices(torch_compile_kwargs, overlap, bucket))
@@ -147,7 +153,7 @@ class FunctionalStep:
         self._runtimes: list[Runtime] = []
         check_units(model)
         options = dict(choices.torch_compile_kwargs)
-        if not options.get("disable", False):
+        if not check_flag("compile", "disable", options.get("disable", False)):
             backend = options.pop("backend", "inductor")
             if choices.overlap and backend not in ("inductor", "aot_eager"):
                 raise ConfigError(
@@ -155,18 +161,21 @@ class FunctionalStep:
                     f"found {backend!r}. Leave overlap out, and let that backend order collectives."
                 )
             mode, inductor = options.pop("mode", None), options.pop("options", None)
+            check_choice(mode, inductor, options.get("dynamic"))
             for unit in units_below(model):
                 check_mode(mode, inductor, unit.device)
-            compiler = _torch.find_compiler(
-                backend,
-                mode,
-                inductor,
-                options.get("dynamic"),
-                overlap_collectives if choices.overlap else None,
-            )
+            with refusals_of_torch():
+                compiler = _torch.find_compiler(
+                    backend,
+                    mode,
+                    inductor,
+                    options.get("dynamic"),
+                    overlap_collectives if choices.overlap else None,
+                )
             _torch.in_graph(unshard, outer_gather)
             options["backend"] = Backend(compiler)
-        self._compiled: Callable[..., Any] = torch.compile(own_copy(_call), **options)
+        with refusals_of_torch():
+            self._compiled: Callable[..., Any] = torch.compile(own_copy(_call), **options)
         self._may_write = _torch.writes_in_checkpoints()
 
     def _attach(self) -> None:
@@ -282,6 +291,25 @@ def check_group(group: ParamGroup, name: str) -> None:
             f"{name or '<root>'}: cannot be compiled whole, because {found}. Call compile() on "
             "the blocks instead: fsdp2's hooks then run eagerly around them."
         )
+
+
+def check_choice(mode: object, options: object, dynamic: object) -> None:
+    """Raise ConfigError for what ``torch.compile`` would take, and meet when it compiles."""
+    if mode is not None and not isinstance(mode, str):
+        raise wrong_type("compile", "mode", "a str or None", mode)
+    if options is not None:
+        check_mapping("compile", "options", options)
+    if dynamic is not None:
+        check_flag("compile", "dynamic", dynamic)
+
+
+@contextlib.contextmanager
+def refusals_of_torch() -> Iterator[None]:
+    """Raise ConfigError for arguments that ``torch.compile`` refuses."""
+    try:
+        yield
+    except Exception as error:
+        raise translated("compile: torch.compile refused its arguments", error) from error
 
 
 def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.device) -> None:

@@ -15,7 +15,16 @@ import torch
 import torch.nn as nn
 
 from fsdp2 import _comm, _torch
-from fsdp2._checks import check_comm, check_count, check_flag
+from fsdp2._arguments import (
+    check_count,
+    check_dtype,
+    check_flag,
+    check_number,
+    described,
+    wrong_type,
+    wrong_value,
+)
+from fsdp2._checks import check_comm
 from fsdp2._comm import AllGather, ReduceScatter
 from fsdp2._errors import ConfigError, ConfigTypeError
 from fsdp2._grid import carrying, named
@@ -42,7 +51,7 @@ def own_unit(module: object) -> Unit:
 
 def units_in(module: object, recurse: bool) -> list[Unit]:
     """Return the unit of a sharded module, and those below it."""
-    if not recurse:
+    if not check_flag(type(module).__name__, "recurse", recurse):
         return [own_unit(module)]
     assert isinstance(module, nn.Module)
     return list(dict.fromkeys(u for m in module.modules() if (u := unit_of(m)) is not None))
@@ -67,7 +76,13 @@ class ControlSurface:
 
         After one that is not, reductions may still be in flight, and ``grad`` is not complete.
         """
-        configure(self, True, is_last_backward=check_flag("is_last_backward", is_last_backward))
+        configure(
+            self,
+            True,
+            is_last_backward=check_flag(
+                "set_is_last_backward", "is_last_backward", is_last_backward
+            ),
+        )
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -75,21 +90,25 @@ class ControlSurface:
         """Say whether backward reduces gradients. While it does not, they accumulate unsharded,
         in the reduce dtype.
         """
-        flag = check_flag("requires_gradient_sync", requires_gradient_sync)
+        flag = check_flag(
+            "set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync
+        )
         configure(self, recurse, reduce_grads=flag, all_reduce_grads=flag)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether backward all-reduces over the replicate axis. While it does not, reduced
         shards accumulate, and ``grad`` is not set.
         """
-        flag = check_flag("requires_all_reduce", requires_all_reduce)
+        flag = check_flag("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         configure(self, recurse, all_reduce_grads=flag)
 
     # When parameters are whole.
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether parameters are freed after forward, from the next forward on."""
-        flag = check_flag("reshard_after_forward", reshard_after_forward)
+        flag = check_flag(
+            "set_reshard_after_forward", "reshard_after_forward", reshard_after_forward
+        )
         configure(self, recurse, reshard_after_forward=flag)
         for group in groups_in(self, recurse):
             group.reshard_to(None)
@@ -98,7 +117,9 @@ class ControlSurface:
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Say whether parameters are freed after backward."""
-        flag = check_flag("reshard_after_backward", reshard_after_backward)
+        flag = check_flag(
+            "set_reshard_after_backward", "reshard_after_backward", reshard_after_backward
+        )
         configure(self, recurse, reshard_after_backward=flag)
 
     def set_memory(self, memory: str | int) -> None:
@@ -130,16 +151,18 @@ class ControlSurface:
         False saves the all-gather where backward reads no parameter of the unit, as that of an
         embedding. Where it does read one, its memory is gone: the result is undefined.
         """
-        flag = check_flag("unshard_in_backward", unshard_in_backward)
+        flag = check_flag("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         configure(self, False, unshard_in_backward=flag)
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[_torch.FSDPModule]) -> None:
         """Gather these units when this one's forward begins, instead of the recorded next one."""
-        own_unit(self).forward_prefetch = _units_of(modules)
+        units = _units_of("set_modules_to_forward_prefetch", modules)
+        own_unit(self).forward_prefetch = units
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[_torch.FSDPModule]) -> None:
         """Gather these units when this one's backward begins, instead of the one before it."""
-        own_unit(self).backward_prefetch = _units_of(modules)
+        units = _units_of("set_modules_to_backward_prefetch", modules)
+        own_unit(self).backward_prefetch = units
 
     # What a gradient is.
 
@@ -152,7 +175,8 @@ class ControlSurface:
         Raises:
             ConfigError: ``factor`` is not a finite number above 0.
         """
-        configure(self, False, divide_by=_factor("set_gradient_divide_factor", factor))
+        who, expected = "set_gradient_divide_factor", "a finite number above 0"
+        configure(self, False, divide_by=_factor(who, "factor", factor, expected))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``; deprecated."""
@@ -176,10 +200,11 @@ class ControlSurface:
             ConfigError: anything else.
         """
         known: dict[object, float | None] = {"mean": None, "sum": 1.0}
+        expected = "'mean', 'sum' or a finite number above 0"
         divide_by = (
             known[reduction]
             if isinstance(reduction, str) and reduction in known
-            else _factor("set_gradient_reduction: 'mean', 'sum' or a divisor,", reduction)
+            else _factor("set_gradient_reduction", "reduction", reduction, expected)
         )
         configure(self, recurse, divide_by=divide_by)
 
@@ -188,7 +213,9 @@ class ControlSurface:
 
         Otherwise a mean is left to the backend where it can (``ReduceOp.AVG``).
         """
-        configure(self, False, only_sums=check_flag("enable", enable))
+        configure(
+            self, False, only_sums=check_flag("set_force_sum_reduction_for_comms", "enable", enable)
+        )
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -197,7 +224,11 @@ class ControlSurface:
 
         Ranks may use different parameters of a unit in any case: every rank reduces all of them.
         """
-        flag = check_flag("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        flag = check_flag(
+            "set_reduce_scatter_unused_params",
+            "reduce_scatter_unused_params",
+            reduce_scatter_unused_params,
+        )
         configure(self, recurse, reduce_unused=flag)
 
     def set_all_reduce_hook(
@@ -215,12 +246,11 @@ class ControlSurface:
         Raises:
             ConfigError: a stream together with a replicate axis, whose stream the hook runs in.
         """
+        who = "set_all_reduce_hook"
         if not callable(hook):
-            raise ConfigError(f"set_all_reduce_hook: expected a function, found {hook!r}.")
+            raise wrong_type(who, "hook", "a function", hook)
         if stream is not None and not isinstance(stream, torch.Stream):
-            raise ConfigError(
-                f"set_all_reduce_hook: expected stream to be a torch.Stream, found {stream!r}."
-            )
+            raise wrong_type(who, "stream", "a torch.Stream or None", stream)
         groups = groups_in(self)
         if stream is not None and any(group.data.replicate.size > 1 for group in groups):
             raise ConfigError(
@@ -264,7 +294,7 @@ class ControlSurface:
         Raises:
             ConfigError: a custom collective is set, which allocates for itself.
         """
-        check_flag("enable", enable)
+        check_flag("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         groups = groups_in(self)
         _refuse_custom("set_allocate_memory_from_process_group_for_comm", groups)
         for group in groups:
@@ -304,9 +334,10 @@ class ControlSurface:
         Then an all-gather and a reduce-scatter can be on the wire at a time. Collective: every rank
         calls it. Units over the same ranks share one more process group.
         """
-        check_flag("enable", enable)
-        for group in groups_in(self, recurse):
-            group.separate_reductions(enable)
+        check_flag("set_separate_reduce_scatter_group", "enable", enable)
+        with named("set_separate_reduce_scatter_group"), carrying():
+            for group in groups_in(self, recurse):
+                group.separate_reductions(enable)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -315,7 +346,9 @@ class ControlSurface:
 
         The next one waits for the oldest before it packs its gradients.
         """
-        count = check_count("max_input_buffers", max_input_buffers)
+        count = check_count(
+            "set_reduce_scatter_max_input_buffers", "max_input_buffers", max_input_buffers
+        )
         configure(self, recurse, input_buffers=count)
 
     def set_copy_free_min_bytes(self, min_bytes: int | None, *, recurse: bool = True) -> None:
@@ -335,7 +368,7 @@ class ControlSurface:
             ConfigError: ``min_bytes`` is neither None nor an int of at least 1.
         """
         if min_bytes is not None:
-            min_bytes = check_count("min_bytes", min_bytes)
+            min_bytes = check_count("set_copy_free_min_bytes", "min_bytes", min_bytes)
         for group in groups_in(self, recurse):
             group.send_straight(min_bytes)
 
@@ -353,10 +386,7 @@ class ControlSurface:
         Raises:
             ConfigError: ``dtype`` is not one, or a custom reduce-scatter is set.
         """
-        if dtype is not None and not getattr(dtype, "is_floating_point", False):
-            raise ConfigError(
-                f"set_gradient_wire_dtype: expected a floating dtype or None, found {dtype!r}."
-            )
+        check_dtype("set_gradient_wire_dtype", "dtype", dtype)
         groups = groups_in(self, recurse)
         if dtype is not None and not all(group.wire.scatters_straight for group in groups):
             raise ConfigError(
@@ -370,10 +400,11 @@ class ControlSurface:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward's all-gathers wait for ``event`` only, not for all that compute
         was given before it. Record it after the optimizer step, each time anew. On a CPU the host
-        waits: anything with a method ``synchronize`` will do.
+        waits: anything with a method ``synchronize`` will do, and None, which is what
+        ``torch.cpu.current_stream().record_event()`` returns, is nothing to wait for.
 
         Raises:
-            ConfigError: ``event`` has no such method.
+            ConfigError: ``event`` has no such method; None on a device.
         """
         if not callable(getattr(event, "synchronize", None)):
             raise ConfigError(f"set_post_optim_event: expected a torch.Event, found {event!r}.")
@@ -390,7 +421,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     Raises:
         ConfigError: something in the list was not given to ``fully_shard``.
     """
-    units = _units_of(modules)
+    units = _units_of("share_comm_ctx", modules)
     if not units:
         return
     first = units[0]
@@ -411,21 +442,22 @@ def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:
         )
 
 
-def _factor(name: str, factor: object) -> float:
-    if isinstance(factor, bool) or not isinstance(factor, int | float):
-        raise ConfigError(f"{name}: expected a number above 0, found {factor!r}.")
-    if not math.isfinite(factor) or factor <= 0:
-        raise ConfigError(f"{name}: expected a finite number above 0, found {factor!r}.")
-    return float(factor)
+def _factor(who: str, name: str, factor: object, expected: str) -> float:
+    number = check_number(who, name, factor, expected)
+    if not math.isfinite(number) or number <= 0:
+        raise wrong_value(who, name, expected, factor)
+    return number
 
 
-def _units_of(modules: object) -> tuple[Unit, ...]:
+def _units_of(who: str, modules: object) -> tuple[Unit, ...]:
     units = []
-    for module in modules if isinstance(modules, Iterable) else [modules]:
+    expected = "a list of modules that fully_shard was applied to"
+    if not isinstance(modules, Iterable) or isinstance(modules, str | bytes | torch.Tensor):
+        raise wrong_type(who, "modules", expected, modules)
+    for module in modules:
         if not isinstance(module, ControlSurface):
-            raise ConfigError(
-                f"expected a list of modules that fully_shard was applied to, found "
-                f"{type(module).__name__} in it."
+            raise ConfigTypeError(
+                f"{who}: expected modules to be {expected}, found {described(module)} in it."
             )
         units.append(own_unit(module))
     return tuple(units)

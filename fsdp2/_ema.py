@@ -16,6 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import _torch
+from fsdp2._arguments import (
+    check_dtype,
+    check_flag,
+    check_mapping,
+    check_module,
+    check_number,
+    described,
+    wrong_type,
+    wrong_value,
+)
 from fsdp2._control import units_in
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._events import IDLE
@@ -54,10 +64,11 @@ class EMA:
         dtype: torch.dtype | None = None,
         include_buffers: bool = False,
     ) -> None:
+        check_module("EMA", "model", model)
         if not callable(decay):
             _check_decay(decay)
-        if dtype is not None and not dtype.is_floating_point:
-            raise ConfigError(f"EMA: expected a floating-point dtype or None, found {dtype}.")
+        check_dtype("EMA", "dtype", dtype)
+        check_flag("EMA", "include_buffers", include_buffers)
         self.model = model
         self.decay = decay
         self.updates = 0
@@ -119,8 +130,7 @@ class EMA:
                 "EMA.update: called inside of swapped(), where the parameters are the average. "
                 "Leave the context first."
             )
-        decay = self.decay(self.updates) if callable(self.decay) else self.decay
-        _check_decay(decay)
+        decay = _check_decay(self.decay(self.updates) if callable(self.decay) else self.decay)
         averaged: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for average, value in self._pairs():
             if not _is_averaged(value):
@@ -209,17 +219,31 @@ class EMA:
             StateError: other names than the model's.
             ConfigError: a value of another shape; it names the value, and nothing was changed.
         """
-        values = state_dict["averages"]
+        hint = "Pass what state_dict() returned."
+        check_mapping("EMA.load_state_dict", "state_dict", state_dict, hint)
+        values = state_dict.get("averages")
+        updates = state_dict.get("updates")
+        if not isinstance(updates, int) or not isinstance(values, Mapping):
+            raise ConfigError(
+                "EMA.load_state_dict: expected state_dict to have 'updates', an int, and "
+                f"'averages', a dict of tensors, found {described(updates)} and "
+                f"{described(values)}. {hint}"
+            )
         self._check_names("names in the state dict", values)
         for name, average in self._averages.items():
+            if not isinstance(values[name], Tensor):
+                expected = "a tensor"
+                raise wrong_type("EMA.load_state_dict", name, expected, values[name], hint)
             if values[name].shape != average.shape:
                 raise ConfigError(
                     f"EMA.load_state_dict: {name} has shape {tuple(values[name].shape)}, expected "
                     f"{tuple(average.shape)}."
                 )
         for name, average in self._averages.items():
-            _local(average).copy_(_local(_placed_alike(values[name], average)))
-        self.updates = int(state_dict["updates"])
+            with named(f"EMA.load_state_dict: {name}"), carrying():
+                placed = _placed_alike(values[name], average)
+            _local(average).copy_(_local(placed))
+        self.updates = int(updates)
 
 
 def _placed_alike(value: Tensor, average: Tensor) -> Tensor:
@@ -247,6 +271,8 @@ def _describe(value: Tensor) -> str:
     return f"{type(value).__name__} with {tuple(local.shape)} here, on {local.device}"
 
 
-def _check_decay(decay: object) -> None:
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
-        raise ConfigError(f"EMA: expected decay to be a number from 0 to 1, found {decay!r}.")
+def _check_decay(decay: object) -> float:
+    number = check_number("EMA", "decay", decay, "a number from 0 to 1", 0.0)
+    if number > 1:
+        raise wrong_value("EMA", "decay", "a number from 0 to 1", decay)
+    return number

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._errors import ConfigError
+from fsdp2._arguments import check_count, check_dtype, check_flag, check_function
 from fsdp2._idle import require_idle
 from fsdp2._stream import Grids, Target, gather
 
@@ -67,10 +67,10 @@ def full_params(
         UnsupportedError: a partial sum, or a tensor subclass without bytes of its own.
     """
     check_max_bytes("full_params", max_bytes)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(
-            f"full_params: expected dtype to be a floating-point dtype or None, found {dtype!r}."
-        )
+    check_dtype("full_params", "dtype", dtype)
+    check_function("full_params", "callback", callback)
+    check_function("full_params", "names", names)
+    check_flag("full_params", "buffers", buffers)
     require_idle(module, "full_params")
     found: dict[str, Tensor] = dict(module.named_parameters())
     if buffers:
@@ -108,8 +108,4 @@ def _iterate(
 
 def check_max_bytes(what: str, max_bytes: object) -> int:
     """Raise ConfigError unless it is a positive int."""
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-        raise ConfigError(
-            f"{what}: expected max_bytes to be a positive number of bytes, found {max_bytes!r}."
-        )
-    return max_bytes
+    return check_count(what, "max_bytes", max_bytes)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch.nn as nn
 
 from fsdp2 import _torch
-from fsdp2._errors import ConfigError, StateError
+from fsdp2._arguments import check_module
+from fsdp2._errors import StateError
 from fsdp2._events import IDLE
 from fsdp2._hooks import unit_of
 from fsdp2._unit import Unit
@@ -28,9 +29,7 @@ def require_idle(module: object, what: str) -> list[Unit]:
         ConfigError: not a module.
         StateError: inside a forward or a backward.
     """
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"{what}: expected a module, found {type(module).__name__}.")
-    units = units_below(module)
+    units = units_below(check_module(what, "the model", module))
     for unit in units:
         runtime = unit.runtime
         if runtime is None:

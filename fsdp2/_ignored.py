@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._errors import ConfigError
+from fsdp2._arguments import described
+from fsdp2._errors import ConfigError, ConfigTypeError
 from fsdp2._hooks import unit_of
 
 
@@ -39,10 +40,10 @@ class Ignored:
         own = [item for item in found if isinstance(item, Tensor)]
         wrong = [item for item in found if not isinstance(item, nn.Module | Tensor)]
         if wrong:
-            raise ConfigError(
+            raise ConfigTypeError(
                 "fully_shard: expected ignored_states to hold modules, or parameters and buffers, "
-                f"found {wrong[0]!r} in it. Pass the modules or tensors themselves, not their "
-                "names."
+                f"found {described(wrong[0])} in it. Pass the modules or tensors themselves, not "
+                "their names."
             )
         if modules and own:
             raise ConfigError(
@@ -74,7 +75,7 @@ def _params(ignored: object) -> list[nn.Parameter]:
     params = []
     for param in [] if ignored is None else _listed(ignored):
         if not isinstance(param, nn.Parameter):
-            raise ConfigError(
+            raise ConfigTypeError(
                 f"fully_shard: expected ignored_params to be a set of nn.Parameter, found "
                 f"{type(param).__name__} in it. Pass the parameters themselves; modules and "
                 "buffers go into ignored_states."

@@ -13,8 +13,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2._arguments import check_module
 from fsdp2._control import units_in
-from fsdp2._errors import ConfigError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._param import FSDPParam
@@ -89,8 +89,7 @@ def units(model: nn.Module) -> list[UnitInfo]:
 
     Source: ``fsdp_modules`` and the shard metadata of torch's FSDP1.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"units: expected an nn.Module, found {type(model).__name__}.")
+    check_module("units", "model", model)
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from fsdp2 import _torch
+from fsdp2._arguments import check_device, check_flag, check_function
 from fsdp2._blocks import Blocks
 from fsdp2._errors import ConfigError, UnsupportedError
 from fsdp2._grid import Grid, named
@@ -81,8 +82,10 @@ def materialize(
         UnsupportedError: ``init`` wrote to a sharded parameter of another module, and something
             else than a constant (with ``sync_from_rank0``: anything).
     """
+    device = check_device("materialize", "device", device)
+    check_function("materialize", "init", init, "a function of a module or None")
+    check_flag("materialize", "sync_from_rank0", sync_from_rank0)
     units = require_idle(model, "materialize")
-    device = torch.device(device)
     for unit in units:
         for group in unit.own_groups:
             if group.device.type != device.type:

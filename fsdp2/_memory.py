@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp2._arguments import wrong_type, wrong_value
 from fsdp2._errors import ConfigError
 from fsdp2._group import ParamGroup
 from fsdp2._policy import Overlap
@@ -63,11 +64,11 @@ def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
     """
     if isinstance(memory, str) and memory in NAMED:
         return NAMED[memory]
-    if isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0:
-        raise ConfigError(
-            f"set_memory: expected {', '.join(map(repr, NAMED))} or a number of bytes, found "
-            f"{memory!r}."
-        )
+    expected = f"{', '.join(map(repr, NAMED))} or a number of bytes"
+    if isinstance(memory, bool) or not isinstance(memory, int | str):
+        raise wrong_type("set_memory", "memory", expected, memory)
+    if isinstance(memory, str) or memory <= 0:
+        raise wrong_value("set_memory", "memory", expected, memory)
     needs = [bytes_needed(units, overlap) for overlap in LADDER]
     if memory < needs[0]:
         raise ConfigError(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import _torch
+from fsdp2._arguments import wrong_type
 from fsdp2._errors import ConfigError
 from fsdp2._policy import DataParallelMeshDims
 
@@ -252,10 +253,16 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
         ConfigError: not a ``DeviceMesh``; without ``dims``, more than two dims, or two without
             names; with ``dims``, no names, or not those that ``dims`` has.
     """
+    if dims is not None and not isinstance(dims, DataParallelMeshDims):
+        expected = "a fsdp2.DataParallelMeshDims or None"
+        raise wrong_type("fully_shard", "dp_mesh_dims", expected, dims)
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(
-            f"fully_shard: expected mesh to be a DeviceMesh or None, found {type(mesh).__name__}. "
-            "Make one with torch.distributed.device_mesh.init_device_mesh."
+        raise wrong_type(
+            "fully_shard",
+            "mesh",
+            "a DeviceMesh" if dims is not None else "a DeviceMesh or None",
+            mesh,
+            "Make one with torch.distributed.device_mesh.init_device_mesh.",
         )
     if dims is not None:
         _check_dims(mesh, dims)
@@ -274,12 +281,7 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
     return mesh
 
 
-def _check_dims(mesh: DeviceMesh, dims: object) -> None:
-    if not isinstance(dims, DataParallelMeshDims):
-        raise ConfigError(
-            "fully_shard: expected dp_mesh_dims to be a fsdp2.DataParallelMeshDims or None, found "
-            f"{type(dims).__name__}."
-        )
+def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
     if mesh.mesh_dim_names is None:
         raise ConfigError(
             "fully_shard: dp_mesh_dims names dims of a mesh, and this one has no names. Pass "

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch.nn as nn
 
 from fsdp2 import _torch
+from fsdp2._arguments import check_flag
 from fsdp2._control import ControlSurface, own_unit, units_in
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._group import ParamGroup
@@ -125,6 +126,7 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
         Raises:
             StateError: that would change the dtype of parameters that a step is using.
         """
+        check_flag("train", "mode", mode)
         for unit in units_in(self, recurse=True):
             check_mode_change(unit, mode)
         result = super().train(mode)
@@ -138,6 +140,7 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
 
         Clears those of the sharded parameters, and those that backwards without gradient sync left.
         """
+        check_flag("zero_grad", "set_to_none", set_to_none)
         super().zero_grad(set_to_none)
         own = own_unit(self)
         known = own.runtime.units if own.runtime is not None and own.is_root else None
@@ -152,6 +155,7 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
             async_op: return at once; the parameters are whole after ``wait()`` of the result, or
                 once the unit's forward begins.
         """
+        check_flag("unshard", "async_op", async_op)
         unit = own_unit(self)
         if unit.is_summoned:
             raise StateError(

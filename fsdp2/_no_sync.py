@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch.nn as nn
 
+from fsdp2._arguments import check_module
 from fsdp2._control import units_in
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._events import IDLE
@@ -33,7 +34,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     Source: the method of the same name of torch's ``FullyShardedDataParallel``.
     """
-    units = units_in(module, recurse=True) if isinstance(module, nn.Module) else []
+    units = units_in(check_module("no_sync", "module", module), recurse=True)
     if not units:
         raise ConfigError(
             f"no_sync: fully_shard was applied to nothing in this {type(module).__name__}. Pass "

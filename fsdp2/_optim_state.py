@@ -17,7 +17,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._errors import ConfigError
+from fsdp2._arguments import check_mapping, check_module, check_optimizer, described
+from fsdp2._errors import ConfigError, ConfigTypeError
 from fsdp2._tree import map_tensors
 
 Keys = Literal["name", "id"]
@@ -25,8 +26,28 @@ Keys = Literal["name", "id"]
 
 def check_keys(what: str, keys: object) -> None:
     """Raise ConfigError unless it is 'name' or 'id'."""
+    if not isinstance(keys, str):
+        raise ConfigTypeError(f"{what}: expected 'name' or 'id', found {described(keys)}.")
     if keys not in ("name", "id"):
-        raise ConfigError(f"{what}: expected 'name' or 'id', found {keys!r}.")
+        raise ConfigError(f"{what}: expected 'name' or 'id', found {described(keys)}.")
+
+
+def check_optim_state(what: str, state: object) -> None:
+    """Raise ConfigError unless it has the form of an optimizer's state dict."""
+    given = check_mapping(what, "the optimizer's state", state)
+    groups, values = given.get("param_groups"), given.get("state")
+    if not isinstance(groups, list | tuple) or not all(
+        isinstance(group, Mapping) and "params" in group for group in groups
+    ):
+        raise ConfigError(
+            f"{what}: expected the optimizer's state to have 'param_groups', a list of dicts with "
+            f"'params', found {described(groups)} under that key."
+        )
+    if not isinstance(values, Mapping) or not all(isinstance(v, Mapping) for v in values.values()):
+        raise ConfigError(
+            f"{what}: expected the optimizer's state to have 'state', a dict with a dict for each "
+            f"parameter, found {described(values)} under that key."
+        )
 
 
 def names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -91,6 +112,10 @@ def rekey(
         ConfigError: another ``keys``; a model is missing; an id or a name that the model lacks.
     """
     check_keys("rekey", keys)
+    check_optim_state("rekey", optim_state)
+    if model is not None:
+        check_module("rekey", "model", model)
+    check_optimizer("rekey", optimizer)
     if keys_of(optim_state) == keys:
         return renamed(optim_state, {})
     if keys == "name":

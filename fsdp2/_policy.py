@@ -8,7 +8,24 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
-from fsdp2._errors import ConfigError
+from fsdp2._errors import ConfigError, ConfigTypeError
+
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+_FLAGS = (
+    "cast_forward_inputs",
+    "cast_root_forward_inputs",
+    "keep_low_precision_grads",
+    "full_precision_in_eval",
+)
+
+
+def _require(is_fine: bool, policy: object, name: str, expected: str) -> None:
+    if not is_fine:
+        value = getattr(policy, name)
+        found = value if isinstance(value, str | bool | torch.dtype) else type(value).__name__
+        raise ConfigTypeError(
+            f"{type(policy).__name__}: expected {name} to be {expected}, found {found!r}."
+        )
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,9 @@ class MixedPrecisionPolicy:
 
     The last four are keywords, and are not in torch's class.
 
+    Raises:
+        ConfigError: a dtype that is not of floating-point numbers; a flag that is no bool.
+
     Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
     gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
 
@@ -51,6 +71,14 @@ class MixedPrecisionPolicy:
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
     keep_low_precision_grads: bool = field(default=False, kw_only=True)
     full_precision_in_eval: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in _DTYPES:
+            dtype = getattr(self, name)
+            is_one = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            _require(dtype is None or is_one, self, name, "a floating-point dtype or None")
+        for name in _FLAGS:
+            _require(isinstance(getattr(self, name), bool), self, name, "a bool")
 
 
 @dataclass(frozen=True)
@@ -75,6 +103,9 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     pin_memory: bool = True
 
+    def __post_init__(self) -> None:
+        _require(isinstance(self.pin_memory, bool), self, "pin_memory", "a bool")
+
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
@@ -92,6 +123,11 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        expected = "the name of a dim, a tuple of names or None"
+        for name in ("shard", "replicate"):
+            names = getattr(self, name)
+            is_several = isinstance(names, tuple | list) and all(isinstance(n, str) for n in names)
+            _require(names is None or isinstance(names, str) or is_several, self, name, expected)
         if not self.shard_names and not self.replicate_names:
             raise ConfigError(
                 "DataParallelMeshDims: found neither shard nor replicate dims. Name at least one."

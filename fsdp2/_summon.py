@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2._checks import check_flag
+from fsdp2._arguments import check_flag
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._grid import named
 from fsdp2._hooks import unit_of
@@ -121,7 +121,7 @@ def summon_full_params(
         "with_grads": with_grads,
     }
     for name, flag in flags.items():
-        check_flag(name, flag)
+        check_flag("summon_full_params", name, flag)
     if rank0_only and writeback:
         raise ConfigError(
             "summon_full_params: rank0_only=True with writeback=True cannot work: the other ranks "

@@ -29,6 +29,15 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from fsdp2 import _state
+from fsdp2._arguments import (
+    check_count,
+    check_dtype,
+    check_flag,
+    check_key,
+    check_module,
+    check_optimizer,
+    check_path,
+)
 from fsdp2._full_params import check_max_bytes
 from fsdp2._grid import named
 from fsdp2._optim_state import Keys, check_keys, keys_of, map_values
@@ -96,6 +105,8 @@ def full_state(
         UnsupportedError: a parameter lies on some of the model's ranks only, is a partial sum, or
             is a tensor subclass without bytes of its own.
     """
+    flags = {"rank0_only": rank0_only, "cpu_offload": cpu_offload}
+    _check("full_state", model, optimizer, **flags)
     check_max_bytes("full_state", max_bytes)
     check_keys("full_state: optim_keys", optim_keys)
     device = torch.device("cpu") if cpu_offload else None
@@ -132,6 +143,7 @@ def load_full_state(
         ConfigError: names or shapes differ; no state for the optimizer. Nothing was changed.
         StateError: inside a forward or a backward; reading a value failed.
     """
+    _check("load_full_state", model, optimizer, from_rank0=from_rank0, strict=strict)
     check_max_bytes("load_full_state", max_bytes)
     given: Any = state
     values: dict[str, torch.Tensor] = {}
@@ -169,6 +181,7 @@ def sharded_state(
         ConfigError: the optimizer holds other parameters.
         StateError: inside a forward or a backward.
     """
+    _check("sharded_state", model, optimizer)
     check_keys("sharded_state: optim_keys", optim_keys)
     return _state.sharded(model, optimizer, optim_keys)
 
@@ -187,6 +200,7 @@ def load_sharded_state(
         ConfigError: names or shapes differ; nothing was changed.
         StateError: inside a forward or a backward.
     """
+    _check("load_sharded_state", model, optimizer, strict=strict)
     return _state.load_sharded(model, state, optimizer, strict)
 
 
@@ -197,6 +211,7 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
     Tensors share memory with the model. ``torch.save`` of it is the fastest checkpoint there is,
     and loads on the same ranks of the same meshes only.
     """
+    _check("local_state", model, optimizer)
     return _state.local(model, optimizer)
 
 
@@ -209,6 +224,7 @@ def load_local_state(
     Raises:
         ConfigError: some rank's parts lie elsewhere now; nothing was changed.
     """
+    _check("load_local_state", model, optimizer)
     _state.load_local(model, state, optimizer)
 
 
@@ -237,6 +253,8 @@ def save(
         ConfigError: ``path`` is a file.
         StateError: a rank could not write; the message says which one and why.
     """
+    _check("save", model, optimizer)
+    check_path("save", "path", path)
     from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
 
     _files.save(path, model, optimizer, extra)
@@ -261,6 +279,11 @@ def load(
     Raises:
         ConfigError: no checkpoint there; names or shapes differ. Nothing was changed.
     """
+    _check("load", model, optimizer, strict=strict)
+    check_path("load", "path", path)
+    if model_key is not None:
+        check_key("load", "model_key", model_key)
+    check_key("load", "optim_key", optim_key)
     from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
 
     return _files.load(path, model, optimizer, strict, model_key, optim_key)
@@ -290,7 +313,11 @@ def save_safetensors(
         ConfigError: the package ``safetensors`` is not installed.
         StateError: the first rank could not write.
     """
+    _check("save_safetensors", model)
+    check_path("save_safetensors", "folder", folder)
+    check_dtype("save_safetensors", "dtype", dtype)
     check_max_bytes("save_safetensors", max_bytes)
+    check_count("save_safetensors", "max_file_bytes", max_file_bytes)
     from fsdp2 import _safetensors  # it imports torch.distributed.checkpoint, which is heavy
 
     _safetensors.save(folder, model, dtype, max_bytes, max_file_bytes)
@@ -309,6 +336,8 @@ def load_safetensors(
     Raises:
         ConfigError: no such files; names or shapes differ; ``safetensors`` is not installed.
     """
+    _check("load_safetensors", model, strict=strict)
+    check_path("load_safetensors", "folder", folder)
     check_max_bytes("load_safetensors", max_bytes)
     from fsdp2 import _safetensors  # it imports torch.distributed.checkpoint, which is heavy
 

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2 import _torch
-from fsdp2._checks import check_count
+from fsdp2._arguments import check_count, check_flag, check_module, check_process_group
 from fsdp2._comm import Wire
 from fsdp2._control import groups_in, units_in
 from fsdp2._errors import ConfigError, StateError
@@ -58,7 +58,9 @@ def check_order(
 
     Source: the check of the execution order in torch's FSDP1 (``TORCH_DISTRIBUTED_DEBUG``).
     """
-    return OrderCheck(_units_of(model, "check_order"), check_count("steps", steps), process_group)
+    count = check_count("check_order", "steps", steps)
+    check_process_group("check_order", "process_group", process_group)
+    return OrderCheck(_units_of(model, "check_order"), count, process_group)
 
 
 class OrderCheck:
@@ -87,7 +89,7 @@ class OrderCheck:
             handle.remove()
         self._handles = []
 
-    def enter(self, unit: Unit, name: str) -> None:
+    def _enter(self, unit: Unit, name: str) -> None:
         """A unit is about to run."""
         if _torch.graph_task_id() != -1:  # recomputation
             return
@@ -99,7 +101,7 @@ class OrderCheck:
         else:
             self._warn()
 
-    def leave(self, unit: Unit) -> None:
+    def _leave(self, unit: Unit) -> None:
         """A unit's forward is over, or raised."""
         if self._entered is not unit or _torch.graph_task_id() != -1:
             return
@@ -145,7 +147,7 @@ class _Before:
 
     @_torch.never_traced
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self._check.enter(self._unit, self._name)
+        self._check._enter(self._unit, self._name)
 
 
 class _After:
@@ -154,7 +156,7 @@ class _After:
 
     @_torch.never_traced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._check.leave(self._unit)
+        self._check._leave(self._unit)
 
 
 def _shown(order: list[str]) -> str:
@@ -173,7 +175,7 @@ def without_communication(model: nn.Module) -> Iterator[None]:
     reductions are left out too.
 
     Raises:
-        ConfigError: there is no unit in ``model``.
+        ConfigError: there is no unit in ``model``; both flags are False.
         StateError: entered during a step.
 
     Source: ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE`` of torch's FSDP1.
@@ -211,7 +213,10 @@ def without_communication(model: nn.Module) -> Iterator[None]:
 
 
 class _NoWire(Wire):
-    """A wire that carries nothing; buffers are those of the wire whose place it takes."""
+    """A wire that carries nothing, or one sort of collectives only.
+
+    Buffers, and what it carries, are those of the wire whose place it takes.
+    """
 
     carries: ClassVar[bool] = False
 
@@ -239,8 +244,7 @@ class _NoWire(Wire):
 
 def _units_of(model: nn.Module, who: str) -> list[tuple[str, Unit]]:
     """Return the units in a model, each with its first name."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{who}: expected an nn.Module, found {type(model).__name__}.")
+    check_module(who, "model", model)
     names = {module: name for name, module in model.named_modules()}
     units = units_in(model, recurse=True)
     if not units:

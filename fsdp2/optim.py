@@ -18,8 +18,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp2 import _torch
+from fsdp2._arguments import check_flag, check_function, translated, wrong_type
 from fsdp2._ema import EMA as EMA
-from fsdp2._errors import ConfigError, UnsupportedError
+from fsdp2._errors import ConfigError, FSDPError, UnsupportedError
 from fsdp2._fused import VARIANTS, FusedAdam
 from fsdp2._runs import Plan, Table
 
@@ -79,15 +81,16 @@ def local(
         kwargs: the arguments of ``cls``.
 
     Raises:
-        ConfigError: a class that is not known to be element-wise.
+        ConfigError: a class that is not known to be element-wise; what a class of ``torch.optim``
+            refuses.
         UnsupportedError: ``capturable=True`` or ``differentiable=True``.
 
     Source: the optimizers of ``torch.optim``; only where their values lie is our choice.
     """
+    who = "fsdp2.optim.local"
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        raise ConfigError(
-            f"fsdp2.optim.local: expected a subclass of torch.optim.Optimizer, found {cls!r}."
-        )
+        raise wrong_type(who, "cls", "a subclass of torch.optim.Optimizer", cls)
+    check_flag(who, "elementwise", elementwise)
     if cls not in ELEMENTWISE and not elementwise:
         known = ", ".join(c.__name__ for c in ELEMENTWISE)
         raise ConfigError(
@@ -96,8 +99,15 @@ def local(
             f"Use one of {known}; use {cls.__name__} itself on the DTensors; or, for a class of "
             "your own that is element-wise, pass elementwise=True."
         )
-    optimizer = _local_class(cls)(params, **kwargs)
-    _check_groups(cls, optimizer.param_groups)
+    try:
+        optimizer = _local_class(cls)(params, **kwargs)
+        _check_groups(cls, optimizer.param_groups)
+    except FSDPError:
+        raise
+    except Exception as error:
+        if cls not in ELEMENTWISE:  # a class of the user's says what it likes
+            raise
+        raise translated(f"{who}: {cls.__name__} refused its arguments", error) from error
     return optimizer
 
 
@@ -193,6 +203,7 @@ class LocalOptimizer:
             UnsupportedError: a param group asks for ``capturable`` or ``differentiable``.
         """
         loss = None
+        check_function("step", "closure", closure)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

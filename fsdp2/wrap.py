@@ -14,18 +14,28 @@ gather its parameters, so what was said of it holds for each of its modules.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import socket
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import _torch
-from fsdp2._api import fully_shard
+from fsdp2._api import check_arguments, fully_shard
+from fsdp2._arguments import (
+    check_count,
+    check_device_type,
+    check_module,
+    described,
+    wrong_type,
+    wrong_value,
+)
 from fsdp2._checks import has_forward
 from fsdp2._errors import ConfigError, ConfigTypeError
 from fsdp2._grid import carrying, named
@@ -90,10 +100,7 @@ def shard_model(
 
     Source: what ``auto_wrap_policy`` means in torch's ``FullyShardedDataParallel``.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"shard_model: expected an nn.Module, found {type(model).__name__}. Pass the model."
-        )
+    check_module("shard_model", "model", model)
     _check_keywords(fully_shard_kwargs, "fully_shard_kwargs")
     names = {module: name for name, module in reversed(list(model.named_modules()))}
     kwargs = fully_shard_kwargs
@@ -107,9 +114,12 @@ def shard_model(
     order = [m for m in _post_order(model) if m in chosen and unit_of(m) is None]
     if kwargs.get("mesh") is None:
         kwargs = {**kwargs, "mesh": default_mesh()}
-    for module in order:
-        fully_shard(module, **{**kwargs, **chosen[module]})
-    fully_shard(model, **kwargs)
+    for module in (*order, model):  # before the first of them changes
+        with _naming(names[module]):
+            check_arguments(**{**kwargs, **chosen.get(module, {})})
+    for module in (*order, model):
+        with _naming(names[module]):
+            fully_shard(module, **{**kwargs, **chosen.get(module, {})})
     return {**{names[module]: chosen[module] for module in order}, "": {}}
 
 
@@ -127,6 +137,15 @@ def _post_order(model: nn.Module) -> list[nn.Module]:
 
     walk(model)
     return list(order)
+
+
+@contextlib.contextmanager
+def _naming(unit: str) -> Iterator[None]:
+    """Say of which unit an error is: ``fully_shard`` does not know what contains a module."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"shard_model: {unit or '<root>'}: {error}") from error
 
 
 def _check_keywords(choice: Choice, what: str) -> None:
@@ -157,21 +176,20 @@ def _run(policy: object, model: nn.Module, ignored: Ignored) -> Chosen:
     """Ask the policy about every module below the root."""
     if isinstance(policy, _torch.CustomPolicy):
         return _ask(_torch.custom_policy_function(policy), model, ignored)
-    if isinstance(policy, Iterable) and not isinstance(policy, str) and not callable(policy):
+    is_text = isinstance(policy, str | bytes | Tensor)
+    if isinstance(policy, Iterable) and not is_text and not callable(policy):
         classes = tuple(policy)
         wrong = [c for c in classes if not (isinstance(c, type) and issubclass(c, nn.Module))]
         if wrong or not classes:
-            found = f"{wrong[0]!r} in it" if wrong else "none"
-            raise ConfigError(
+            found = f"{described(wrong[0])} in it" if wrong else "none"
+            raise ConfigTypeError(
                 f"shard_model: expected classes of modules as policy, found {found}. Pass for "
                 "example {TransformerBlock}."
             )
         return _ask(lambda module: isinstance(module, classes), model, ignored)
-    if isinstance(policy, type) or not callable(policy):
-        raise ConfigError(
-            f"shard_model: expected policy to be a set of module classes, a function, or a policy "
-            f"of torch.distributed.fsdp.wrap, found {policy!r}."
-        )
+    if isinstance(policy, type | nn.Module) or not callable(policy):
+        expected = "a set of module classes, a function, or a policy of torch.distributed.fsdp.wrap"
+        raise wrong_type("shard_model", "policy", expected, policy)
     if _is_recursive(policy):
         chosen: Chosen = {}
         _recurse(policy, model, ignored, chosen)
@@ -196,8 +214,8 @@ def _ask(function: Callable[[nn.Module], Any], model: nn.Module, ignored: Ignore
         answer = function(module)
         if not isinstance(answer, bool | dict):
             raise ConfigError(
-                f"shard_model: the policy returned {answer!r} for {name}. Return True, False, or a "
-                "dict of keywords of fully_shard."
+                f"shard_model: the policy returned {described(answer)} for {name}. Return True, "
+                "False, or a dict of keywords of fully_shard."
             )
         if answer:
             chosen[module] = answer if isinstance(answer, dict) else {}
@@ -256,14 +274,20 @@ def strategy(
         device_type: of a default mesh; default: the accelerator, or the CPU.
 
     Raises:
-        ConfigError: not a strategy; a mesh that does not fit it.
+        ConfigError: not a strategy; a mesh that does not fit it; no such devices.
 
     Source: the meaning of ``torch.distributed.fsdp.ShardingStrategy``.
     """
     key = name.name if isinstance(name, _torch.ShardingStrategy) else name
     known = _torch.ShardingStrategy.__members__
+    expected = f"a ShardingStrategy or its name, one of {', '.join(known)}"
+    if not isinstance(key, str):
+        raise wrong_type("strategy", "name", expected, name)
     if key not in known:
-        raise ConfigError(f"strategy: expected one of {', '.join(known)}, found {name!r}.")
+        raise wrong_value("strategy", "name", expected, name)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise wrong_type("strategy", "mesh", "a DeviceMesh or None", mesh)
+    check_device_type("strategy", "device_type", device_type)
     keeps = key in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
     ndim = 1 if key in ("FULL_SHARD", "SHARD_GRAD_OP") else 2
     if mesh is None:
@@ -303,6 +327,9 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
 
     Source: the groups that ``HYBRID_SHARD`` makes if it is given none, in torch's FSDP1.
     """
+    check_device_type("hybrid_mesh", "device_type", device_type)
+    if ranks_per_node is not None:
+        check_count("hybrid_mesh", "ranks_per_node", ranks_per_node)
     require_process_group("hybrid_mesh")
     size = dist.get_world_size()
     if ranks_per_node is None:
@@ -310,11 +337,10 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
         with named("hybrid_mesh"), carrying():
             dist.all_gather_object(nodes, _node())
     else:
-        is_count = isinstance(ranks_per_node, int) and not isinstance(ranks_per_node, bool)
-        if not is_count or ranks_per_node < 1 or size % ranks_per_node:
+        if size % ranks_per_node:
             raise ConfigError(
-                f"hybrid_mesh: found ranks_per_node={ranks_per_node!r} for {size} ranks. Pass a "
-                "divisor of their number."
+                f"hybrid_mesh: found ranks_per_node={described(ranks_per_node)} for {size} ranks. "
+                "Pass a divisor of their number."
             )
         nodes = [str(rank // ranks_per_node) for rank in range(size)]
     rows: dict[str, list[int]] = {}

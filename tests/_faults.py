@@ -157,8 +157,8 @@ FAULTS = [
     Fault(
         "ema-decay-function-off-by-one",
         "fsdp2/_ema.py",
-        "decay = self.decay(self.updates) if callable",
-        "decay = self.decay(self.updates + 1) if callable",
+        "_check_decay(self.decay(self.updates) if callable",
+        "_check_decay(self.decay(self.updates + 1) if callable",
         "A decay function is called with 1 at the first update, not 0: a warm-up of the decay is one step ahead and the averages differ.",
         near=("behaviour/test_conveniences.py",),
     ),

@@ -271,7 +271,7 @@ def test_units_on_a_mesh_with_replicas() -> None:
     assert root.reshard_after_forward is False
     assert group.shards[0].placements[1] == Shard(0)
     assert fsdp2.units(nn.Linear(2, 2)) == []
-    with pytest.raises(fsdp2.ConfigError, match="found list"):
+    with pytest.raises(fsdp2.ConfigError, match="found a list"):
         fsdp2.units([model])  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
+from fsdp2._arguments import described
 from tests._models import CASES, WIDTH, Block, Stack, each_block, floats, loss_of, seeded
 from tests._parity import Pair, make_mesh, shard
 from tests._pool import ranks
@@ -141,7 +143,7 @@ def test_a_mesh_of_too_many_dims() -> None:
 def test_something_else_as_a_mesh() -> None:
     model = Stack()
     for mesh in ("cpu", (1,), 1):
-        with refused(fsdp2.ConfigError, "mesh", type(mesh).__name__, unchanged=model):
+        with refused(fsdp2.ConfigError, "mesh", described(mesh), unchanged=model):
             fsdp2.fully_shard(model, mesh=mesh)
     trains(model)
 
@@ -183,7 +185,7 @@ def test_something_else_as_a_placement() -> None:
 @ranks(1)
 def test_policies_of_the_wrong_type() -> None:
     model = Stack()
-    with refused(fsdp2.ConfigError, "mp_policy", "dtype", unchanged=model):
+    with refused(fsdp2.ConfigError, "mp_policy", "bfloat16", unchanged=model):
         fsdp2.fully_shard(model, mp_policy=torch.bfloat16)
     with refused(fsdp2.ConfigError, "int8", unchanged=model):
         policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.int8)
@@ -283,6 +285,49 @@ def test_a_parameter_that_is_a_dtensor_of_another_mesh() -> None:
     model.inp.weight = nn.Parameter(distribute_tensor(model.inp.weight.detach(), mesh, [Shard(0)]))
     with refused(fsdp2.ConfigError, "inp.weight", unchanged=model):
         fsdp2.fully_shard(model, mesh=mesh)
+
+
+@ranks(2)
+def test_parameters_are_called_by_their_full_names() -> None:
+    """Before the first forward and after it, in a copy, and from outside of a larger root."""
+
+    def replaced(model: nn.Module, path: str) -> None:
+        module, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        module.register_parameter(name, nn.Parameter(torch.zeros(2)))
+
+    def refuses(model: nn.Module, name: str) -> None:
+        with refused(fsdp2.StateError, f"{name}: was replaced"):
+            list(fsdp2.full_params(model, max_bytes=1000))
+        with refused(fsdp2.StateError, f"{name}: was replaced"):
+            model(torch.randn(4, WIDTH))
+
+    for steps in (0, 1):
+        for copies in (False, True):
+            model = shard(seeded(Stack), CASES["stack"])
+            for _ in range(steps):
+                loss_of(model(torch.randn(4, WIDTH))).backward()
+            model = copy.deepcopy(model) if copies else model
+            replaced(model, "blocks.1.up.weight")
+            refuses(model, "blocks.1.up.weight")
+    outer = fsdp2.fully_shard(nn.Sequential(shard(seeded(Stack), CASES["stack"])))
+    replaced(outer, "0.blocks.2.down.bias")
+    refuses(outer, "0.blocks.2.down.bias")
+
+
+@ranks(2)
+def test_shard_model_says_of_which_unit_an_error_is() -> None:
+    """What a policy says of a later unit is refused before the first one changes."""
+    model = Stack()
+
+    def policy(module: nn.Module) -> Any:
+        wrong = {"reshard_after_forward": "x"} if module is model.blocks[1] else {}
+        return {"conditional": False, **wrong} if isinstance(module, Block) else False
+
+    with refused(fsdp2.ConfigError, "blocks.1: fully_shard: expected reshard", unchanged=model):
+        fsdp2.wrap.shard_model(model, policy)
+    lazy = nn.Sequential(nn.Sequential(nn.LazyLinear(3)))
+    with refused(fsdp2.ConfigError, "shard_model: 0: 0.weight: has no shape"):
+        fsdp2.wrap.shard_model(lazy, {nn.Sequential})
 
 
 @ranks(2)

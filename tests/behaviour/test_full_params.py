@@ -297,7 +297,7 @@ def test_refusals() -> None:
             fsdp2.full_params(model, max_bytes=wrong)  # type: ignore[arg-type]
     with pytest.raises(fsdp2.ConfigError, match="dtype"):
         fsdp2.full_params(model, max_bytes=10, dtype=torch.int32)
-    with pytest.raises(fsdp2.ConfigError, match="expected a module"):
+    with pytest.raises(fsdp2.ConfigError, match="expected the model to be"):
         fsdp2.full_params([model], max_bytes=10)  # type: ignore[arg-type]
     inside: list[str] = []
 

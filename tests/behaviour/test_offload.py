@@ -42,6 +42,6 @@ def test_offloaded_state_is_on_the_cpu() -> None:
 def test_another_policy_is_refused() -> None:
     """An offload policy of the wrong type is named before anything is changed."""
     model = torch.nn.Linear(13, 29)
-    with pytest.raises(fsdp2.ConfigError, match=r"offload_policy.*found str"):
+    with pytest.raises(fsdp2.ConfigError, match=r"offload_policy.*found '"):
         fsdp2.fully_shard(model, offload_policy="cpu")  # type: ignore[arg-type]
     assert type(model) is torch.nn.Linear

@@ -282,7 +282,7 @@ def test_inputs_are_cast_at_the_root_only() -> None:
     with pytest.raises(RuntimeError, match="dtype"):
         model(x)
     for name in ("cast_root_forward_inputs", "keep_low_precision_grads", "full_precision_in_eval"):
-        with pytest.raises(fsdp2.ConfigError, match=f"mp_policy.{name} to be a bool"):
+        with pytest.raises(fsdp2.ConfigError, match=f"{name} to be a bool"):
             fsdp2.fully_shard(nn.Linear(1, 1), mp_policy=MixedPrecisionPolicy(**{name: 1}))
     with pytest.raises(fsdp2.ConfigError, match="buffer_dtype to be a floating-point"):
         fsdp2.fully_shard(nn.Linear(1, 1), mp_policy=MixedPrecisionPolicy(buffer_dtype=torch.int8))

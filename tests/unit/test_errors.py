@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._errors import ConfigError, ConfigTypeError, FSDPError, StateError, UnsupportedError
 
 TREE = {ConfigError: ValueError, StateError: RuntimeError, UnsupportedError: NotImplementedError}
 
@@ -14,6 +14,14 @@ def test_an_error_is_ours_and_the_builtin_that_programs_catch(
     with pytest.raises(builtin, match="what to do") as caught:
         raise error("fqn: found this. Here is what to do.")
     assert isinstance(caught.value, FSDPError)
+
+
+def test_a_wrong_type_is_a_type_error_too() -> None:
+    """Programs that catch what torch's own functions raise catch it, and as a ConfigError."""
+    for kind in (ConfigError, TypeError, ValueError, FSDPError):
+        with pytest.raises(kind, match="found 1"):
+            raise ConfigTypeError("expected steps to be an int, found 1.5.")
+    assert not issubclass(ConfigError, TypeError)
 
 
 def test_the_classes_tell_callers_mistakes_apart() -> None:
