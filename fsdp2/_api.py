@@ -168,6 +168,9 @@ def fully_shard(
         target.__class__ = classes[target]
     register_hooks(unit)
     watch_optimizers()
+    for known in dict.fromkeys(unit_of(part) for part in names):
+        if known is not None:
+            known.take_names(names)
     return module
 
 

@@ -478,9 +478,11 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
         StateError: a unit below ran before its root; a tied parameter that no unit holds whole.
     """
     names: dict[Unit, str] = {}
+    names_of_modules: dict[nn.Module, str] = {}
     on_meta: list[str] = []
     for top in root.modules:
         for name, module in top.named_modules():
+            names_of_modules.setdefault(module, name)
             unit = unit_of(module)
             if unit is not None:
                 names.setdefault(unit, name)
@@ -491,11 +493,12 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
                 "contains it, so it became a root of its own. Run the outermost module that "
                 "fully_shard was applied to first."
             )
+        unit.take_names(names_of_modules)
         for group in unit.groups:
             for param in group.params:
                 _check_ties(param, unit)
                 if param.is_on_meta:
-                    on_meta.append(f"{name}.{param.fqn}" if name else param.fqn)
+                    on_meta.append(param.fqn)
     if on_meta:
         raise StateError(
             f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "

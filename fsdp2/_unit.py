@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,6 +116,17 @@ class Unit:
         self.settings = dataclasses.replace(self.settings, **changes)
         for group in self.own_groups:
             group.settings = self.settings
+
+    def take_names(self, names: Mapping[nn.Module, str]) -> None:
+        """Call the unit and its parameters by their full names; ``names`` are those of modules."""
+        self.fqn = next((names[module] for module in self.modules if module in names), self.fqn)
+        for group in self.own_groups:
+            group.fqn = ".".join(filter(None, (self.fqn, group.part)))
+            for param in group.params:
+                for site in param.sites:
+                    if site.module in names:
+                        param.fqn = ".".join(filter(None, (names[site.module], site.name)))
+                        break
 
     def govern(self, units: list[Unit]) -> None:
         """Move the groups of conditional units from now on. See [Note: conditional units]."""
