@@ -397,7 +397,7 @@ class ControlSurface:
             group.wire.gradient_dtype = dtype
             group.rewire()
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's all-gathers wait for ``event`` only, not for all that compute
         was given before it. Record it after the optimizer step, each time anew. On a CPU the host
         waits: anything with a method ``synchronize`` will do, and None, which is what
@@ -406,9 +406,11 @@ class ControlSurface:
         Raises:
             ConfigError: ``event`` has no such method; None on a device.
         """
-        if not callable(getattr(event, "synchronize", None)):
-            raise ConfigError(f"set_post_optim_event: expected a torch.Event, found {event!r}.")
         unit = own_unit(self)
+        is_nothing = event is None and unit.device.type == "cpu"
+        is_event = callable(getattr(event, "synchronize", None)) and not isinstance(event, type)
+        if not is_event and not is_nothing:
+            raise wrong_type("set_post_optim_event", "event", "a torch.Event", event)
         root = unit if unit.runtime is None else unit.runtime.root
         root.post_optim_event = event
 

@@ -282,6 +282,18 @@ def test_the_event_after_the_optimizer_is_waited_for_once() -> None:
         assert event.waits == 1
 
 
+@ranks(2)
+def test_on_a_cpu_no_event_is_nothing_to_wait_for() -> None:
+    """What a portable program passes: a CPU's streams record no events."""
+    pair = Pair("stack")
+    waiting = Event()
+    for _ in range(2):
+        pair.model.set_post_optim_event(waiting)
+        pair.model.set_post_optim_event(torch.cpu.current_stream().record_event())
+        pair.train(steps=1)
+    assert waiting.waits == 0
+
+
 class Embedded(nn.Module):
     """An embedding as a unit: its backward reads no parameter."""
 
@@ -481,7 +493,7 @@ WRONG: dict[str, tuple[Call, list[Any]]] = {
         [0, -1, 1.5, "2", None, True],
     ),
     "set_memory": (lambda m, v: m.set_memory(v), ["much", 0, -1, 1.5, None, True]),
-    "set_post_optim_event": (lambda m, v: m.set_post_optim_event(v), [None, "event", 1]),
+    "set_post_optim_event": (lambda m, v: m.set_post_optim_event(v), ["event", 1]),
     "set_symm_mem_for_comm": (lambda m, v: m.set_symm_mem_for_comm(v), ["NVSHMEM", "nccl", None]),
     "set_copy_free_min_bytes": (lambda m, v: m.set_copy_free_min_bytes(v), [0, -1, 1.5, "2", True]),
     "set_gradient_wire_dtype": (
