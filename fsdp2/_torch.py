@@ -361,6 +361,11 @@ def scale_all_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def zero_all_(tensors: Sequence[torch.Tensor]) -> None:
+    """Fill tensors of one device and dtype with zeros: a few kernels for all on a device."""
+    torch._foreach_zero_(list(tensors))
+
+
 def lerp_all_(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
     """Move each tensor towards its end by ``weight``, in place: a few kernels for all of them."""
     if tensors:

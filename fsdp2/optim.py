@@ -218,6 +218,34 @@ class LocalOptimizer:
                 increment_version(plan.written)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients: set them to None, or to zero where they lie.
+
+        Torch's own gives all gradients to one kernel, which takes no mixture of sharded and plain
+        ones; here it is given local tensors.
+        """
+        check_flag("zero_grad", "set_to_none", set_to_none)
+        if set_to_none:
+            cast(Any, super()).zero_grad(True)
+            return
+        kinds: dict[Any, list[Tensor]] = {}
+        for param in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.grad_fn is not None:
+                grad.detach_()
+            else:
+                grad.requires_grad_(False)
+            local = _torch.local_tensor(grad) if isinstance(grad, DTensor) else grad
+            if local.layout is torch.strided:
+                kinds.setdefault((local.device, local.dtype), []).append(local)
+            else:
+                local.zero_()
+        with torch.no_grad():
+            for alike in kinds.values():
+                _torch.zero_all_(alike)
+
     def _step_with(self, groups: list[dict[str, Any]], grads: list[Tensor]) -> None:
         """Run the class's own step on local tensors that have these gradients."""
         assert self._plans is not None

@@ -762,3 +762,25 @@ def test_partial_gradients() -> None:
     assert_same_state(results[1][1], results[0][1])
     for ours, plain in zip(results[1][0], results[0][0], strict=True):
         assert_equal(ours, plain, "parameter")
+
+
+@pytest.mark.parametrize("kernel", ["for-loop", "foreach", "fused"])
+@ranks(2)
+def test_gradients_are_zeroed_in_place(kernel: str) -> None:
+    """Of sharded and of plain parameters, of two dtypes: the tensors stay, their values go."""
+    model = shard(seeded(CASES["stack"].build), CASES["stack"])
+    plain = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 3).double(), nn.Linear(2, 2)])
+    params = [*model.parameters(), *plain.parameters()]
+    flags = {} if kernel == "for-loop" else {kernel: True}
+    optimizer = fsdp2.optim.local(torch.optim.AdamW, params, **flags)
+    for param in params[:-2]:
+        param.grad = torch.ones_like(param)
+    before = [param.grad for param in params]
+    optimizer.zero_grad(set_to_none=False)
+    for param, grad in zip(params, before, strict=True):
+        assert param.grad is grad
+        assert grad is None or not local_of(grad).any()
+    assert before[-1] is None
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in params)
