@@ -165,7 +165,9 @@ def _shown(order: list[str]) -> str:
 
 
 @contextmanager
-def without_communication(model: nn.Module) -> Iterator[None]:
+def without_communication(
+    model: nn.Module, *, gathers: bool = True, reductions: bool = True
+) -> Iterator[None]:
     """Replace the collectives of a model's units by nothing, to measure what they cost.
 
     Everything else of a step runs: packing, copies, casts, scaling. Parameters of other ranks and
@@ -174,12 +176,24 @@ def without_communication(model: nn.Module) -> Iterator[None]:
     stay. Every rank enters and leaves the context together. Custom collectives and hooks of
     reductions are left out too.
 
+    Args:
+        gathers: leave the all-gathers out; False lets them run.
+        reductions: leave the reduce-scatters out, and the all-reduces over a replicate axis; False
+            lets them run.
+
     Raises:
         ConfigError: there is no unit in ``model``; both flags are False.
         StateError: entered during a step.
 
     Source: ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE`` of torch's FSDP1.
     """
+    check_flag("without_communication", "gathers", gathers)
+    check_flag("without_communication", "reductions", reductions)
+    if not gathers and not reductions:
+        raise ConfigError(
+            "without_communication: found gathers=False and reductions=False, which leave nothing "
+            "out. Pass one of them at most."
+        )
     units = [unit for _, unit in _units_of(model, "without_communication")]
     for unit in units:
         if unit.runtime is not None and unit.runtime.clock.phase is not IDLE:
@@ -188,15 +202,15 @@ def without_communication(model: nn.Module) -> Iterator[None]:
                 f"{unit.runtime.root.fqn or '<root>'}. Enter it between steps."
             )
     warnings.warn(
-        "fsdp2.debug.without_communication: nothing is sent, so all results are wrong until the "
-        "context is left. Use it for measurements only.",
+        "fsdp2.debug.without_communication: collectives are left out, so all results are wrong "
+        "until the context is left. Use it for measurements only.",
         stacklevel=3,
     )
     groups = groups_in(model, recurse=True)
     wires = [group.wire for group in groups]
     for group, wire in zip(groups, wires, strict=True):
         group.reshard()
-        group.wire = _NoWire(wire)
+        group.wire = _NoWire(wire, gathers, reductions)
     stamps = [stamp for group in groups for stamp in group.stamps]
     checked = [stamp.silence(True) for stamp in stamps]
     try:
@@ -220,26 +234,29 @@ class _NoWire(Wire):
 
     carries: ClassVar[bool] = False
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, gathers: bool, reductions: bool) -> None:
         super().__init__()
         self.gather, self.scatter = wire.gather, wire.scatter
         self.scatter_group = wire.scatter_group
         self.straight_nbytes, self.gradient_dtype = wire.straight_nbytes, wire.gradient_dtype
+        self._skips_gathers, self._skips_reductions = gathers, reductions
+        if not reductions:
+            self.sum_replicas = wire.sum_replicas
 
-    def all_gather(
-        self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool
-    ) -> dist.Work | None:
-        return None
+    def all_gather(self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool) -> Any:
+        return None if self._skips_gathers else super().all_gather(output, sent, axis, async_op)
 
     def reduce_scatter(
         self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
-    ) -> dist.Work | None:
-        return None
+    ) -> Any:
+        if self._skips_reductions:
+            return None
+        return super().reduce_scatter(output, sent, op, axis, async_op)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:
-        return None
+        return None if self._skips_reductions else super().all_reduce(tensor, op, axis, async_op)
 
 
 def _units_of(model: nn.Module, who: str) -> list[tuple[str, Unit]]:

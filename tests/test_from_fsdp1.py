@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp import wrap as torch_wrap
 
 import fsdp2
+from fsdp2._events import listen
 from tests._pool import ranks
 
 ROOT = Path(__file__).parent.parent
@@ -99,6 +100,25 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.norm(x)
+
+
+@ranks(2)
+def test_without_prefetch_nothing_is_gathered_ahead() -> None:
+    """Empty lists, as the page says, are `backward_prefetch=None` and `forward_prefetch=False`."""
+    model = Model()
+    fsdp2.wrap.shard_model(model, {Block})
+    kinds: list[str] = []
+    for wanted in (True, False):
+        if not wanted:
+            for unit in fsdp2.units(model):
+                unit.modules[0].set_modules_to_backward_prefetch([])  # type: ignore[operator]
+                unit.modules[0].set_modules_to_forward_prefetch([])  # type: ignore[operator]
+        for _ in range(2):
+            kinds.clear()
+            with listen(lambda event: kinds.append(str(event))):
+                model(torch.randn(4, 13)).sum().backward()
+        for phase in ("forward", "backward"):
+            assert any(k.startswith(f"{phase}: prefetch") for k in kinds) == wanted, (phase, kinds)
 
 
 @pytest.mark.parametrize("index", range(len(BLOCKS)))

@@ -255,3 +255,32 @@ def test_steps_without_communication(shape: tuple[int, ...]) -> None:
     after = [p.to_local() for p in pair.model.parameters() if isinstance(p, DTensor)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     pair.train(2)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@ranks(4)
+def test_steps_without_one_sort_of_communication(shape: tuple[int, ...]) -> None:
+    """Gathers alone are left out, or reductions alone; the other sort is as in any step."""
+    pair = Pair("stack", mesh=make_mesh(*shape))
+    pair.train(2)
+
+    def counts(**flags: bool) -> tuple[int, int]:
+        context = fsdp2.debug.without_communication(pair.model, **flags)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            context = context if flags else contextlib.nullcontext()
+            with context, CommDebugMode() as mode:
+                pair.model(torch.randn(2, 13)).sum().backward()
+        pair.model.zero_grad()
+        found = {str(op): count for op, count in mode.get_comm_counts().items()}
+        gathers = sum(count for op, count in found.items() if "gather" in op)
+        return gathers, sum(found.values()) - gathers
+
+    gathers, reductions = counts()
+    assert gathers > 0
+    assert reductions > 0
+    assert counts(gathers=False) == (gathers, 0)
+    assert counts(reductions=False) == (0, reductions)
+    with pytest.raises(fsdp2.ConfigError, match="leave nothing out"):
+        counts(gathers=False, reductions=False)
+    pair.train(2)
