@@ -203,10 +203,34 @@ class Wire:
     def __init__(self) -> None:
         self.gather: Any = DefaultAllGather()
         self.scatter: Any = DefaultReduceScatter()
+        self.uses_group_memory = False  # what a copy is told
+        self.is_separate = False  # gradients are reduced over a process group of their own
         self.scatter_group: dist.ProcessGroup | None = None
         self.straight_nbytes: int | None = STRAIGHT_NBYTES
         self.gradient_dtype: torch.dtype | None = None
         self.sum_replicas: Callable[[torch.Tensor, dist.ProcessGroup], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies carry every choice; what hangs on a process group is made again by their group."""
+        gather, scatter = self.custom
+        return {
+            **vars(self),
+            "gather": gather,
+            "scatter": scatter,
+            "scatter_group": None,
+            "uses_group_memory": isinstance(self.gather, GroupMemory),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]  # not a new object
+        vars(self).update({name: value for name, value in state.items() if value is not None})
+        self.straight_nbytes = state["straight_nbytes"]
+
+    def use_group_memory(self, pg: dist.ProcessGroup | None) -> None:
+        """Let buffers come from a process group's own allocator."""
+        if pg is not None:
+            self.gather = GroupMemoryAllGather(pg)
+            self.scatter = GroupMemoryReduceScatter(self.scatter_group or pg)
 
     def allocate(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device

@@ -121,7 +121,8 @@ def register_comm_hook(
         recurse: for the units below this one too.
 
     A unit calls it once for each mesh and axis that its parameters lie on, in every reduction.
-    While a hook is set, a reduction is synchronous on a CPU. Copies of the model have no hooks.
+    While a hook is set, a reduction is synchronous on a CPU. Copies of the model have the hook
+    too, and a copy of its state.
 
     Raises:
         ConfigError: there is no unit in ``module``; ``hook`` is not a function; a custom

@@ -298,12 +298,10 @@ class ControlSurface:
         groups = groups_in(self)
         _refuse_custom("set_allocate_memory_from_process_group_for_comm", groups)
         for group in groups:
-            pg, wire = group.data.shard.pg, group.wire
-            if enable and pg is not None:
-                wire.gather = _comm.GroupMemoryAllGather(pg)
-                wire.scatter = _comm.GroupMemoryReduceScatter(wire.scatter_group or pg)
-            else:
-                wire.gather, wire.scatter = _comm.DefaultAllGather(), _comm.DefaultReduceScatter()
+            wire = group.wire
+            wire.gather, wire.scatter = _comm.DefaultAllGather(), _comm.DefaultReduceScatter()
+            if enable:
+                wire.use_group_memory(group.data.shard.pg)
             group.rewire()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:

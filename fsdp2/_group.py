@@ -184,6 +184,7 @@ class ParamGroup:
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a process group of its own, or over that of the gathers. Collective."""
         data = self.data
+        self.wire.is_separate = enable
         pg = data.shard.separate_group() if enable and data.shard.size > 1 else None
         self.wire.scatter_group = pg
         shard = data.shard if pg is None else dataclasses.replace(data.shard, pg=pg)
@@ -194,6 +195,8 @@ class ParamGroup:
 
         Not earlier: whoever copies a model on one rank alone, and never runs it, takes no numbers.
         """
+        if self.wire.is_separate and self.wire.scatter_group is None:  # a copy of one that was
+            self.separate_reductions(True)
         self.fqn, self._is_enrolled = fqn, True
         for stamp in self.stamps:
             stamp.enroll(fqn)
@@ -565,6 +568,8 @@ class ParamGroup:
             self.reshard()
         if self._gathering is not None or self.machine.state is UNSHARDED or not self.params:
             return
+        if self._home is None:  # a copy, gathered ahead of its own first forward
+            self.inspect()
         if self._full is None:
             self._build_full()
             if self.is_part:
@@ -750,8 +755,7 @@ class ParamGroup:
         kept = ["data", "policy", "device", "offload", "settings", "fqn", "params"]
         kept += ["is_part", "part"]
         state = {name: getattr(self, name) for name in kept}
-        state["sends"] = (*self.wire.custom, self.reducer.hook)
-        state["sent_as"] = (self.wire.straight_nbytes, self.wire.gradient_dtype)
+        state["wire"], state["hook"] = self.wire, self.reducer.hook
         return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -760,12 +764,9 @@ class ParamGroup:
         )
         self.settings, self.fqn = state["settings"], state["fqn"]
         self.is_part, self.part = state["is_part"], state["part"]
-        gather, scatter, self.reducer.hook = state["sends"]
-        self.wire.gather, self.wire.scatter = (
-            gather or self.wire.gather,
-            scatter or self.wire.scatter,
-        )
-        self.wire.straight_nbytes, self.wire.gradient_dtype = state["sent_as"]
+        self.reducer.wire, self.reducer.hook = state["wire"], state["hook"]
+        if self.wire.uses_group_memory:
+            self.wire.use_group_memory(self.data.shard.pg)
         size = state["smaller"]
         if size is not None:
             self._smaller = self.data.split(size)

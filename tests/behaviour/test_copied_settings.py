@@ -1,0 +1,151 @@
+"""Promise: a copy or a pickle of a sharded model has the settings of the model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fsdp2
+from fsdp2._control import ControlSurface
+from tests._parity import Pair, assert_sharded, make_mesh
+from tests._pool import ranks
+
+
+class Gather(fsdp2.AllGather):
+    """A collective of the user's."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output: Tensor, sent: Tensor, group: Any, async_op: bool = False) -> Any:
+        return dist.all_gather_into_tensor(output, sent, group, async_op)
+
+
+class Scatter(fsdp2.ReduceScatter):
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output: Tensor, sent: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        return dist.reduce_scatter_tensor(output, sent, op, group, async_op)
+
+
+def comm_hook(state: dict[str, int], packed: Tensor, reduced: Tensor, group: Any) -> None:
+    state["calls"] = state.get("calls", 0) + 1
+    total = packed.clone()
+    dist.all_reduce(total, group=group)
+    start = 0 if reduced.numel() == total.numel() else dist.get_rank(group) * reduced.numel()
+    reduced.copy_(total[start : start + reduced.numel()])
+
+
+def all_reduce_hook(reduced: Tensor) -> None:
+    reduced.mul_(1)
+
+
+SETTERS: dict[str, Callable[[Any], Any]] = {
+    "set_is_last_backward": lambda m: m.set_is_last_backward(False),
+    "set_requires_gradient_sync": lambda m: m.set_requires_gradient_sync(False),
+    "set_requires_all_reduce": lambda m: m.set_requires_all_reduce(False),
+    "set_reshard_after_forward": lambda m: m.set_reshard_after_forward(False),
+    "set_reshard_after_backward": lambda m: m.set_reshard_after_backward(False),
+    "set_memory": lambda m: m.set_memory("fast"),
+    "set_unshard_in_backward": lambda m: m.blocks[0].set_unshard_in_backward(False),
+    "set_modules_to_forward_prefetch": lambda m: m.blocks[0].set_modules_to_forward_prefetch(
+        [m.blocks[2], m.blocks[1]]
+    ),
+    "set_modules_to_backward_prefetch": lambda m: m.blocks[2].set_modules_to_backward_prefetch(
+        [m.blocks[0]]
+    ),
+    "set_gradient_divide_factor": lambda m: m.blocks[1].set_gradient_divide_factor(3.0),
+    "set_reduce_scatter_divide_factor": lambda m: m.set_reduce_scatter_divide_factor(3.0),
+    "set_gradient_reduction": lambda m: m.set_gradient_reduction("sum"),
+    "set_force_sum_reduction_for_comms": lambda m: m.set_force_sum_reduction_for_comms(True),
+    "set_reduce_scatter_unused_params": lambda m: m.set_reduce_scatter_unused_params(True),
+    "set_all_reduce_hook": lambda m: m.blocks[1].set_all_reduce_hook(all_reduce_hook),
+    "set_custom_all_gather": lambda m: m.blocks[0].set_custom_all_gather(Gather()),
+    "set_custom_reduce_scatter": lambda m: m.blocks[0].set_custom_reduce_scatter(Scatter()),
+    "set_allocate_memory_from_process_group_for_comm": lambda m: m.blocks[
+        0
+    ].set_allocate_memory_from_process_group_for_comm(True),
+    "set_separate_reduce_scatter_group": lambda m: m.set_separate_reduce_scatter_group(True),
+    "set_reduce_scatter_max_input_buffers": lambda m: m.set_reduce_scatter_max_input_buffers(2),
+    "set_copy_free_min_bytes": lambda m: m.set_copy_free_min_bytes(64),
+    "set_gradient_wire_dtype": lambda m: m.set_gradient_wire_dtype(torch.bfloat16),
+    "register_comm_hook": lambda m: fsdp2.register_comm_hook(m, comm_hook),
+    "no setter": lambda m: None,
+}
+OF_ONE_FORWARD = {"set_post_optim_event"}
+INCOMPLETE = {"set_is_last_backward", "set_unshard_in_backward"}
+"""After one backward with these there is no gradient to compare."""
+NEEDS_NCCL = {"set_symm_mem_for_comm"}
+
+
+def test_every_setter_is_here() -> None:
+    known = {name for name in dir(ControlSurface) if name.startswith("set_")}
+    assert known == {name for name in SETTERS if name.startswith("set_")} | (
+        OF_ONE_FORWARD | NEEDS_NCCL
+    )
+
+
+def settings_of(model: Any) -> list[Any]:
+    """Describe everything that a setter may have changed, without objects that a copy has anew."""
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        unit = fsdp2.fully_shard.state(module)  # type: ignore[attr-defined]  # the accessor
+        if unit is None:
+            continue
+        names = {id(fsdp2.fully_shard.state(part)): n for n, part in model.named_modules()}  # type: ignore[attr-defined]  # the accessor
+        ahead = [
+            None if units is None else [names[id(other)] for other in units]
+            for units in (unit.forward_prefetch, unit.backward_prefetch)
+        ]
+        for group in unit.own_groups:
+            wire = group.wire
+            found.append([name, unit.settings, *ahead, type(wire.gather), type(wire.scatter)])
+            found[-1] += [wire.sum_replicas is None, wire.straight_nbytes, wire.gradient_dtype]
+            found[-1] += [wire.is_separate, group.reducer.hook, group.smaller_mesh is None]
+    return found
+
+
+def copied(model: Any, way: str) -> Any:
+    return copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+
+
+def train(pair: Pair) -> list[Tensor]:
+    batch = pair.local(pair.batch())
+    pair.run(pair.model, batch).backward()
+    return [
+        torch.zeros(()) if p.grad is None else p.grad.to_local().clone()
+        for p in pair.model.parameters()
+    ]
+
+
+@pytest.mark.parametrize("name", SETTERS)
+@ranks(2)
+def test_copies_have_the_settings(name: str) -> None:
+    for way in ("deepcopy", "pickle"):
+        for has_run in (False, True):
+            for mesh in (make_mesh(), make_mesh(2, 1)):
+                pair = Pair("stack", mesh=mesh)
+                SETTERS[name](pair.model)
+                if has_run and name not in INCOMPLETE:
+                    train(pair)
+                    pair.model.zero_grad()
+                twin = Pair("stack", mesh=mesh)
+                twin.model = copied(pair.model, way)
+                assert_sharded(twin.model)
+                if name not in INCOMPLETE:
+                    torch.manual_seed(0)
+                    gradients = train(pair)
+                    torch.manual_seed(0)
+                    for ours, theirs in zip(train(twin), gradients, strict=True):
+                        assert torch.equal(ours, theirs)
+                assert settings_of(twin.model) == settings_of(pair.model)
