@@ -24,6 +24,7 @@ from fsdp2._policy import (
     ShardPlacementResult,
 )
 from fsdp2._summon import summon_full_params
+from fsdp2._sync import sync_from_rank0
 
 __all__ = [
     "AllGather",
@@ -55,6 +56,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "summon_full_params",
+    "sync_from_rank0",
     "units",
 ]
 

@@ -157,7 +157,7 @@ def check_device(who: str, name: str, value: object) -> torch.device:
         device = torch.device(value)
         is_real = device.type != "meta"
         if is_real:
-            torch.empty(0, device=device)
+            torch.empty(0, dtype=torch.uint8, device=device)
     except Exception as error:
         raise wrong_value(who, name, "a device of this machine", value, f"({error})") from error
     if not is_real:

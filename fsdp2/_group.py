@@ -52,7 +52,7 @@ from fsdp2._agreement import Stamp, Traits
 from fsdp2._borrowed import whole_tensor
 from fsdp2._comm import Wire
 from fsdp2._errors import ConfigError, StateError
-from fsdp2._events import Clock
+from fsdp2._events import BACKWARD, Clock
 from fsdp2._extension import ExtensionTail, has_extension, is_extended, smaller_mesh_refused
 from fsdp2._layout import GATHER_STAMP_NUMEL, GatherItem, GatherLayout, ShardLayout
 from fsdp2._mesh import DataMesh, MeshAxis
@@ -514,6 +514,11 @@ class ParamGroup:
                 else:
                     param.sharded.grad.zero_()
 
+    def note_values(self) -> None:
+        """Remember what the unsharded parameters, which may stay, are gathered from."""
+        if self._values is None:
+            self._values = self._versions()
+
     def _versions(self) -> list[int]:
         """Return what changes when somebody writes to the shards."""
         return [steps_so_far(), *map(_torch.version_of, self._versioned)]
@@ -576,8 +581,8 @@ class ParamGroup:
                 self._at_rest = self._count_owners(renew=True)
         source = self._home if self.machine.state is SHARDED else self._waiting
         assert source is not None
-        if self._values is None:
-            self._values = self._versions()
+        if self.clock.phase is not BACKWARD or not self.settings.reshard_after_backward:
+            self.note_values()  # else it is resharded before anybody asks
         if _events.listeners:
             nbytes = source.axis.size * source.sent_nbytes
             _events.emit("unshard", self.fqn, self.clock.phase, nbytes)

@@ -35,6 +35,7 @@ from fsdp2._group import ParamGroup
 from fsdp2._idle import require_idle, units_below
 from fsdp2._policy import CPUOffloadPolicy
 from fsdp2._stream import Grids, Held, Target, gather, scatter
+from fsdp2._sync import require_replicas
 
 Init = Callable[[nn.Module], Any]
 
@@ -70,14 +71,16 @@ def materialize(
             all of them, in place or by assignment, and nothing of other modules. None calls
             ``module.reset_parameters()``.
         sync_from_rank0: only the first rank runs ``init`` (it may read files there), and the others
-            get their shards and buffers from it. Parameters and buffers that were not on meta are
-            made equal to the first rank's too.
+            get their shards and buffers from it. Replicas and buffers that were not on meta are
+            made equal to the first rank's too; of what was sharded from real values no rank has all
+            rows (see ``fsdp2.sync_from_rank0``).
 
     Raises:
         ConfigError: no ``reset_parameters`` and no ``init``; another kind of device than the
             mesh's; a parameter or buffer that ``init`` left unwritten, or gave another shape or
             dtype. The message names the module; all ranks raise it. Or ``init`` drew other
-            random numbers on some ranks.
+            random numbers on some ranks; or, with ``sync_from_rank0``, a parameter was sharded from
+            real values.
         StateError: ``init`` raised, on any rank; inside a forward or a backward.
         UnsupportedError: ``init`` wrote to a sharded parameter of another module, and something
             else than a constant (with ``sync_from_rank0``: anything).
@@ -93,6 +96,10 @@ def materialize(
                     f"materialize: expected device to be {group.device.type}, where "
                     f"{unit.fqn or 'the module'} was sharded, found {device}."
                 )
+    if sync_from_rank0:
+        for unit in units:
+            for group in unit.own_groups:
+                require_replicas("materialize(sync_from_rank0=True)", group)
     grids = Grids([*model.parameters(), *model.buffers()])
     names = [name for name, tensor in _tensors(model) if tensor.is_meta]
     found = grids.main.collect(names)

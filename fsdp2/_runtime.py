@@ -380,7 +380,10 @@ class Runtime:
         keeps = not unit.settings.reshard_after_backward
         if not keeps and not (self._with_graph and unit.is_unsharded):
             unit.reshard()
-        elif is_last and self.forward_root is None:  # else the step goes on
+            return
+        for group in unit.groups:
+            group.note_values()
+        if is_last and self.forward_root is None:  # else the step goes on
             unit.show_shards()
 
     def _flush_partial(self) -> None:

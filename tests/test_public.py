@@ -73,6 +73,7 @@ register_comm_hook
 register_fsdp_forward_method
 share_comm_ctx
 summon_full_params
+sync_from_rank0
 units""",
     )
 
