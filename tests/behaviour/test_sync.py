@@ -14,7 +14,7 @@ from tests.behaviour.test_full_params import Odd
 
 
 def build(rank: int) -> nn.Module:
-    """A model with values of this rank's own: every dtype, a transposed one, a tie, none, buffers."""
+    """Values of this rank: every dtype, a transposed one, a tie, none, buffers."""
     torch.manual_seed(rank)
     model = nn.Sequential(Odd(), nn.BatchNorm1d(13))
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_what_cannot_be_made_right_is_refused(rank: int) -> None:
         fsdp2.materialize(model, "cpu", sync_from_rank0=True)
     for parameter, shard in zip(model.parameters(), shards, strict=True):
         assert torch.equal(parameter.to_local(), shard)
-    with pytest.raises(fsdp2.ConfigError, match="ranks have different models.*bias"):
+    with pytest.raises(fsdp2.ConfigError, match=r"ranks have different models.*bias"):
         fsdp2.sync_from_rank0(nn.Linear(3, 3, bias=rank == 0))
     meta = nn.Linear(3, 3, device="meta" if rank else "cpu")
     with pytest.raises(fsdp2.ConfigError, match="weight on the meta device"):
