@@ -74,6 +74,28 @@ def test_the_error_tree() -> None:
 
 
 @ranks(1)
+def test_a_wrong_type_is_a_type_error_too() -> None:
+    """Programs written for torch's functions catch that; a wrong value is none."""
+    model = shard(seeded(Stack), CASES["stack"])
+    for count in (1.5, True, "2", None):
+        with pytest.raises(TypeError) as caught:
+            model.set_reduce_scatter_max_input_buffers(count)
+        assert isinstance(caught.value, fsdp2.ConfigError)
+    with pytest.raises(fsdp2.ConfigError) as refusal:
+        model.set_reduce_scatter_max_input_buffers(0)
+    assert not isinstance(refusal.value, TypeError)
+    for call in (
+        lambda: fsdp2.fully_shard(1),
+        lambda: fsdp2.clip_grad_norm_(None, 1.0),
+        lambda: fsdp2.optim.local(torch.optim.SGD, model.parameters(), lr="x"),
+        lambda: list(fsdp2.full_params(model, max_bytes=1e6)),
+    ):
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert isinstance(caught.value, fsdp2.ConfigError)
+
+
+@ranks(1)
 def test_not_a_module() -> None:
     for thing in ("text", None, 3, torch.zeros(2), nn.Parameter(torch.zeros(2)), Stack):
         with refused(fsdp2.ConfigError, type(thing).__name__):

@@ -21,11 +21,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fsdp2
 from fsdp2 import _torch, checkpoint
 from fsdp2.optim import EMA
-from tests._pool import find_free_port, ranks
+from tests._pool import ranks
 from tests._slow import with_slow
 
 STOPPED_S = 2.0
@@ -85,7 +86,7 @@ def load_ema(w: World) -> None:
 class World:
     """What operations work on."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, operation: str) -> None:
         self.x = torch.ones(2, 5)
         self.model = build()
         self.model(self.x).sum().backward()
@@ -94,9 +95,13 @@ class World:
         self.ema = EMA(self.model)
         self.path = f"{folder}/saved"
         self.tensors = f"{folder}/tensors"
-        checkpoint.save(self.path, self.model, self.optimizer)
-        checkpoint.save_safetensors(self.tensors, self.model)
-        self.full = checkpoint.full_state(self.model, self.optimizer)
+        self.full: Any = None
+        if operation == "load":
+            checkpoint.save(self.path, self.model, self.optimizer)
+        if operation == "load_safetensors":
+            checkpoint.save_safetensors(self.tensors, self.model)
+        if operation == "load_full_state":
+            self.full = checkpoint.full_state(self.model, self.optimizer)
 
     def averages(self) -> list[tuple[str, Any]]:
         return list(self.ema.state_dict()["averages"].items())
@@ -154,21 +159,18 @@ def before_collective(number: int, act: Callable[[], None]) -> None:
         setattr(_torch, name, wrapped(getattr(_torch, name)))
 
 
-def run_forks(
-    body: Callable[[int, str], str], timeout_s: float = 20.0, only_first: bool = False
-) -> list[str]:
+def run_forks(body: Callable[[int, str], str], only_first: bool = False) -> list[str]:
     """Run ``body(rank, folder)`` on two forks of this process; return what each says of itself.
 
-    ``timeout_s`` is their process group's. With ``only_first`` nobody waits for the second.
+    With ``only_first`` nobody waits for the second.
     """
-    port = find_free_port()
     with tempfile.TemporaryDirectory() as folder:
         children, pipes = [], []
         for rank in range(2):
             read, write = os.pipe()
             child = os.fork()
             if child == 0:
-                _be_rank(body, rank, port, folder, write, timeout_s)
+                _be_rank(body, rank, folder, write)
             os.close(write)
             children.append(child)
             pipes.append(read)
@@ -181,18 +183,16 @@ def run_forks(
                 os.waitpid(child, 0)
 
 
-def _be_rank(
-    body: Callable[[int, str], str],
-    rank: int,
-    port: int,
-    folder: str,
-    write: int,
-    timeout_s: float,
-) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_PORT=str(port))
+def _be_rank(body: Callable[[int, str], str], rank: int, folder: str, write: int) -> None:
     said = ""
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{folder}/store", 2),  # a port might be another test's too
+            rank=rank,
+            world_size=2,
+            timeout=timedelta(seconds=LIMIT_S),
+        )
         said = body(rank, folder)
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"
@@ -233,7 +233,7 @@ def test_a_rank_that_is_killed(operation: str, number: int) -> None:
     """Before its first collective of the operation, or a later one."""
 
     def body(rank: int, folder: str) -> str:
-        world = World(folder)
+        world = World(folder, operation)
         if rank == 1:
             before_collective(number, lambda: os._exit(9))
         return outcome(lambda: OPERATIONS[operation](world))
@@ -256,12 +256,15 @@ def test_a_rank_that_stands_still(operation: str) -> None:
     """The others wait as long as their process group allows."""
 
     def body(rank: int, folder: str) -> str:
-        world = World(folder)
+        world = World(folder, operation)
+        dist.barrier()
         if rank == 1:
             before_collective(0, lambda: time.sleep(LIMIT_S))
+        else:  # only now: a busy machine is slow to come here
+            _set_pg_timeout(timedelta(seconds=STOPPED_S))
         return outcome(lambda: OPERATIONS[operation](world))
 
-    first, second = run_forks(body, timeout_s=STOPPED_S, only_first=True)
+    first, second = run_forks(body, only_first=True)
     assert second == ""
     assert_names(first, operation)
 
@@ -337,7 +340,7 @@ def test_a_rank_that_is_interrupted(operation: str) -> None:
     """It goes on with its KeyboardInterrupt; the others hear of it, and go on together."""
 
     def body(rank: int, folder: str) -> str:
-        world = World(folder)
+        world = World(folder, operation)
         said = outcome(lambda: INTERRUPTED[operation](world, rank == 0))
         norm = fsdp2.clip_grad_norm_(world.model.parameters(), 1.0)  # ranks are in step
         return f"{said}; {norm.isfinite().item()}"
