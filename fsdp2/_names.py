@@ -1,0 +1,43 @@
+"""Names of parameters without the wrappers around their modules.
+
+Owns which parts of a name are a wrapper's. It must not know states or files.
+
+A wrapper of activation checkpointing, of the compiler or of torch's FSDP1 is a module between a
+parent and its child, and so its attribute stands in the names of ``named_parameters()``. Torch's
+own helpers for state dicts leave it out, and so do wrappers in ``state_dict()``; a checkpoint that
+was taken with a wrapper then loads without it, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch.nn as nn
+
+WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+
+V = TypeVar("V")
+
+
+def clean(name: str) -> str:
+    """Return a name without the parts that are wrappers'."""
+    if not any(wrapper in name for wrapper in WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def cleaned(mapping: Mapping[str, V]) -> dict[str, V]:
+    """Return a mapping under clean names; two names that become one keep what they are."""
+    found = {clean(name): value for name, value in mapping.items()}
+    return found if len(found) == len(mapping) else dict(mapping)
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return parameters by clean name, a tied one under its first."""
+    return cleaned(dict(model.named_parameters()))
+
+
+def named_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return modules by clean name; what a wrapper wraps, not the wrapper."""
+    return {clean(name): module for name, module in model.named_modules(remove_duplicate=False)}
