@@ -19,17 +19,17 @@ from fsdp2 import _torch
 from fsdp2._arguments import (
     check_dtype,
     check_flag,
-    check_mapping,
     check_module,
     check_number,
-    described,
-    wrong_type,
     wrong_value,
 )
 from fsdp2._control import units_in
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._events import IDLE
-from fsdp2._grid import carrying, named
+from fsdp2._fit import require_representable
+from fsdp2._grid import Grid, carrying, named
+from fsdp2._names import cleaned, named_parameters
+from fsdp2._stream import Grids
 
 Decay = float | Callable[[int], float]
 
@@ -99,9 +99,9 @@ class EMA:
                         f"EMA: called during the {phase} of {unit.runtime.root.fqn or '<root>'}. "
                         "Call it between steps."
                     )
-        values: dict[str, Tensor] = dict(self.model.named_parameters())
+        values: dict[str, Tensor] = {**named_parameters(self.model)}
         if self._include_buffers:
-            values.update(self.model.named_buffers())
+            values.update(cleaned(dict(self.model.named_buffers())))
         return values
 
     def _like(self, value: Tensor) -> Tensor:
@@ -213,37 +213,52 @@ class EMA:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, here or on another mesh, or with whole tensors.
 
-        Collective where a value is placed otherwise than the average.
+        Collective if an average is sharded. All of it is taken, or nothing, on every rank.
 
         Raises:
             StateError: other names than the model's.
-            ConfigError: a value of another shape; it names the value, and nothing was changed.
+            ConfigError: not such a state; a value of another shape, or one that its dtype cannot
+                hold. It names the value, and nothing was changed.
         """
-        hint = "Pass what state_dict() returned."
-        check_mapping("EMA.load_state_dict", "state_dict", state_dict, hint)
-        values = state_dict.get("averages")
-        updates = state_dict.get("updates")
-        if not isinstance(updates, int) or not isinstance(values, Mapping):
+        is_sharded = any(isinstance(average, DTensor) for average in self._averages.values())
+        main = Grids([*self._averages.values()]).main if is_sharded else Grid(())
+        values: dict[str, Tensor] = {}
+        with main.together("EMA.load_state_dict"):
+            values = self._checked(state_dict)
+        with named("EMA.load_state_dict"), carrying():
+            placed = {
+                name: _local(_placed_alike(values[name], average))
+                for name, average in self._averages.items()
+            }
+        for name, average in self._averages.items():
+            _local(average).copy_(placed[name])
+        self.updates = state_dict["updates"]
+
+    def _checked(self, state: Any) -> dict[str, Tensor]:
+        """Return the averages of a state dict, which fit."""
+        what = "EMA.load_state_dict"
+        averages = state.get("averages") if isinstance(state, Mapping) else None
+        updates = state.get("updates") if isinstance(state, Mapping) else None
+        if not isinstance(averages, Mapping) or type(updates) is not int or updates < 0:
             raise ConfigError(
-                "EMA.load_state_dict: expected state_dict to have 'updates', an int, and "
-                f"'averages', a dict of tensors, found {described(updates)} and "
-                f"{described(values)}. {hint}"
+                f"{what}: expected what state_dict() returned, {{'updates': a number, 'averages': "
+                f"tensors by name}}, found updates={updates!r} and averages of type "
+                f"{type(averages).__name__}. Nothing was changed."
             )
+        values: dict[str, Tensor] = cleaned(averages)
         self._check_names("names in the state dict", values)
         for name, average in self._averages.items():
-            if not isinstance(values[name], Tensor):
-                expected = "a tensor"
-                raise wrong_type("EMA.load_state_dict", name, expected, values[name], hint)
-            if values[name].shape != average.shape:
-                raise ConfigError(
-                    f"EMA.load_state_dict: {name} has shape {tuple(values[name].shape)}, expected "
-                    f"{tuple(average.shape)}."
+            value: Any = values[name]
+            if not isinstance(value, Tensor) or value.shape != average.shape:
+                found = (
+                    f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else "is none"
                 )
-        for name, average in self._averages.items():
-            with named(f"EMA.load_state_dict: {name}"), carrying():
-                placed = _placed_alike(values[name], average)
-            _local(average).copy_(_local(placed))
-        self.updates = int(updates)
+                raise ConfigError(
+                    f"{what}: {name} {found}, expected a tensor of shape {tuple(average.shape)}. "
+                    "Nothing was changed."
+                )
+            require_representable(what, name, _local(value), average.dtype)
+        return values
 
 
 def _placed_alike(value: Tensor, average: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """What a checkpoint holds beside models and optimizers: any object, pickled, but for its DTensors.
 
 Owns the form of an ``extra`` among the entries of a checkpoint. It must not know models, nor files.
+Plain data comes back by itself; anything else only if the caller trusts the checkpoint, because a
+pickle can run any code.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from fsdp2._errors import ConfigError
+from fsdp2._plain import RefusedError, Unpickler, plain_names
 
 EXTRA = "fsdp2_extra"
 EXTRA_TENSORS = "fsdp2_extra_tensors"
@@ -34,15 +39,6 @@ class _Pickler(pickle.Pickler):
         return number
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickled: bytes, tensors: dict[int, Tensor]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> Tensor:
-        return self._tensors[pid]
-
-
 def packed(extra: Any, is_first: bool) -> dict[str, Any]:
     """Return entries for an ``extra``: DTensors of all ranks, and all else of the first one.
 
@@ -62,8 +58,24 @@ def packed(extra: Any, is_first: bool) -> dict[str, Any]:
     return entries
 
 
-def unpacked(tree: dict[Any, Any]) -> Any:
-    """Return the ``extra`` of a checkpoint, tensors on the CPU; DTensors have become whole."""
-    kept = torch.load(io.BytesIO(tree[EXTRA]), map_location="cpu", weights_only=False)
-    whole = {int(number): tensor for number, tensor in tree.get(EXTRA_TENSORS, {}).items()}
-    return _Unpickler(kept["pickled"], {**kept["tensors"], **whole}).load()
+def unpacked(kept: Any, whole: dict[Any, Tensor], *, trust: bool) -> Any:
+    """Return the ``extra`` of a checkpoint; DTensors have become whole.
+
+    Args:
+        kept: the entry ``EXTRA`` as it was saved: the bytes of a file of ``torch.save``.
+        whole: the entries under ``EXTRA_TENSORS``.
+
+    Raises:
+        ConfigError: it is no plain data.
+    """
+    file = torch.load(io.BytesIO(kept), map_location="cpu", weights_only=not trust)
+    tensors = {**file["tensors"], **{int(number): tensor for number, tensor in whole.items()}}
+    try:
+        return Unpickler(file["pickled"], plain_names(), trust=trust, tensors=tensors).load()
+    except RefusedError as error:
+        raise ConfigError(
+            f"load: extra holds a {error}, which is no plain data: loading it could run any code. "
+            "Pass trust=True if you know who wrote it, allow its class with "
+            "torch.serialization.add_safe_globals, or save numbers, strings, tensors, lists and "
+            "dicts only. Nothing was changed."
+        ) from error

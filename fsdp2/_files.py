@@ -1,24 +1,27 @@
 """Sharded checkpoints in files, as ``torch.distributed.checkpoint`` writes them.
 
-Owns where files lie and when they take their names. It must not know how tensors are cut.
+Owns which entries a checkpoint has, what becomes of them in a model and an optimizer, and when a
+checkpoint takes its name. It must not know how tensors are cut, nor the form of files.
 
-[Note: all or nothing]
-A checkpoint is written to ``.NAME.tmp-...`` beside its place. When every rank has said that it is
-done, the first one renames what is there to ``.NAME.old``, the new one to ``NAME``, and removes the
-old one; files in it that are not of a checkpoint go to the new one. Whatever stops a save before,
-the old one has its name; if it is stopped between the two renames, the old one is whole under
-``.NAME.old``, where ``load`` looks next.
+[Note: saves, all or nothing]
+A checkpoint is written to a workspace beside its place (see ``_publish``). When every rank has said
+that it is done, the first one looks whether it sees all files, as large as they were written; it
+renames what is there to ``.NAME.old-TOKEN``, the new one to ``NAME``, and removes the old one;
+files in it that are not of a checkpoint go to the new one. Whatever stops a save before, the old
+one has its name; if it is stopped between the two renames, the old one is whole under its other
+name, where ``load`` looks next.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
+import errno
 import os
 import shutil
 import uuid
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,69 +30,108 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.optim import Optimizer
 
+from fsdp2._blocks import Region
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2._idle import require_idle
-from fsdp2._materialize import allocate
-from fsdp2._optim_state import keys_of, load_named, names_in_groups, rekey
+from fsdp2._load import Change, Rooms, Told, check_optimizer, compare, state_like
+from fsdp2._names import clean, named_parameters
+from fsdp2._optim_state import keys_of, names_in_groups, rekey, with_clean_names
 from fsdp2._precision import original_buffers
-from fsdp2._state import (
-    EXTRA_STATE,
-    Told,
-    compare,
-    model_tensors,
-    sharded,
-    state_like,
-)
+from fsdp2._publish import Workspace, exclusive, neighbour, neighbours, sync
+from fsdp2._reading import Reader
+from fsdp2._saved import METADATA, Entry, Saved, read
+from fsdp2._state import is_extra, model_tensors, sharded
 from fsdp2._stream import Grids
+from fsdp2._summing import SummingWriter
 
 PathLike = str | os.PathLike[str]
 
-METADATA = ".metadata"
+RENAMES = 100
+"""How often a save gives its names again, where others give theirs at the same time."""
 
 
-# Sharded.
-
-
-def _neighbour(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.{suffix}")
+# Saving.
 
 
 def save(path: PathLike, model: nn.Module, optimizer: Optimizer | None, extra: Any) -> None:
-    """Write a checkpoint. See [Note: all or nothing]."""
+    """Write a checkpoint. See [Note: saves, all or nothing]."""
     place = Path(path).resolve()
     state = sharded(model, optimizer, "name")
     state["model"] = {k: v for k, v in state["model"].items() if v is not None}
     if optimizer is not None:
         state["optimizer"]["state"] = _without_tuples(state["optimizer"]["state"])
     grids = Grids([*state["model"].values()])
+    main = grids.main
     if extra is not None:
-        with grids.main.together("save"):
-            state |= packed(extra, grids.main.is_first)
-    token = grids.main.broadcast(uuid.uuid4().hex[:8])
-    temporary = _neighbour(place, f"tmp-{token}")
-    with grids.main.together("save"):
-        if grids.main.is_first:
-            if place.exists() and not place.is_dir():
-                raise ConfigError(f"save: {place} is a file. Pass a folder.")
-            for stale in place.parent.glob(f".{glob.escape(place.name)}.tmp-*"):
-                shutil.rmtree(stale, ignore_errors=True)
-            temporary.mkdir(parents=True)
+        with main.together("save"):
+            state |= packed(extra, main.is_first)
+    workspace = Workspace(place, main.broadcast(uuid.uuid4().hex[:8]))
     try:
-        _in_step(grids, lambda: save_state_dict(state, storage_writer=FileSystemWriter(temporary)))
-        with grids.main.together("save"):
-            if grids.main.is_first:
-                _take_name(temporary, place)
-    except BaseException:
-        if grids.main.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with main.together("save"):
+            _require_room(place)
+            if main.is_first:
+                workspace.make()
+        with main.together("save"):
+            _require_shared(workspace.path)
+        writer = SummingWriter(workspace.path)
+        _in_step(grids, lambda: save_state_dict(state, storage_writer=writer))
+        with main.together("save"):
+            _require_written(workspace.path, writer.sizes)
+            if main.is_first:
+                _publish(workspace, place)
+    except BaseException as error:
+        if main.is_first or isinstance(error, Exception):
+            workspace.remove()
         raise
+
+
+def _require_room(place: Path) -> None:
+    """Raise ConfigError unless a checkpoint may take the name: nothing else may be lost."""
+    if not place.exists():
+        return
+    if not place.is_dir():
+        raise ConfigError(f"save: {place} is a file. Pass a folder.")
+    is_here = os.path.exists(".") and os.path.samefile(".", place)
+    if is_here or os.path.ismount(place):
+        what = "the working directory" if is_here else "a mount point"
+        raise ConfigError(
+            f"save: {place} is {what}, and a checkpoint takes the place of its folder. Pass a "
+            "folder in it."
+        )
+    is_ours = (place / METADATA).exists() or any(_old_ones(place))
+    if not is_ours and any(place.iterdir()):
+        raise ConfigError(
+            f"save: {place} is a folder with other files, and no checkpoint. A checkpoint takes "
+            "the place of its folder: pass one that is empty, or does not exist."
+        )
+
+
+def _require_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise StateError(
+            f"save: does not see {folder}, which the first rank has made. All ranks must save to "
+            "one path on a file system that all of them see."
+        )
+
+
+def _require_written(folder: Path, sizes: dict[str, int]) -> None:
+    """Raise StateError unless every file is there, as large as it was written."""
+    for name, size in sizes.items():
+        try:
+            found = (folder / name).stat().st_size
+        except FileNotFoundError:
+            found = None
+        if found != size:
+            what = "is not there" if found is None else f"has {found} bytes"
+            raise StateError(
+                f"save: {folder / name}, which a rank wrote with {size} bytes, {what} where the "
+                "first rank looks. All ranks must see one file system. The checkpoint before, if "
+                "there is one, is as it was."
+            )
 
 
 def _in_step(grids: Grids, run: Any) -> None:
@@ -112,39 +154,49 @@ def _in_step(grids: Grids, run: Any) -> None:
     grids.main.raise_together(error, "checkpoint")
 
 
-def _take_name(temporary: Path, place: Path) -> None:
-    old = _neighbour(place, "old")
-    sync(temporary)
-    if (place / METADATA).exists():
-        _retire(old, place)  # of a save that was stopped before it had done so
-    if place.exists() and not old.exists():
-        os.rename(place, old)
-    elif place.exists():  # the checkpoint is the old one, and what is here is none
-        _retire(place, temporary)
-    os.rename(temporary, place)
-    sync(place.parent)
-    _retire(old, place)
+def _publish(workspace: Workspace, place: Path) -> None:
+    """Give a checkpoint its name, whoever else does so. See [Note: saves, all or nothing]."""
+    sync(workspace.path)
+    with exclusive(place):
+        workspace.release()
+        for number in range(RENAMES):
+            try:
+                aside = neighbour(place, f"old-{workspace.token}-{number}")
+                if place.exists():
+                    os.rename(place, aside)
+                older = _old_ones(place)
+                os.rename(workspace.path, place)
+            except FileNotFoundError:
+                if not workspace.path.exists():
+                    raise
+            except OSError as error:  # the other one's has the name again
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+            else:
+                break
+        else:
+            raise StateError(
+                f"save: others gave {place} to their checkpoints {RENAMES} times meanwhile. Save "
+                "to another path."
+            )
+        sync(place.parent)
+        for old in older:
+            _retire(old, place)
+
+
+def _old_ones(place: Path) -> list[Path]:
+    """Return what earlier saves renamed: what they replaced, or had no time to."""
+    return neighbours(place, "old")
 
 
 def _retire(old: Path, heir: Path) -> None:
     """Remove a checkpoint. What somebody else put into its folder moves to the heir's."""
-    if not old.exists():
-        return
-    for entry in old.iterdir():
-        is_ours = entry.name.startswith(METADATA) or entry.suffix == ".distcp"
-        if not is_ours and not (heir / entry.name).exists():
-            os.rename(entry, heir / entry.name)
+    with contextlib.suppress(FileNotFoundError):  # another save does the same, without a lock
+        for entry in old.iterdir():
+            is_ours = entry.name.startswith(METADATA) or entry.suffix == ".distcp"
+            if not is_ours and not (heir / entry.name).exists():
+                os.rename(entry, heir / entry.name)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Let a file, or the names in a folder, reach the disk."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _without_tuples(value: Any) -> Any:
@@ -156,6 +208,9 @@ def _without_tuples(value: Any) -> Any:
     return value
 
 
+# Loading.
+
+
 def find(path: PathLike) -> Path:
     """Return where a checkpoint lies: at ``path``, or where an interrupted save left it.
 
@@ -163,158 +218,189 @@ def find(path: PathLike) -> Path:
         ConfigError: at neither.
     """
     place = Path(path).resolve()
-    for found in (place, _neighbour(place, "old")):
-        if (found / METADATA).exists():
-            return found
+    if (place / METADATA).exists():
+        return place
+    older = [old for old in _old_ones(place) if (old / METADATA).exists()]
+    if older:
+        return max(older, key=lambda old: (old / METADATA).stat().st_mtime)
     raise ConfigError(
         f"load: no checkpoint at {place}. Pass the folder that fsdp2.checkpoint.save or "
         "torch.distributed.checkpoint.save wrote."
     )
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One value of a checkpoint: its flat key, and its path in the dict that was saved."""
-
-    key: str
-    path: tuple[Any, ...]
-    meta: Any
-
-    @property
-    def is_tensor(self) -> bool:
-        return not isinstance(self.meta, BytesStorageMetadata)
-
-    def is_under(self, key: str) -> bool:
-        return len(self.path) > 1 and self.path[0] == key
-
-
-def _entries(metadata: Metadata) -> list[_Entry]:
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    found = []
-    for key, meta in metadata.state_dict_metadata.items():
-        path = paths.get(key)
-        found.append(_Entry(key, tuple(path) if path is not None else (key,), meta))
-    return found
-
-
 def load(
     path: PathLike,
     model: nn.Module,
     optimizer: Optimizer | None,
+    *,
     strict: bool,
     model_key: str | None,
     optim_key: str,
+    verify: bool,
+    trust: bool,
 ) -> Any:
     """Load a checkpoint: its metadata says what to make room for."""
     with original_buffers(require_idle(model, "load")):
-        tensors, extra_names = model_tensors(model)
+        tensors, extra = model_tensors(model)
         grids = Grids([*tensors.values()])
-        entries: list[_Entry] = []
-        in_model: dict[str, list[_Entry]] = {}
-        place = Path(path)
-        with grids.main.together("load"):
-            place = find(path)
-            entries = _entries(FileSystemReader(place).read_metadata())
-            for entry in entries:
-                if model_key is None or entry.is_under(model_key):
-                    in_model.setdefault(str(entry.path[model_key is not None]), []).append(entry)
-            told = Told(
-                {n: tuple(found[0].meta.size) for n, found in in_model.items() if _is_one(found)},
-                {n: None for n, found in in_model.items() if not _is_one(found)},
+        main = grids.main
+        saved: Saved | None = None
+        with main.together("load"):
+            saved = read(find(path), verify=verify, trust=trust)
+        assert saved is not None
+        if len(set(main.collect(saved.digest))) > 1:
+            raise StateError(
+                f"load: ranks see different checkpoints at {path}. All ranks must see one file "
+                "system, and nobody may save there meanwhile. Nothing was changed."
             )
-            compare("load", told, tensors, extra_names, strict)
-            groups = _has_groups(entries, optim_key)
-            if optimizer is not None and not groups:
-                raise ConfigError(
-                    "load: an optimizer was passed, and the checkpoint has none under "
-                    f"{optim_key!r}. Found {sorted({str(e.path[0]) for e in entries})}. "
-                    "Pass optim_key=."
-                )
-            if optimizer is not None:
-                names_in_groups(model, optimizer)
-        if any(tensor.is_meta for tensor in tensors.values()):
-            allocate(model)
-            tensors, extra_names = model_tensors(model)
-        flat: dict[str, Any] = {}
-        for name, found in in_model.items():
-            if name in tensors:
-                flat[found[0].key] = tensors[name].detach()
-            elif name in extra_names:
-                flat |= {entry.key: _empty(entry) for entry in found}
-        params: dict[Any, nn.Parameter] = dict(model.named_parameters())
-        if optimizer is not None:  # saved under ids, of which DCP makes strings
-            ordered = [p for group in optimizer.param_groups for p in group["params"]]
-            params |= dict(enumerate(ordered))
-            entries = [_with_ids(e, params) if e.is_under(optim_key) else e for e in entries]
-        optim_entries = (
-            [e for e in entries if e.is_under(optim_key)] if optimizer is not None else []
+        content = _Content(saved.entries, model_key, optim_key)
+        with Reader(saved, verify=verify, trust=trust) as reader:
+            named: dict[str, Any] | None = None
+            with main.together("load"):
+                content.compare(tensors, extra, strict)
+                if optimizer is not None:
+                    named = content.optimizer_state(reader, model, optimizer)
+                    check_optimizer("load", model, optimizer, named, strict)
+                extra_states = content.extra_states(reader, extra)
+                found = content.extra(reader, trust)
+            rooms = Rooms("load", model, content.chosen(tensors), grids)
+            with main.together("load"):
+                for name, held in rooms.helds.items():
+                    reader.fill(content.in_model[name][0], held.own, held.local)
+                for entry, room in content.rooms:
+                    held = grids.hold(entry.key, room)
+                    reader.fill(entry, held.own, held.local)
+        Change("load", model, optimizer, named, extra_states).apply(grids, rooms.write)
+        return found
+
+
+class _Content:
+    """What a checkpoint has for a model, for an optimizer, and beside.
+
+    ``rooms`` are the tensors of an optimizer's state, and what to fill them with.
+    """
+
+    def __init__(self, entries: Sequence[Entry], model_key: str | None, optim_key: str) -> None:
+        self._entries = entries
+        self._optim_key = optim_key
+        self._depth = 1 if model_key is None else 2
+        self.in_model: dict[str, list[Entry]] = {}
+        for entry in entries:
+            if model_key is None or entry.is_under(model_key):
+                name = clean(str(entry.path[model_key is not None]))
+                self.in_model.setdefault(name, []).append(entry)
+        self.rooms: list[tuple[Entry, Tensor]] = []
+
+    def compare(self, tensors: dict[str, Tensor], extra: dict[str, Any], strict: bool) -> None:
+        shapes = {n: found[0].shape for n, found in self.in_model.items() if _is_one(found)}
+        told = Told(
+            {name: shape for name, shape in shapes.items() if not is_extra(name)},
+            {name: None for name in self.in_model if name not in shapes or is_extra(name)},
         )
-        for entry in optim_entries:
-            flat[entry.key] = _room_for(entry, params, optimizer)
-        flat |= {e.key: _empty(e) for e in entries if e.path[0] in ("extra", EXTRA, EXTRA_TENSORS)}
-        _in_step(grids, lambda: load_state_dict(flat, storage_reader=FileSystemReader(place)))
-        tree = _tree(entries, flat)
-        states = tree if model_key is None else tree.get(model_key, {})
-        modules = dict(model.named_modules())
-        for name in in_model:
-            if name in extra_names and name.rpartition(".")[2] == EXTRA_STATE:
-                modules[name.rpartition(".")[0]].set_extra_state(_lists(states[name]))
-        if optimizer is not None:
-            loaded = {"state": {}, **tree[optim_key]}
-            loaded["param_groups"] = _lists(loaded["param_groups"])
-            if keys_of(loaded) == "id":
-                loaded = rekey(loaded, "name", model=model, optimizer=optimizer)
-            known = {
-                name: {key: _lists(value) for key, value in fields.items()}
-                for name, fields in loaded["state"].items()
-                if name in params
-            }
-            load_named(model, optimizer, {**loaded, "state": known})
-        return unpacked(tree) if EXTRA in tree else _lists(tree.get("extra"))
+        compare("load", told, tensors, extra, strict)
+
+    def chosen(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's tensors that are here, each once."""
+        found = {id(tensors[n]): (n, tensors[n]) for n in reversed(self.in_model) if n in tensors}
+        return dict(reversed(found.values()))
+
+    def extra_states(self, reader: Reader, extra: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, entries in self.in_model.items():
+            if name in extra and is_extra(name):
+                inside = [replace(e, path=("", *e.path[self._depth :])) for e in entries]
+                values = {entry.key: _whole(reader, entry) for entry in inside}
+                found[name] = _lists(_tree(inside, values)[""])
+        return found
+
+    def optimizer_state(
+        self, reader: Reader, model: nn.Module, optimizer: Optimizer
+    ) -> dict[str, Any]:
+        """Return the optimizer's state under names, its tensors placed and empty.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        own = [entry for entry in self._entries if entry.is_under(self._optim_key)]
+        if not any(entry.path[1] == "param_groups" for entry in own):
+            raise ConfigError(
+                "load: an optimizer was passed, and the checkpoint has none under "
+                f"{self._optim_key!r}. Found {sorted({str(e.path[0]) for e in self._entries})}. "
+                "Pass optim_key=. Nothing was changed."
+            )
+        ordered = [name for names in names_in_groups(model, optimizer) for name in names]
+        params = named_parameters(model)
+        now = optimizer.state
+        values: dict[str, Any] = {}
+        own = [_with_ids(entry, params) for entry in own]
+        for entry in own:
+            path = entry.path
+            if not entry.is_tensor or len(path) < 4 or path[1] != "state":
+                values[entry.key] = _whole(reader, entry)
+                continue
+            assert entry.shape is not None
+            assert entry.dtype is not None
+            name = clean(str(path[2]))
+            if isinstance(path[2], int) and path[2] < len(ordered):
+                name = ordered[path[2]]
+            if name in params:
+                current = now.get(params[name], {}).get(path[3]) if len(path) == 4 else None
+                room = state_like(params[name], current, entry.shape, entry.dtype)
+                self.rooms.append((entry, room))
+            else:
+                room = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            values[entry.key] = room
+        tree = _tree(own, values)[self._optim_key]
+        loaded = {**tree, "param_groups": _lists(tree["param_groups"])}
+        loaded["state"] = {
+            name: {key: _lists(value) for key, value in fields.items()}
+            for name, fields in tree.get("state", {}).items()
+        }
+        if keys_of(loaded) == "id":
+            return rekey(loaded, "name", model=model, optimizer=optimizer)
+        return with_clean_names(loaded)
+
+    def extra(self, reader: Reader, trust: bool) -> Any:
+        """Return what the user saved beside."""
+        own = [e for e in self._entries if e.path[0] in ("extra", EXTRA, EXTRA_TENSORS)]
+        tree = _tree(own, {entry.key: _whole(reader, entry) for entry in own})
+        if EXTRA in tree:
+            return unpacked(tree[EXTRA], tree.get(EXTRA_TENSORS, {}), trust=trust)
+        return _lists(tree.get("extra"))
 
 
-def _is_one(found: list[_Entry]) -> bool:
+def _is_one(found: list[Entry]) -> bool:
     """True if what was saved under a name is a tensor, not an object that may hold some."""
     return len(found) == 1 and found[0].is_tensor and len(found[0].path) <= 2
 
 
-def _has_groups(entries: list[_Entry], optim_key: str) -> bool:
-    return any(e.is_under(optim_key) and e.path[1] == "param_groups" for e in entries)
+def _whole(reader: Reader, entry: Entry) -> Any:
+    """Read a value as it was saved."""
+    if entry.shape is None:
+        return reader.value(entry)
+    made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    reader.fill(entry, Region((0,) * len(entry.shape), entry.shape), made)
+    return made
 
 
-def _empty(entry: _Entry) -> Any:
-    """Make room for a value that is loaded as it was saved."""
-    if not entry.is_tensor:
-        return ""
-    return torch.empty(entry.meta.size, dtype=entry.meta.properties.dtype, device="cpu")
-
-
-def _with_ids(entry: _Entry, params: dict[Any, nn.Parameter]) -> _Entry:
+def _with_ids(entry: Entry, params: dict[str, nn.Parameter]) -> Entry:
     """Return an entry of an optimizer's state with a number for an id that was made a string."""
     path = entry.path
-    if len(path) < 3 or path[1] != "state" or path[2] in params or not str(path[2]).isdecimal():
+    is_id = len(path) > 2 and path[1] == "state" and str(path[2]).isdecimal()
+    if not is_id or path[2] in params:
         return entry
     return replace(entry, path=(*path[:2], int(path[2]), *path[3:]))
 
 
-def _room_for(entry: _Entry, params: dict[Any, nn.Parameter], optimizer: Optimizer | None) -> Any:
-    """Make room for a value of an optimizer's state, placed as its parameter is."""
-    path = entry.path
-    if optimizer is None or not entry.is_tensor or len(path) < 4 or path[2] not in params:
-        return _empty(entry)
-    current = optimizer.state.get(params[path[2]], {}).get(path[3]) if len(path) == 4 else None
-    return state_like(params[path[2]], current, tuple(entry.meta.size), entry.meta.properties.dtype)
-
-
-def _tree(entries: list[_Entry], flat: dict[str, Any]) -> dict[Any, Any]:
+def _tree(entries: Sequence[Entry], values: dict[str, Any]) -> dict[Any, Any]:
     """Put values back into the dicts that they were saved in; lists are dicts of numbers."""
     root: dict[Any, Any] = {}
     for entry in entries:
-        if entry.key in flat:
-            target = root
-            for part in entry.path[:-1]:
-                target = target.setdefault(part, {})
-            target[entry.path[-1]] = flat[entry.key]
+        target = root
+        for part in entry.path[:-1]:
+            target = target.setdefault(part, {})
+        target[entry.path[-1]] = values[entry.key]
     return root
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fsdp2._arguments import check_count, check_dtype, check_flag, check_function
 from fsdp2._idle import require_idle
+from fsdp2._names import cleaned, named_parameters
 from fsdp2._stream import Grids, Target, gather
 
 Transform = Callable[[str, Tensor], "Tensor | None"]
@@ -31,11 +32,12 @@ def full_params(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over ``(name, whole tensor)`` of a module's parameters, in bounded memory.
 
-    Parameters are gathered in buckets, in the order of ``named_parameters()``; a tied one comes
-    once, under its first name. Tensors are new, detached and plain, on the device of the shards,
-    and belong to the caller; tensor-parallel ones are whole too. Collective: every rank iterates to
-    the end, or leaves the loop at the same tensor. If one rank alone leaves, or its callback or its
-    loop raises, the others raise too, when they ask for the next bucket.
+    Parameters are gathered in buckets, in the order of ``named_parameters()``, under their names
+    without wrappers (of activation checkpointing, say); a tied one comes once, under its first.
+    Tensors are new, detached and plain, on the device of the shards, and belong to the caller;
+    tensor-parallel ones are whole too. Collective: every rank iterates to the end, or leaves the
+    loop at the same tensor. If one rank alone leaves, or its callback or its loop raises, the
+    others raise too, when they ask for the next bucket.
 
     Adapters can be merged on the way: gather them first, then let ``callback`` add them::
 
@@ -72,9 +74,9 @@ def full_params(
     check_function("full_params", "names", names)
     check_flag("full_params", "buffers", buffers)
     require_idle(module, "full_params")
-    found: dict[str, Tensor] = dict(module.named_parameters())
+    found: dict[str, Tensor] = {**named_parameters(module)}
     if buffers:
-        found |= dict(module.named_buffers())
+        found |= cleaned(dict(module.named_buffers()))
     chosen = {name: found[name] for name in found if names is None or names(name)}
     grids = Grids(list(chosen.values()))
     helds = [grids.hold(name, tensor) for name, tensor in chosen.items()]

@@ -4,7 +4,8 @@ Owns the two ways to call a parameter in an optimizer's ``state_dict``, the way 
 other, and the matching of param groups. It must not know how tensors are sharded or sent.
 
 Ids are what ``torch.optim`` makes: the place of a parameter in the param groups, one after another.
-Names are those of ``model.named_parameters()``; a tied parameter has the first one.
+Names are those of ``model.named_parameters()`` without wrappers (see ``_names``); a tied parameter
+has the first one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp2._arguments import check_mapping, check_module, check_optimizer, described
 from fsdp2._errors import ConfigError, ConfigTypeError
+from fsdp2._names import clean, cleaned, named_parameters
 from fsdp2._tree import map_tensors
 
 Keys = Literal["name", "id"]
@@ -56,7 +58,7 @@ def names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     Raises:
         ConfigError: the optimizer holds a tensor that is no parameter of the model.
     """
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(model).items()}
     found: list[list[str]] = []
     for number, group in enumerate(optimizer.param_groups):
         found.append([])
@@ -90,6 +92,18 @@ def renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
     }
 
 
+def with_clean_names(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state under names without wrappers in them: old ones have them."""
+    return {
+        **state,
+        "state": cleaned(state["state"]),
+        "param_groups": [
+            {**group, "params": [clean(name) for name in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }
+
+
 def rekey(
     optim_state: dict[str, Any],
     keys: Keys,
@@ -116,12 +130,14 @@ def rekey(
     if model is not None:
         check_module("rekey", "model", model)
     check_optimizer("rekey", optimizer)
+    if keys_of(optim_state) == "name":
+        optim_state = with_clean_names(optim_state)
     if keys_of(optim_state) == keys:
         return renamed(optim_state, {})
     if keys == "name":
         if model is None:
             raise ConfigError("rekey: ids get names from a model. Pass model=.")
-        ordered = [name for name, _ in model.named_parameters()]
+        ordered = list(named_parameters(model))
         if optimizer is not None:
             ordered = [name for group in names_in_groups(model, optimizer) for name in group]
         new: dict[Any, Any] = dict(enumerate(ordered))

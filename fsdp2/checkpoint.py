@@ -15,12 +15,14 @@ rank-local   this rank's part, plain                      the same ranks of the 
 ============ ============================================ =====================================
 
 Every function is collective over the ranks of the model's meshes. Where one rank meets an error,
-all of them raise it.
+all of them raise it; a load that raises has changed nothing, and runs nothing that files say.
+``docs/checkpoints.md`` has what can be relied on, and what is trusted.
 """
 
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +30,7 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from fsdp2 import _state
+from fsdp2 import _load, _state
 from fsdp2._arguments import (
     check_count,
     check_dtype,
@@ -40,13 +42,17 @@ from fsdp2._arguments import (
 )
 from fsdp2._full_params import check_max_bytes
 from fsdp2._grid import named
-from fsdp2._optim_state import Keys, check_keys, keys_of, map_values
+from fsdp2._load import IncompatibleKeys as IncompatibleKeys
+from fsdp2._names import clean
+from fsdp2._optim_state import Keys, check_keys, map_values
 from fsdp2._optim_state import rekey as rekey
-from fsdp2._state import IncompatibleKeys as IncompatibleKeys
 from fsdp2._stream import Target
 
 MAX_BYTES = 256 << 20
 """Default cap on what a rank holds beside its shards while tensors travel."""
+
+PLAIN_DICTS = (dict, OrderedDict)
+"""A state of any other mapping may be read from files as it is asked."""
 
 MAX_FILE_BYTES = 5 * 10**9
 """Default size of a file of a safetensors checkpoint, as in ``transformers``."""
@@ -132,7 +138,9 @@ def load_full_state(
     ``DTensor``s placed as the parameter is. Values are cast to the dtypes of the model.
 
     Args:
-        state: needed on the first rank of the mesh only; the others may pass None.
+        state: needed on the first rank of the mesh only; the others may pass None. If its
+            ``"model"`` is no plain dict, values may be read from files as it is asked, and get room
+            beside the model's first, which ``max_bytes`` does not count.
         from_rank0: False takes each rank's own ``state``, and nothing is sent.
         strict: every name must be in both; a tied parameter needs one of its names.
 
@@ -140,34 +148,36 @@ def load_full_state(
         Names of the model that the state lacks, and the other way round (empty if ``strict``).
 
     Raises:
-        ConfigError: names or shapes differ; no state for the optimizer. Nothing was changed.
-        StateError: inside a forward or a backward; reading a value failed.
+        ConfigError: names, shapes or the kind of the optimizer differ; no state for the optimizer;
+            a value that an integer dtype cannot hold. Nothing was changed.
+        StateError: inside a forward or a backward; reading a value failed. Nothing was changed.
     """
     _check("load_full_state", model, optimizer, from_rank0=from_rank0, strict=strict)
     check_max_bytes("load_full_state", max_bytes)
     given: Any = state
+    names: dict[str, str] = {}
     values: dict[str, torch.Tensor] = {}
 
-    def describe() -> _state.Told:
-        told = _state.tell(given, model, optimizer)
+    def describe() -> _load.Told:
+        told = _load.tell("load_full_state", given, model, optimizer)
+        names.update({clean(name): name for name in given["model"]})
         if optimizer is not None:
-            named = given["optimizer"]
-            if keys_of(named) == "id":
-                named = rekey(named, "name", model=model, optimizer=optimizer)
+            named = _load.optimizer_part("load_full_state", given, model, optimizer)
             for name, fields in named["state"].items():
                 map_values(values.setdefault, name, fields)
         return told
 
-    return _state.load_full(
+    return _load.load_full(
         "load_full_state",
         model,
         optimizer,
         describe,
-        lambda name: given["model"][name],
+        lambda name: given["model"][names[name]],
         values.__getitem__,
         from_rank0=from_rank0,
         strict=strict,
         max_bytes=max_bytes,
+        is_in_memory=not isinstance(state, Mapping) or type(state.get("model")) in PLAIN_DICTS,
     )
 
 
@@ -197,11 +207,11 @@ def load_sharded_state(
     """Load what ``sharded_state`` returned for a model on the same meshes.
 
     Raises:
-        ConfigError: names or shapes differ; nothing was changed.
+        ConfigError: as ``load_full_state``, or another placement; nothing was changed.
         StateError: inside a forward or a backward.
     """
     _check("load_sharded_state", model, optimizer, strict=strict)
-    return _state.load_sharded(model, state, optimizer, strict)
+    return _load.load_sharded(model, state, optimizer, strict)
 
 
 @named("local_state")
@@ -222,10 +232,11 @@ def load_local_state(
     """Load what ``local_state`` returned on this rank.
 
     Raises:
-        ConfigError: some rank's parts lie elsewhere now; nothing was changed.
+        ConfigError: as ``load_full_state``, or some rank's parts lie elsewhere now; nothing was
+            changed.
     """
     _check("load_local_state", model, optimizer)
-    _state.load_local(model, state, optimizer)
+    _load.load_local(model, state, optimizer)
 
 
 @named("save")
@@ -241,17 +252,20 @@ def save(
     It is written to a folder beside ``path``, which takes the name once every rank has finished, so
     a save that fails, or is interrupted, leaves the checkpoint before it whole. If the program ends
     between the two renames, ``load`` finds the one before under its other name. All ranks must see
-    the same file system.
+    the same file system. Two jobs may save to one path: the last one's checkpoint stays, whole.
 
     Args:
-        path: a folder; an older checkpoint there is replaced, other files in it stay.
+        path: a folder that is empty, has a checkpoint, or does not exist. The checkpoint is
+            replaced, other files beside it stay.
         extra: any object that pickles (a step, a scheduler's state); the first rank's is kept, and
             comes back as it was, with tensors on the CPU. ``DTensor``s in it (of an ``EMA``) are
-            saved in shards and come back whole.
+            saved in shards and come back whole. What is more than plain data is loaded with
+            ``trust=True`` only.
 
     Raises:
-        ConfigError: ``path`` is a file.
-        StateError: a rank could not write; the message says which one and why.
+        ConfigError: ``path`` is a file, the working directory, or a folder with other files only.
+        StateError: a rank could not write, or not where the first rank looks; the message says
+            which one and why.
     """
     _check("save", model, optimizer)
     check_path("save", "path", path)
@@ -269,15 +283,27 @@ def load(
     strict: bool = True,
     model_key: str | None = "model",
     optim_key: str = "optimizer",
+    verify: bool = True,
+    trust: bool = False,
 ) -> Any:
     """Load a sharded checkpoint, written on any mesh; return its ``extra``.
 
     It takes what ``save`` wrote, and what ``torch.distributed.checkpoint`` wrote for torch's FSDP1
     or FSDP2: say under which keys of the saved dict the two states are (``model_key=None``: the
-    model's was saved by itself). Parameters on the meta device get memory first.
+    model's was saved by itself). Parameters on the meta device get memory.
+
+    Values are read beside the model's: while it loads, a rank holds the room of its shards again.
+
+    Args:
+        strict: every name of the model must be in the checkpoint, and the other way round.
+        verify: check the checksums of all that is read (those that ``save`` wrote).
+        trust: execute what the files say, where they hold more than plain data. Only for files
+            that you wrote.
 
     Raises:
-        ConfigError: no checkpoint there; names or shapes differ. Nothing was changed.
+        ConfigError: no checkpoint there; names, shapes or the kind of the optimizer differ; a value
+            is no plain data. Nothing was changed.
+        StateError: a file is missing or damaged. Nothing was changed.
     """
     _check("load", model, optimizer, strict=strict)
     check_path("load", "path", path)
@@ -286,7 +312,16 @@ def load(
     check_key("load", "optim_key", optim_key)
     from fsdp2 import _files  # it imports torch.distributed.checkpoint, which is heavy
 
-    return _files.load(path, model, optimizer, strict, model_key, optim_key)
+    return _files.load(
+        path,
+        model,
+        optimizer,
+        strict=strict,
+        model_key=model_key,
+        optim_key=optim_key,
+        verify=verify,
+        trust=trust,
+    )
 
 
 @named("save_safetensors")
@@ -303,7 +338,7 @@ def save_safetensors(
     One file, ``model.safetensors``, or several and an index. The first rank writes, and holds one
     file's tensors at a time; the other ranks hold at most ``max_bytes`` beside their shards. A tied
     parameter is written once, under its first name. Files that were there are replaced once all
-    new ones are written.
+    new ones are written. Two jobs may save to one folder: the last one's files stay, whole.
 
     Args:
         dtype: floating-point tensors are cast to it.
@@ -330,15 +365,29 @@ def load_safetensors(
     *,
     strict: bool = True,
     max_bytes: int = MAX_BYTES,
+    verify: bool = True,
+    trust: bool = False,
 ) -> IncompatibleKeys:
     """Load a full model from safetensors: the first rank reads, tensor by tensor, and scatters.
 
+    Values are read beside the model's: while it loads, a rank holds the room of its shards again.
+
+    Args:
+        strict: every name of the model must be in the files, and the other way round.
+        max_bytes: bytes of the buffers that tensors travel in.
+        verify: check the checksums that ``save_safetensors`` wrote.
+        trust: follow links that leave the folder.
+
     Raises:
-        ConfigError: no such files; names or shapes differ; ``safetensors`` is not installed.
+        ConfigError: no such files; names or shapes differ; a name or a link that leaves the folder;
+            ``safetensors`` is not installed. Nothing was changed.
+        StateError: a file is missing or damaged. Nothing was changed.
     """
     _check("load_safetensors", model, strict=strict)
     check_path("load_safetensors", "folder", folder)
     check_max_bytes("load_safetensors", max_bytes)
     from fsdp2 import _safetensors  # it imports torch.distributed.checkpoint, which is heavy
 
-    return _safetensors.load(folder, model, strict, max_bytes)
+    return _safetensors.load(
+        folder, model, strict=strict, max_bytes=max_bytes, verify=verify, trust=trust
+    )

@@ -584,11 +584,11 @@ FAULTS = [
         "index-of-several-files-stays",
         "fsdp2/_safetensors.py",
         """\
-            self._replace_index(weight_map if count > 1 else {})
+            os.replace(self._files[0][0], self._folder / SINGLE)
+            self._replace_index({})
 """,
         """\
-            if count > 1:
-                self._replace_index(weight_map)
+            os.replace(self._files[0][0], self._folder / SINGLE)
 """,
         "Saving a model as one safetensors file where it lay in several leaves the old index, which names files that were removed: the checkpoint cannot be loaded any more.",
         near=("behaviour/test_checkpoint_api.py",),
@@ -611,7 +611,7 @@ FAULTS = [
     ),
     Fault(
         "loaded-local-state-shares-memory",
-        "fsdp2/_state.py",
+        "fsdp2/_load.py",
         "return _torch.new_dtensor(value.clone(), made)",
         "return _torch.new_dtensor(value, made)",
         "After load_local_state the optimizer steps in the memory of the state that was loaded: going back to the same state a second time restores trained moments.",
@@ -619,7 +619,7 @@ FAULTS = [
     ),
     Fault(
         "tie-needs-all-its-names",
-        "fsdp2/_state.py",
+        "fsdp2/_load.py",
         "if n not in offered and id(tensor) not in given]",
         "if n not in offered]",
         "Loading a state that has a tied parameter under one of its names only (as safetensors files have it) raises ConfigError about missing names.",
@@ -729,9 +729,9 @@ return min(tensor._version, 1)
     ),
     Fault(
         "load-full-ids-by-model-order",
-        "fsdp2/checkpoint.py",
-        'named = rekey(named, "name", model=model, optimizer=optimizer)',
-        'named = rekey(named, "name", model=model)',
+        "fsdp2/_load.py",
+        'return rekey(named, "name", model=model, optimizer=optimizer)',
+        'return rekey(named, "name", model=model)',
         "load_full_state of an optimizer state under ids takes them in the order of model.parameters(): with param groups in another order, states go to wrong parameters (or an error about shapes).",
         near=("behaviour/test_checkpoint_api.py",),
     ),

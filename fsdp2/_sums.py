@@ -1,0 +1,84 @@
+"""Checksums of what is written: of tensors, of parts of files, and of a file by its own end.
+
+Owns CRC-32 over bytes and the *tail*: a few lines of JSON and their length behind the last byte of
+a file, which readers that do not know it never reach. It must not know what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import IO, Any
+
+from torch import Tensor
+
+BLOCK_NBYTES = 1 << 20
+MAGIC = b"\x00fsdp2\x00\x01"
+FOOTER = struct.Struct("<QI8s")
+
+
+class DamagedError(Exception):
+    """What was read is not what was written."""
+
+
+def sum_of_tensor(tensor: Tensor, start: int = 0) -> int:
+    """Return the checksum of a contiguous CPU tensor's bytes, going on from ``start``."""
+    assert tensor.is_contiguous()
+    if tensor.nbytes == 0:
+        return start
+    view = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return zlib.crc32(memoryview(view), start)
+
+
+def sum_of_part(file: IO[bytes], offset: int, length: int) -> int:
+    """Return the checksum of a part of a file.
+
+    Raises:
+        DamagedError: the file ends before it.
+    """
+    found, left = 0, length
+    buffer = memoryview(bytearray(min(BLOCK_NBYTES, max(length, 1))))
+    file.seek(offset)
+    while left:
+        count: int = file.readinto(buffer[: min(left, len(buffer))])  # type: ignore[attr-defined]  # of files opened in binary mode
+        if not count:
+            raise DamagedError(f"it ends {left} bytes too early")
+        found = zlib.crc32(buffer[:count], found)
+        left -= count
+    return found
+
+
+def tail_of(content: bytes, told: Any) -> bytes:
+    """Return what to append to a file of this content, so that ``split`` finds ``told`` again."""
+    body = json.dumps(told, separators=(",", ":")).encode()
+    length = struct.pack("<Q", len(body))
+    return body + FOOTER.pack(len(body), zlib.crc32(content + body + length), MAGIC)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A file's content, and what its tail tells; None without a tail."""
+
+    content: bytes
+    told: Any
+
+
+def split(data: bytes, *, verify: bool = True) -> Split:
+    """Take a file's tail off.
+
+    Raises:
+        DamagedError: there is one, and it is not that of this content.
+    """
+    if len(data) < FOOTER.size or data[-len(MAGIC) :] != MAGIC:
+        return Split(data, None)
+    length, found, _ = FOOTER.unpack(data[-FOOTER.size :])
+    end = len(data) - FOOTER.size - length
+    if end < 0 or (verify and found != zlib.crc32(data[: -FOOTER.size + 8])):
+        raise DamagedError("its checksum is another one")
+    try:
+        return Split(data[:end], json.loads(data[end : -FOOTER.size]))
+    except ValueError as error:
+        raise DamagedError(f"its checksums cannot be read ({error})") from error

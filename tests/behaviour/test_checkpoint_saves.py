@@ -1,0 +1,248 @@
+"""Promise: what stands at a path is one save's, whole; a save takes nothing that is not its own.
+
+Two jobs that save to one path are two threads here, each alone with a plain model: what a save
+knows of others it knows through files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+
+import fsdp2
+from fsdp2 import _publish, checkpoint
+from tests._models import seeded
+from tests._parity import make_mesh
+from tests._pool import ranks
+from tests._slow import slow
+
+Call = Callable[[Path, nn.Module], Any]
+
+
+def model_of(value: float) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(29, 13) for _ in range(4)))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def save_several(folder: Path, model: nn.Module) -> None:
+    checkpoint.save_safetensors(folder, model, max_file_bytes=2000)
+
+
+def save_either(folder: Path, model: nn.Module) -> None:
+    """As one file or as several, by turns."""
+    is_even = int(next(model.parameters()).flatten()[0]) % 2 == 0
+    checkpoint.save_safetensors(folder, model, max_file_bytes=2000 if is_even else 10**9)
+
+
+FORMS: dict[str, tuple[Call, Call]] = {
+    "sharded": (checkpoint.save, checkpoint.load),
+    "one file": (checkpoint.save_safetensors, checkpoint.load_safetensors),
+    "several files": (save_several, checkpoint.load_safetensors),
+    "either": (save_either, checkpoint.load_safetensors),
+}
+
+
+def save_twice(save: Call, place: Path, rounds: int) -> list[BaseException]:
+    """Save from two jobs at once, each time other values; return what they met."""
+    errors: list[BaseException] = []
+
+    def job(first: int) -> None:
+        try:
+            for number in range(rounds):
+                save(place, model_of(first + number))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=job, args=(1000 * n,)) for n in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def values_at(place: Path, load: Call) -> set[float]:
+    model = model_of(-1)
+    load(place, model)
+    return {v for p in model.parameters() for v in p.detach().flatten().tolist()}
+
+
+def last_of(rounds: int) -> list[set[float]]:
+    return [{1000.0 * n + rounds - 1} for n in (1, 2)]
+
+
+@contextlib.contextmanager
+def without_locks() -> Iterator[None]:
+    """As on a file system that has none."""
+    with mock.patch.object(_publish, "fcntl", None):
+        yield
+
+
+@pytest.mark.parametrize("rounds", [6, slow(40)])
+@pytest.mark.parametrize("form", FORMS)
+def test_two_jobs_save_to_one_path(tmp_path: Path, form: str, rounds: int) -> None:
+    """Neither fails; a third that loads all the while sees one of theirs, or says what it met."""
+    save, load = FORMS[form]
+    place = tmp_path / "saved"
+    save(place, model_of(0))
+    errors: list[BaseException] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            try:
+                values = values_at(place, load)
+            except fsdp2.FSDPError:
+                continue
+            except BaseException as error:
+                errors.append(error)
+                return
+            if len(values) != 1:
+                errors.append(AssertionError(f"mixed: {values}"))
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    errors += save_twice(save, place, rounds)
+    ended.set()
+    reader.join()
+    assert not errors, errors
+    assert values_at(place, load) in last_of(rounds)
+    left = [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
+    assert [path.name for path in left] == ([".metadata"] if form == "sharded" else [])
+    if form != "sharded":
+        names = sorted(path.name for path in place.iterdir())
+        assert len(names) in (1, 5), names
+
+
+@pytest.mark.parametrize("rounds", [4, slow(40)])
+def test_two_jobs_where_there_are_no_locks(tmp_path: Path, rounds: int) -> None:
+    place = tmp_path / "saved"
+    with without_locks():
+        errors = save_twice(checkpoint.save, place, rounds)
+    assert not errors, errors
+    assert values_at(place, checkpoint.load) in last_of(rounds)
+
+
+def test_what_another_save_is_writing_is_not_removed(tmp_path: Path) -> None:
+    """Remains of a dead one go: at once if that can be told, after an hour otherwise."""
+    place = tmp_path / "saved"
+    live, dead = _publish.Workspace(place, "live"), _publish.Workspace(place, "dead")
+    for workspace in (live, dead):
+        workspace.make()
+        (workspace.path / "__0_0.distcp").write_bytes(b"half")
+    elsewhere, old = _publish.Workspace(place, "elsewhere"), _publish.Workspace(place, "old")
+    for workspace in (elsewhere, old):
+        workspace.make()
+        (workspace.path / ".owner").write_text("another host")
+    hour = time.time() - 2 * _publish.ABANDONED_AFTER_S
+    for path in (old.path / ".owner", old.path):
+        os.utime(path, (hour, hour))
+    for workspace in (dead, elsewhere, old):
+        assert workspace._lock is not None
+        os.close(workspace._lock)  # as the end of its process does
+    checkpoint.save(place, model_of(1))
+    assert sorted(os.listdir(tmp_path)) == [".saved.tmp-elsewhere", ".saved.tmp-live", "saved"]
+    live.remove()
+    elsewhere._lock = None
+    elsewhere.remove()
+
+
+def test_the_newest_of_what_stopped_saves_left_is_loaded(tmp_path: Path) -> None:
+    place = tmp_path / "saved"
+    for number in range(3):
+        checkpoint.save(place, model_of(number))
+        stamp = 1000.0 + (number + 1) % 3
+        os.utime(place / ".metadata", (stamp, stamp))
+        os.rename(place, tmp_path / f"kept-{number}")
+    for number in range(3):
+        os.rename(tmp_path / f"kept-{number}", tmp_path / f".saved.old-{number}")
+    model = model_of(-1)
+    checkpoint.load(place, model)
+    assert next(model.parameters()).unique().tolist() == [1.0]
+    checkpoint.save(place, model_of(7))
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_a_save_replaces_no_folder_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(1)
+    monkeypatch.chdir(tmp_path)
+    inode = tmp_path.stat().st_ino
+    for path in (".", tmp_path, "../" + tmp_path.name):
+        with pytest.raises(fsdp2.ConfigError, match="is the working directory"):
+            checkpoint.save(path, model)
+    work = tmp_path / "work"
+    (work / "deep").mkdir(parents=True)
+    (work / "thesis.tex").write_text("all of it")
+    with pytest.raises(fsdp2.ConfigError, match="a folder with other files, and no checkpoint"):
+        checkpoint.save(work, model)
+    with pytest.raises(fsdp2.ConfigError, match=r"is a mount point|is the working directory"):
+        checkpoint.save("/proc", model)
+    assert tmp_path.stat().st_ino == inode
+    assert sorted(os.listdir(tmp_path)) == ["work"]
+    assert (work / "thesis.tex").read_text() == "all of it"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    checkpoint.save(empty, model)
+    (empty / "config.json").write_text("{}")
+    checkpoint.save(empty, model)
+    assert (empty / "config.json").exists()
+
+
+@ranks(2)
+def test_ranks_without_a_common_file_system(tmp_path: Path, rank: int) -> None:
+    """Each has a disk of its own: the checkpoint before stays, and all ranks say why."""
+    own = tmp_path / f"disk{rank}"
+    own.mkdir()
+    common = tmp_path / "saved"
+    model = seeded(lambda: nn.Linear(13, 29), 1)
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    checkpoint.save(common, model)
+    with pytest.raises(fsdp2.StateError, match=r"does not see .*on a file system that all of them"):
+        checkpoint.save(own / "saved", model)
+    dist.barrier()
+    assert os.listdir(own) == []
+    checkpoint.load(common, model)
+
+
+@pytest.mark.parametrize("how", ["missing", "short"])
+@ranks(2)
+def test_files_that_the_first_rank_does_not_see(tmp_path: Path, how: str, rank: int) -> None:
+    """Written and gone, or cut: it is noticed before the checkpoint before is retired."""
+    model = seeded(lambda: nn.Linear(13, 29), 1)
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    place = tmp_path / "saved"
+    checkpoint.save(place, model)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    write = dcp.FileSystemWriter.write_data
+
+    def lose(self: Any, plan: Any, planner: Any) -> Any:
+        done = write(self, plan, planner)
+        path = Path(self.path) / "__1_0.distcp"
+        if rank == 1:
+            path.unlink() if how == "missing" else os.truncate(path, 10)
+        return done
+
+    with (
+        mock.patch.object(dcp.FileSystemWriter, "write_data", lose),
+        pytest.raises(fsdp2.StateError, match=r"__1_0\.distcp, which a rank wrote with \d+ bytes"),
+    ):
+        checkpoint.save(place, model)
+    dist.barrier()
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    assert os.listdir(tmp_path) == ["saved"]
+    checkpoint.load(place, model)
