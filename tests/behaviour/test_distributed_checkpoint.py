@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 
 import fsdp2
+from fsdp2 import checkpoint
 from tests._meshes import shared_mesh
 from tests._models import VOCAB, WIDTH, seeded
 from tests._parity import assert_sharded, bits, global_mean, names_of, whole
@@ -408,6 +409,33 @@ def test_checkpoints_are_those_of_torch(
 
 
 # --- in one job -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("2x2", "tensor"),
+        ("tensor", "4"),
+        slow("4", "2x2"),
+        slow("tensor", "2x2"),
+        slow("2x2", "4"),
+        slow("4", "tensor"),
+        slow("tensor", "tensor"),
+    ],
+)
+@ranks(4)
+def test_our_own_reader_puts_blocks_together(tmp_path: Path, source: str, target: str) -> None:
+    """`checkpoint.load` finds its block among the parts that another layout saved, bit for bit."""
+    run, other = trained(source), trained(target, seed=5)
+    checkpoint.save(tmp_path / "saved", run.model, run.optimizer)
+    assert differs(other.snapshot(), run.snapshot())
+    checkpoint.load(tmp_path / "saved", other.model, other.optimizer)
+    assert_equal(other.snapshot(), run.snapshot())
+    model, optim = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=str(tmp_path / "torchs"))
+    other = Run(target, seed=6)
+    checkpoint.load(tmp_path / "torchs", other.model, other.optimizer, optim_key="optim")
+    assert_equal(other.snapshot(), run.snapshot())
 
 
 def trained(layout: str = "3", **kwargs: Any) -> Run:
