@@ -1,4 +1,4 @@
-"""Promise: `sync_from_rank0` makes every rank's model rank 0's, bit for bit, before it is sharded."""
+"""Promise: `sync_from_rank0` makes every rank's model rank 0's, bit for bit, before sharding."""
 
 from __future__ import annotations
 

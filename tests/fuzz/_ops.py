@@ -1,0 +1,325 @@
+"""What each op of a program does to a `Pair`. Runs on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+import fsdp2
+from tests._parity import names_of
+from tests.fuzz._failing_ops import diverge, fail
+from tests.fuzz._layers import Net
+from tests.fuzz._pair import Pair, loss_of
+from tests.fuzz._program import (
+    Backward,
+    Call,
+    Clip,
+    Compiled,
+    Copy,
+    Diverge,
+    Evaluate,
+    Fail,
+    Freeze,
+    Functional,
+    Hook,
+    NewOptimizer,
+    Op,
+    Replace,
+    Reshard,
+    Set,
+    State,
+    Unshard,
+    Update,
+    Whole,
+    Zero,
+)
+from tests.fuzz._sharding import innermost
+from tests.fuzz._state_ops import copy_model, state
+
+
+def backward(pair: Pair, op: Backward) -> None:
+    for tree in pair.model.trees:
+        tree.set_requires_gradient_sync(op.sync != "no")
+        if op.sync == "shard":
+            tree.set_requires_all_reduce(False)
+    losses = [pair.forward(call) for call in op.calls]
+    pair.is_whole = True  # after a forward it may be, as it was asked to
+    for inner in op.between:
+        PERFORM[type(inner)](pair, inner)
+        pair.is_whole = True
+    if op.how == "sum":
+        losses = [tuple(sum(each, torch.zeros(())) for each in zip(*losses, strict=True))]  # type: ignore[misc]  # a pair
+    elif op.how == "reversed":
+        losses = losses[::-1]
+    for loss, expected in losses:
+        for again in (True, False) if op.how == "retain" else (False,):
+            loss.backward(retain_graph=again)
+            expected.backward(retain_graph=again)
+    pair.is_unsynced = op.sync != "yes"
+    pair.is_whole = False
+
+
+def update(pair: Pair, op: Update) -> None:
+    if pair.is_unsynced:
+        return  # the sharded model steps when these are reduced
+    if pair.holds_whole:
+        try:
+            pair.optimizer.step()
+        except fsdp2.StateError:  # it says so, rather than to train nothing
+            pair.reshard()
+            pair.make_optimizers()
+            pair.optimizer.step()
+    else:
+        pair.optimizer.step()
+    pair.reference_optimizer.step()
+    if op.zero != "keep":
+        pair.zero({"none": "optimizer"}.get(op.zero, op.zero))
+
+
+def zero(pair: Pair, op: Zero) -> None:
+    pair.zero("model")
+
+
+def evaluate(pair: Pair, op: Evaluate) -> None:
+    modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+    parts = pair.batch(op.call)
+    ways = op.call.ways_of(pair.index)
+    pair.model.eval()
+    with modes[op.mode]():
+        actual = loss_of(pair.model(parts[pair.index], ways)).clone()
+    pair.model.train()
+    with torch.no_grad():
+        expected = loss_of(pair.reference(parts[pair.index], ways))
+    pair.same(actual.clone(), expected, "evaluation")
+
+
+def freeze(pair: Pair, op: Freeze) -> None:
+    if pair.is_unsynced or pair.is_whole:
+        return  # refused (a StateError), or a toggle of whole parameters
+    found, expected = list(pair.model.parameters()), list(pair.reference.parameters())
+    index = op.param % len(found)
+    names = [name for name, _ in pair.reference.named_parameters()]
+    if names[index].endswith("gain"):
+        return  # so that each rank has something to train
+    pair.zero("model")
+    for params in (found, expected):
+        params[index].requires_grad_(op.trainable)
+
+
+def unshard(pair: Pair, op: Unshard) -> None:
+    for unit in units_at(pair.model, op.layer):
+        handle = unit.unshard(async_op=op.asynchronous)
+        if handle is not None and op.layer % 2:
+            handle.wait()
+        if handle is None:
+            prefix = {id(m): name for name, m in pair.model.named_modules()}[id(unit)]
+            expected = dict(pair.reference.named_parameters(remove_duplicate=False))
+            for name, param in unit.named_parameters(prefix, recurse=False):
+                if not isinstance(param, DTensor):
+                    pair.same(param.detach().to(expected[name].dtype), expected[name], "unshard")
+        pair.is_whole = True
+
+
+def reshard(pair: Pair, op: Reshard) -> None:
+    """Reshard one unit; -1: all of them."""
+    if op.layer < 0:
+        pair.reshard()
+        return
+    for unit in units_at(pair.model, op.layer):
+        unit.reshard()
+
+
+def units_at(model: Net, layer: int) -> list[Any]:
+    """Return the unit of a layer, or those of all roots."""
+    layers = model.layers()
+    found: list[nn.Module] = list(model.trees)
+    if layer >= 0:
+        chosen = layers[layer % len(layers)]
+        found = [chosen, innermost(chosen.body)]
+    return [module for module in found if isinstance(module, fsdp2.FSDPModule)]
+
+
+def look_at_whole(pair: Pair, op: Whole) -> None:
+    if op.how == "full_params":
+        found = fsdp2.full_params(pair.model, max_bytes=200)
+        pair.assert_whole(((name, tensor) for name, tensor in found), "full_params")
+        return
+    with fsdp2.summon_full_params(pair.model, writeback=op.write):
+        pair.assert_whole(iter(pair.model.named_parameters()), "summon_full_params")
+        if op.write:
+            for model in (pair.model, pair.reference):
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(0.75)
+
+
+def new_optimizer(pair: Pair, op: NewOptimizer) -> None:
+    pair.make_optimizers()
+
+
+def change_setting(pair: Pair, op: Set) -> None:
+    """Change a setting; the settings of gradients are of whole trees."""
+    model = pair.model
+    roots: list[Any] = list(model.trees)
+    chosen = units_at(model, op.layer) or roots
+    if op.name == "reshard_after_forward":
+        for unit in chosen:
+            unit.set_reshard_after_forward(op.value)
+    elif op.name == "reshard_after_backward":
+        for unit in chosen:
+            unit.set_reshard_after_backward(op.value)
+    elif op.name == "reduction":
+        if pair.is_unsynced:
+            return
+        for root in roots:
+            root.set_gradient_reduction(op.value)
+        divisor = {"mean": pair.count, "sum": 1}.get(op.value, op.value)
+        pair.scale = pair.count / divisor
+    elif op.name == "unused":
+        for root in roots:
+            root.set_reduce_scatter_unused_params(op.value)
+        pair.zeros_if_unused = pair.zeros_if_unused or op.value
+    elif op.name == "prefetch":
+        units = [layer for layer in model.layers() if isinstance(layer, fsdp2.FSDPModule)]
+        for index, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + op.value])
+            unit.set_modules_to_backward_prefetch(units[:index][::-1][: op.value])
+    else:
+        for unit in roots if op.name == "set_memory" else chosen:
+            getattr(unit, op.name)(op.value)
+
+
+def replace_parameter(pair: Pair, op: Replace) -> None:
+    if pair.is_unsynced or pair.is_whole:
+        return
+    pair.zero("model")
+    pair.unhook()
+    name = list(names_of(pair.reference))[op.param % len(names_of(pair.reference))]
+    param, expected = names_of(pair.model)[name], names_of(pair.reference)[name]
+    assert isinstance(param, DTensor)
+    with torch.no_grad():
+        if op.how == "copy":
+            param.mul_(0.5)
+        elif op.how == "local":
+            param.to_local().mul_(0.5)
+        elif op.how == "data":
+            param.data = param.data * 0.5
+        else:
+            if any(p is expected for n, p in names_of(pair.reference).items() if n != name):
+                return  # tied: the other name keeps the old one
+            owner, _, last = name.rpartition(".")
+            new = nn.Parameter(expected.detach() * 0.5, requires_grad=expected.requires_grad)
+            setattr(pair.model.get_submodule(owner), last, new)
+            pair.is_whole = True  # until the next forward takes it over
+        expected.mul_(0.5)
+    if op.how == "new":
+        disturb_nothing(pair)
+        pair.make_optimizers()
+
+
+def disturb_nothing(pair: Pair) -> None:
+    """Run a forward, in which the model takes over what was put there."""
+    evaluate(pair, Evaluate())
+    pair.is_whole = False
+
+
+def clip(pair: Pair, op: Clip) -> None:
+    if pair.is_unsynced or pair.is_whole:
+        return
+    norm = fsdp2.clip_grad_norm_(pair.model.parameters(), op.max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), op.max_norm)
+    pair.same(norm.double(), expected.double(), "norm")
+
+
+def functional(pair: Pair, op: Functional) -> None:
+    if pair.is_unsynced or pair.is_whole:
+        return
+    call = Call()
+    parts = pair.batch(call)
+    x, ways = parts[pair.index], call.ways_of(pair.index)
+    if op.how == "grad":
+        functional_grad(pair, x)
+        return
+    for tree in pair.model.trees:
+        tree.set_requires_gradient_sync(True)
+
+    def values(model: nn.Module) -> dict[str, Tensor]:
+        factor = 1.0 if op.how == "own" else 0.5
+        named = dict(model.named_parameters())
+        return named if factor == 1.0 else {name: p * factor for name, p in named.items()}
+
+    loss = loss_of(functional_call(pair.model, values(pair.model), (x, ways)))
+    halves = values(pair.reference)
+    losses = [
+        loss_of(functional_call(pair.reference, halves, (part, call.ways_of(r))))
+        for r, part in enumerate(parts)
+    ]
+    pair.same(loss, losses[pair.index], "loss")
+    loss.backward()
+    (sum(losses, torch.zeros(())) * (pair.scale / pair.count)).backward()
+
+
+def functional_grad(pair: Pair, x: Tensor) -> None:
+    values = {name: p.detach() * 0.5 for name, p in pair.reference.named_parameters()}
+
+    def loss(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
+        return lambda given: loss_of(functional_call(model, given, (x, {})))
+
+    actual = torch.func.grad(loss(pair.model))(values)
+    expected = torch.func.grad(loss(pair.reference))(values)
+    for name, gradient in expected.items():
+        pair.same(actual[name], gradient, "torch.func.grad")
+
+
+def compiled(pair: Pair, op: Compiled) -> None:
+    if pair.is_unsynced or pair.is_whole or pair.setup.offload:
+        return
+    parts, ways = pair.batch(op.call), op.call.ways_of(pair.index)
+    x = parts[pair.index]
+    for tree in pair.model.trees:
+        x = fsdp2.compile(tree, disable=True)(x, ways)
+    loss = loss_of(x)
+    expected = pair.expected(parts, op.call, loss)
+    loss.backward()
+    expected.backward()
+
+
+def hook(pair: Pair, op: Hook) -> None:
+    if pair.is_unsynced or pair.is_whole:
+        return
+    if pair.hooks:
+        pair.unhook()
+        return
+    for model in (pair.model, pair.reference):
+        params = [p for p in model.parameters() if p.requires_grad]
+        doubled = params[op.param % len(params)].register_hook(lambda gradient: gradient * 2)
+        pair.hooks.append(doubled)
+
+
+PERFORM: dict[type[Op], Callable[[Pair, Any], None]] = {
+    Backward: backward,
+    Update: update,
+    Zero: zero,
+    Fail: fail,
+    Evaluate: evaluate,
+    Freeze: freeze,
+    Copy: copy_model,
+    State: state,
+    Unshard: unshard,
+    Reshard: reshard,
+    Whole: look_at_whole,
+    NewOptimizer: new_optimizer,
+    Set: change_setting,
+    Replace: replace_parameter,
+    Clip: clip,
+    Functional: functional,
+    Compiled: compiled,
+    Hook: hook,
+    Diverge: diverge,
+}
