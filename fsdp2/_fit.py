@@ -170,8 +170,8 @@ def _kept_after_a_step(cls: type[Optimizer], group: Mapping[str, Any], dim: int)
     try:
         with torch.no_grad(), torch.device("cpu"):
             shape = (2,) * dim
-            param = nn.Parameter(torch.zeros(shape, dtype=torch.float32))
-            param.grad = torch.zeros(shape, dtype=torch.float32)
+            param = nn.Parameter(torch.zeros(shape, dtype=torch.float32, device="cpu"))
+            param.grad = torch.zeros(shape, dtype=torch.float32, device="cpu")
             made = cls([param], **options)
             inspect.unwrap(cls.step)(made)  # without hooks that somebody put around steps
         found = made.state[param]

@@ -422,7 +422,8 @@ def _fill(
             return value
         except Exception as caught:
             error = error or caught
-            return torch.zeros((), device=held.local.device).expand(held.shape)
+            zero = torch.zeros((), dtype=held.dtype, device=held.local.device)
+            return zero.expand(held.shape)
 
     if from_rank0:
         scatter(helds, max_bytes, read)

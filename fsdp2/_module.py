@@ -20,7 +20,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2._arguments import check_flag
+from fsdp2._arguments import check_flag, check_mapping
 from fsdp2._control import ControlSurface, own_unit, units_in
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._group import ParamGroup
@@ -38,7 +38,12 @@ _classes: dict[type, type] = {}
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of ``FSDPModule`` and ``cls`` that sharded instances of ``cls`` have."""
     if cls not in _classes:
-        namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "_fsdp2_original": cls}
+        namespace = {
+            "__module__": cls.__module__,
+            "__doc__": cls.__doc__,
+            "_fsdp2_original": cls,
+            "_fsdp2_has_call": cls.__call__ is not nn.Module.__call__,
+        }
         try:
             _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
         except TypeError as error:
@@ -69,6 +74,7 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
     """
 
     _fsdp2_original: ClassVar[type[nn.Module]] = nn.Module
+    _fsdp2_has_call: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain instance: a slice of a sharded ``Sequential`` is a plain one.
@@ -100,7 +106,9 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
             compiled = _torch.compiled_call(self)
             if compiled is not None:
                 return call_compiled(unit, self, compiled, args, kwargs)
-            return super().__call__(*args, **kwargs)
+            if self._fsdp2_has_call:
+                return super().__call__(*args, **kwargs)
+            return _torch.call_with_hooks(self, *args, **kwargs)
         except BaseException:
             forward_raised(unit, depth)
             raise
@@ -129,8 +137,9 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
         Raises:
             ConfigError: whole tensors for sharded parameters. Nothing was changed.
         """
+        check_mapping("load_state_dict", "state_dict", state_dict)
         is_assigned = kwargs.get("assign", args[1] if len(args) > 1 else False)
-        if not is_assigned and isinstance(state_dict, Mapping):
+        if not is_assigned:
             for unit in units_in(self, recurse=True):
                 unit.reshard_if_idle()
             _refuse_whole(self, state_dict)

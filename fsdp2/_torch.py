@@ -424,6 +424,15 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def shell_of(tensor: torch.Tensor) -> int:
+    """Return what identifies the empty storage of a DTensor itself, which ``.data = ...`` changes.
+
+    Nothing else tells: the assignment leaves the local tensor and both versions as they are.
+    """
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
 def preserved_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
     """Hide in-place writes from autograd: what it saved is being filled again with its values."""
     manager: AbstractContextManager[Any] = _unsafe_preserve_version_counter(tensors)
@@ -567,6 +576,10 @@ def _skip_frames(function: Callable[..., Any], with_callees: bool) -> None:
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return what ``module.compile()`` made, which runs the module's hooks and forward."""
     return module._compiled_call_impl
+
+
+call_with_hooks: Callable[..., Any] = nn.Module._call_impl
+"""What ``nn.Module.__call__`` calls: one stack frame less for each unit inside another."""
 
 
 def in_graph(*functions: Callable[..., Any]) -> None:

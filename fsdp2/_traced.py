@@ -112,7 +112,8 @@ class TracedGroup:
         data, reduction = group.data, reducer.plan()
         scale, smaller = reducer.scale, group.smaller_mesh
         neighbours = None
-        if smaller is not None and not keeps:
+        is_cut = any(not item.shard.is_replicated for item in layout.items if not item.is_stamp)
+        if smaller is not None and not keeps and is_cut:
             alone = data.replicate.size == 1
             neighbours = Neighbours(
                 smaller.shard.size,

@@ -212,6 +212,9 @@ class LocalOptimizer:
         with torch.no_grad():
             grads = self._plan(groups)
             assert self._plans is not None
+            if any(group.get("fused") for group in groups):
+                runs = [run for plan in self._plans for run in plan.runs]
+                grads = [_laid_like(r.tensor, g) for r, g in zip(runs, grads, strict=True)]
             if not self._step_fused(groups, grads):
                 self._step_with(groups, grads)
             for plan in self._plans:
@@ -376,6 +379,17 @@ def _check_groups(cls: type[Optimizer], groups: Iterable[dict[str, Any]]) -> Non
                     f"steps on local shards do not support. Use {cls.__name__} itself on the "
                     "DTensors."
                 )
+
+
+def _laid_like(tensor: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient with the strides of its parameter: fused kernels read memory in its order.
+
+    Autograd gives leaves such gradients; one that came through ``functional_call`` may lie as it
+    was computed.
+    """
+    if grad.stride() == tensor.stride():
+        return grad
+    return torch.empty_like(tensor, dtype=grad.dtype).copy_(grad)
 
 
 def _granule(is_fused: bool, tensor: Tensor) -> int:

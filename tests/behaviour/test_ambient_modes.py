@@ -69,7 +69,7 @@ def around(name: str, mode: Callable[[], AbstractContextManager[Any]]) -> Pair:
     return pair
 
 
-@pytest.mark.parametrize("mode", ["meta", "float64", "bfloat16"])
+@pytest.mark.parametrize("mode", ["float64", "bfloat16"])  # torch has no backward under meta
 @ranks(2)
 def test_around_training(mode: str) -> None:
     """Also what the engine makes later: stamps, gradients, the exchange of ranks."""

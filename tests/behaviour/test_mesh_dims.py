@@ -516,7 +516,7 @@ def test_what_cannot_be_is_said_at_once() -> None:
     data = DataParallelMeshDims(shard="data")
     refused("'dta'.*Name some of", mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="dta"))
     refused("has no names", mesh=bare, dp_mesh_dims=data)
-    refused("DataParallelMeshDims or None, found str", mesh=named, dp_mesh_dims="data")
+    refused("DataParallelMeshDims or None, found 'data'", mesh=named, dp_mesh_dims="data")
     refused("expected mesh to be a DeviceMesh", mesh=None, dp_mesh_dims=data)
     refused("side by side", mesh=long, dp_mesh_dims=DataParallelMeshDims(shard=("a", "b")))
     refused(r"0\.scale: is a plain tensor.*distribute_module", mesh=named, dp_mesh_dims=data)

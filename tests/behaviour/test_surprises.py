@@ -387,3 +387,26 @@ def test_a_forward_that_casts_its_own_parameters(reshard_after_forward: bool | N
             optimizer.step()
             optimizer.zero_grad()
     assert losses[-1] < losses[0] / 2, "the steps must show in what the router computes"
+
+
+@ranks(1, 2)
+def test_many_units_inside_each_other() -> None:
+    """As deep as torch's own goes: what we add to the stack is one frame a unit."""
+
+    class Nest(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.inner = Nest(depth - 1) if depth else nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x * self.scale)
+            return y
+
+    model = Nest(150)
+    for module in reversed(list(model.modules())):
+        if isinstance(module, Nest):
+            fsdp2.fully_shard(module)
+    model(torch.ones(2, 3)).sum().backward()
+    assert model.scale.grad is not None
+    torch.testing.assert_close(model.scale.grad.full_tensor(), torch.full((3,), 2.0))

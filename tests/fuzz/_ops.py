@@ -208,8 +208,6 @@ def replace_parameter(pair: Pair, op: Replace) -> None:
             param.mul_(0.5)
         elif op.how == "local":
             param.to_local().mul_(0.5)
-        elif op.how == "data":
-            param.data = param.data * 0.5
         else:
             if any(p is expected for n, p in names_of(pair.reference).items() if n != name):
                 return  # tied: the other name keeps the old one

@@ -230,9 +230,7 @@ class Set(Op):
 
 @dataclass(frozen=True, repr=False)
 class Replace(Op):
-    """Change a parameter: "data" (`p.data = ...`), "copy" (in place), "local", "new" (a plain
-    `nn.Parameter`).
-    """
+    """Change a parameter: "copy" (in place), "local", "new" (a plain `nn.Parameter`)."""
 
     param: int = 0
     how: str = "copy"

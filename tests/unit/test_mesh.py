@@ -121,8 +121,8 @@ def test_the_default_is_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: "cpu", "expected mesh to be a DeviceMesh or None, found str"),
-        (lambda: (2, 3), "found tuple"),
+        (lambda: "cpu", "expected mesh to be a DeviceMesh or None, found 'cpu'"),
+        (lambda: (2, 3), "found a tuple"),
         (
             lambda: init_device_mesh("cpu", (1, 2, 3), mesh_dim_names=("a", "b", "c")),
             "found 3 dims",
