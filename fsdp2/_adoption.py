@@ -56,12 +56,6 @@ def look(params: Iterable[FSDPParam]) -> Findings:
             findings.cast.append(param)
         if _torch.local_tensor(sharded) is not param.local:
             findings.replaced[param] = sharded
-        elif _torch.shell_of(sharded) != param.shell:
-            raise StateError(
-                f"{param.fqn}: found an assignment to .data, which a DTensor forgets: its shard "
-                "still has the old values, and the new ones are gone. Write in place (under "
-                "no_grad: param.copy_(new)), or register a new nn.Parameter."
-            )
         for site in param.sites:
             found: Tensor | None = site.module._parameters.get(site.name)
             if found is sharded:
@@ -72,6 +66,15 @@ def look(params: Iterable[FSDPParam]) -> Findings:
             else:
                 findings.stand_ins.append(StandIn(site, param, found))
     return findings
+
+
+def refuse_assigned_data(param: FSDPParam) -> None:
+    """Raise StateError for a sharded parameter of which ``.data`` was assigned."""
+    raise StateError(
+        f"{param.fqn}: found an assignment to .data, which a DTensor forgets: its shard still has "
+        "the old values, and the new ones are gone. Write in place (under no_grad: "
+        "param.copy_(new)), or register a new nn.Parameter."
+    )
 
 
 def own_rows(param: FSDPParam, whole: Tensor, rank: int) -> Tensor:

@@ -47,7 +47,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _events, _packing, _torch
-from fsdp2._adoption import Source, StandIn, look, own_rows, own_sources, source_of
+from fsdp2._adoption import (
+    Source,
+    StandIn,
+    look,
+    own_rows,
+    own_sources,
+    refuse_assigned_data,
+    source_of,
+)
 from fsdp2._agreement import Stamp, Traits
 from fsdp2._borrowed import whole_tensor
 from fsdp2._comm import Wire
@@ -107,6 +115,8 @@ class ParamGroup:
         self._placed: list[StandIn] = []
         self.is_held = False
         self._versioned: list[Tensor] = []
+        self._sharded: list[Tensor] = []
+        self._shells: list[int] = []  # see shells_of
         self._values: list[int] | None = None
         self.is_part = False
         self.part = ""
@@ -306,7 +316,7 @@ class ParamGroup:
         self.reducer.invalidate()
         if not sources:
             self._home = self._full = self._waiting = None
-            self._versioned = []
+            self._versioned, self._sharded, self._shells = [], [], []
             self._tail.plan([])
             return
         self._at_rest = None  # until the unsharded parameters are made anew, owners are not known
@@ -344,6 +354,8 @@ class ParamGroup:
         # DTensor operations count on the DTensor, operations on local shards count there
         forms = [f for p in self.params for f in (p.sharded, _torch.local_tensor(p.sharded))]
         self._versioned = [form for form in forms if not form.is_inference()]
+        self._sharded = [param.sharded for param in self.params]
+        self._shells = _torch.shells_of(self._sharded)
         self._register(SHARDED)
 
     def _split_params(self, shards: Sequence[Tensor]) -> None:
@@ -456,6 +468,11 @@ class ParamGroup:
             self.reshard()  # the shards were written to since they were gathered
         findings = look(self.params)
         self._stand_ins = findings.stand_ins
+        shells = _torch.shells_of(self._sharded)
+        if shells != self._shells:
+            for param, seen, now in zip(self.params, self._shells, shells, strict=True):
+                if seen != now and param not in findings.replaced:
+                    refuse_assigned_data(param)
         if findings.toggled:
             self._toggle(findings.toggled)
         if findings.cast:  # by the model's own forward: what is unsharded lies elsewhere now

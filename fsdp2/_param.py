@@ -163,7 +163,6 @@ class FSDPParam:
         self.sharded: nn.Parameter = original
         self.shown: nn.Parameter | None = original  # what the group registered last
         self.local: torch.Tensor | None = None
-        self.shell: int | None = None  # what a DTensor of the user's changes by `.data = ...`
         self.piece: Piece | None = None
         self.spec = placement.sharded_spec(self.storage_dtype)
         self.unsharded: nn.Parameter | None = None
@@ -243,7 +242,7 @@ class FSDPParam:
         self.sharded.__dict__[_MARK] = OwnerMark(self)
         if self.keeps_reduced_dtype:
             self.sharded.grad_dtype = None  # any
-        self.local, self.shell = local, _torch.shell_of(self.sharded)
+        self.local = local
         self.piece = piece
         self.storage_dtype = local.dtype
 
@@ -285,7 +284,6 @@ class FSDPParam:
         return {
             **vars(self),
             "local": None,
-            "shell": None,
             "piece": None,
             "unsharded": None,
             "post_forward": None,

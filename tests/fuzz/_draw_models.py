@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from tests.fuzz._known import is_avoided
 from tests.fuzz._program import Block, Call, Model, Setup
 
 HAVE_ANOTHER_SET = ("linear", "scalars", "row", "branch")
@@ -137,8 +138,9 @@ class Choices:
         is_always_called = block.unit != "body" or free
         own = ["around"] * is_always_called
         own += ["other"] * (2 * other * (is_always_called or block.kind != "linear"))
-        own += ["skip", "detach", "twice"] if skippable else []
-        own += ["as_input"] * (free or not has_units_inside(block))
+        cut = [] if is_avoided("cut-on-one-rank") else ["detach", "as_input"]
+        own += ["skip", "twice"] if skippable else []
+        own += [way for way in cut if free or not has_units_inside(block)]
         self.on_one += [(place, way) for way in own]
         at = place + 1
         for inner in block.inner:
