@@ -568,10 +568,10 @@ class ParamGroup:
             )
             shown, param.shown = param.shown, form
             for site in param.sites:
-                registered = site.module._parameters
-                found = registered.get(site.name)
+                registered, name = site.module._parameters, site.name
+                found = registered[name] if name in registered else None  # noqa: SIM401  # a call
                 if found is shown or param.is_form(found):
-                    registered[site.name] = form
+                    registered[name] = form
         if self._stand_ins and state is UNSHARDED:
             for item in self._stand_ins:
                 whole = whole_tensor(item.tensor, item.param, self.data, self.wire, self.settings)
