@@ -60,7 +60,7 @@ from fsdp2._agreement import Stamp, Traits
 from fsdp2._borrowed import whole_tensor
 from fsdp2._comm import Wire
 from fsdp2._errors import ConfigError, StateError
-from fsdp2._events import BACKWARD, Clock
+from fsdp2._events import BACKWARD, IDLE, Clock
 from fsdp2._extension import ExtensionTail, has_extension, is_extended, smaller_mesh_refused
 from fsdp2._layout import GATHER_STAMP_NUMEL, GatherItem, GatherLayout, ShardLayout
 from fsdp2._mesh import DataMesh, MeshAxis
@@ -598,8 +598,9 @@ class ParamGroup:
                 self._at_rest = self._count_owners(renew=True)
         source = self._home if self.machine.state is SHARDED else self._waiting
         assert source is not None
-        if self.clock.phase is not BACKWARD or not self.settings.reshard_after_backward:
-            self.note_values()  # else it is resharded before anybody asks
+        phase = self.clock.phase
+        if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
+            self.note_values()  # in a forward those are noted that stay, at its end
         if _events.listeners:
             nbytes = source.axis.size * source.sent_nbytes
             _events.emit("unshard", self.fqn, self.clock.phase, nbytes)
@@ -737,6 +738,7 @@ class ParamGroup:
         if self._waiting is None or self.machine.state is not UNSHARDED:
             self.reshard()
             return
+        self.note_values()
         layout, waiting = self._waiting.layout, self._waiting
         waiting.flat.untyped_storage().resize_(layout.shard_nbytes)
         with torch.no_grad():

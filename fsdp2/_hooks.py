@@ -309,6 +309,9 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
     if runtime.parts is not None:
         runtime.end_parts(unit, with_grad)
     if unit.keeps_after_forward(with_grad):
+        for group in unit.groups:
+            if group.is_unsharded:
+                group.note_values()
         return
     if with_grad:
         unit.reshard_post_forward()
