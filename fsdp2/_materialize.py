@@ -96,10 +96,6 @@ def materialize(
                     f"materialize: expected device to be {group.device.type}, where "
                     f"{unit.fqn or 'the module'} was sharded, found {device}."
                 )
-    if sync_from_rank0:
-        for unit in units:
-            for group in unit.own_groups:
-                require_replicas("materialize(sync_from_rank0=True)", group)
     grids = Grids([*model.parameters(), *model.buffers()])
     names = [name for name, tensor in _tensors(model) if tensor.is_meta]
     found = grids.main.collect(names)
@@ -108,6 +104,8 @@ def materialize(
             "materialize: ranks have different tensors on the meta device. Found "
             f"{_difference(found)}. Build the model in the same way on every rank."
         )
+    for group in (g for unit in units for g in unit.own_groups) if sync_from_rank0 else ():
+        require_replicas("materialize(sync_from_rank0=True)", group)
     modules = [(n, m) for n, m in _children_first(model) if _has_meta(m)]
     if init is None:
         lacking = [

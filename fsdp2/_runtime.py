@@ -382,7 +382,8 @@ class Runtime:
             unit.reshard()
             return
         for group in unit.groups:
-            group.note_values()
+            if group.is_unsharded:
+                group.note_values()
         if is_last and self.forward_root is None:  # else the step goes on
             unit.show_shards()
 

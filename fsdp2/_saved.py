@@ -118,6 +118,7 @@ def _names() -> dict[tuple[str, str], Any]:
     where = "torch.distributed.checkpoint"
     found = {(f"{where}.metadata", name): type(name, (_StandIn,), {}) for name in CLASSES}
     found[f"{where}.filesystem", "_StorageInfo"] = type("_StorageInfo", (_StandIn,), {})
+    # A name in files, which nothing imports: torch writes this older one for tensors' properties.
     older = "torch.distributed._shard.sharded_tensor.metadata"
     for name in ("TensorProperties", "MEM_FORMAT_ENCODING"):
         found[older, name] = type(name, (_StandIn,), {})

@@ -32,22 +32,23 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
             names, shapes or dtypes. Every rank raises it, and nothing was changed.
     """
     check_module("sync_from_rank0", "model", model)
-    for module in model.modules():
-        unit = unit_of(module)
-        for group in () if unit is None else unit.own_groups:
-            require_replicas("sync_from_rank0", group)
     named: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         named.setdefault(id(tensor), (name, tensor))
-    grids = Grids([tensor for _, tensor in named.values()])
-    problem = next(
-        (name for name, t in named.values() if t.is_meta or isinstance(t, DTensor)), None
-    )
-    error = problem and ConfigError(
-        f"sync_from_rank0: expected plain tensors with memory, found {problem} on the meta device "
-        "or as a DTensor. Call it before the model is sharded; materialize() is for meta."
-    )
-    grids.main.raise_together(error or None, "sync_from_rank0")
+    grids, helds = Grids([]), []
+    with grids.main.together("sync_from_rank0"):  # ranks may have different models
+        for module in model.modules():
+            unit = unit_of(module)
+            for group in () if unit is None else unit.own_groups:
+                require_replicas("sync_from_rank0", group)
+        for name, tensor in named.values():
+            if tensor.is_meta or isinstance(tensor, DTensor):
+                raise ConfigError(
+                    f"sync_from_rank0: expected plain tensors with memory, found {name} on the "
+                    "meta device or as a DTensor. Call it before the model is sharded; "
+                    "materialize() is for meta."
+                )
+            helds.append(grids.hold(name, tensor))
     seen = [f"{name}: {t.dtype} of shape {tuple(t.shape)}" for name, t in named.values()]
     for rank, other in enumerate(grids.main.collect(seen)):
         differ = next(iter(sorted(set(other) ^ set(seen))), None)
@@ -57,8 +58,8 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
                 f"here or on rank {rank} only. Build the model in the same way on every rank."
             )
     with torch.no_grad():
-        for name, tensor in named.values():
-            scatter([grids.hold(name, tensor)], SYNC_NBYTES, lambda held: held.local)
+        for held in helds:
+            scatter([held], SYNC_NBYTES, lambda held: held.local)
     return model
 
 

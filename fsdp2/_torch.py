@@ -197,7 +197,7 @@ def computes_gradient(param: torch.Tensor) -> bool:
 
 
 def register_first_prehook(node: torch.autograd.graph.Node, hook: Callable[..., None]) -> None:
-    """Run ``hook`` before the pre-hooks that a node has. No public way exists."""
+    """Run ``hook`` before the pre-hooks that a node has. No public way exists; torch 2.13.0."""
     handle = node.register_prehook(hook)
     hooks = handle.hooks_dict_ref()
     if hooks is not None and len(hooks) > 1:

@@ -213,9 +213,8 @@ def test_with_a_replicate_axis_and_smaller_meshes(choice: int | None, action: st
         check(action, "stack", reshard_after_forward=choice)
 
 
-@pytest.mark.parametrize("where", ["blocks.0", "blocks.1", ""])
 @ranks(2)
-def test_units_that_some_ranks_may_skip(where: str) -> None:
+def test_units_that_some_ranks_may_skip() -> None:
     """The unit above moves a conditional one: what it shows, both show."""
     pair = Pair(Case(Stack, lambda model: [], floats))
     model = copy.deepcopy(pair.reference)

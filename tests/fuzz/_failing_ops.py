@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from tests.fuzz._layers import Fuse, ProvokedError
+from tests.behaviour.test_recovery import Fuse, ProvokedError
 from tests.fuzz._pair import MismatchError, Pair, loss_of
 from tests.fuzz._program import Call, Diverge, Fail
 

@@ -20,22 +20,6 @@ from tests.fuzz._program import Block, Model
 Ways = Mapping[int, str]
 
 
-class ProvokedError(Exception):
-    """What programs raise on purpose."""
-
-
-class Fuse(torch.autograd.Function):
-    """An identity that raises in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise ProvokedError("backward")
-
-
 class Layer(nn.Module):
     def __init__(self, block: Block, width: int, places: Iterator[int]) -> None:
         super().__init__()
