@@ -178,7 +178,8 @@ class ParamGroup:
 
     def rewire(self) -> None:
         """Take notice of what changed on the wire: every rank does so between the same steps."""
-        self._drop_gather()
+        if self._gathering is not None:
+            self._drop_gather()
         for buffer in (self._home, self._waiting):
             if buffer is not None:
                 self._know(buffer)
@@ -668,7 +669,8 @@ class ParamGroup:
         """Register the sharded parameters and free the unsharded ones."""
         self.is_laid_aside = self.skips_backward = self.is_held = False
         self._values = None
-        self._drop_gather()
+        if self._gathering is not None:
+            self._drop_gather()
         if self.machine.state is SHARDED or not self.params:
             return
         waiting = self._waiting
@@ -680,13 +682,12 @@ class ParamGroup:
 
     def show_shards(self) -> None:
         """Register the sharded parameters, whatever stays in memory. See [Note: between steps]."""
-        if self.machine.state is not SHARDED and not self.is_held:
+        if not self.is_held:
             self._register(SHARDED)
 
     def _drop_gather(self) -> None:
-        """Wait for a gather that is in flight, and forget what it brought."""
-        if self._gathering is None:
-            return
+        """Wait for the gather that is in flight, and forget what it brought."""
+        assert self._gathering is not None
         self._gathering.wait()
         self.streams.retire("gather", self._gathering.buffers)
         self._gathering = None

@@ -27,17 +27,9 @@ the engine, which runs younger nodes first, has finished the module when it gets
 plain autograd view: updating it, or a view of it, in place stays legal, which a custom
 ``autograd.Function`` there would forbid.
 
-A node can carry several marks: a unit returns what a unit inside it returned, or its input. Then
-the pre-backwards come first, the outermost before the others, and a post-backward comes last, as
-if there were a node for each: on another rank there may be.
-
-[Note: calls without a mark]
-On one rank a unit may return what needs no gradient (its input, where a branch was not taken), and
-on another one its output. Both are in the same place in the order of forwards. So a call whose
-outputs nothing marks, of a unit that has something to train, is recorded beside those that are
-marked, and its backward happens at the end of theirs: no gradient reaches a unit before it. A unit
-after it may have had its pre-backward and no post-backward, for its input needed no gradient; that
-comes first. The first of all units has none on any rank.
+What no mark tells, because a rank's graph goes another way, follows from the order of the forward:
+see [Note: the order of backward] in ``_order``. It puts marks in order, too, that share a node: a
+unit may return what a unit inside it returned, or its input.
 
 [Note: one reduction a backward]
 A unit may run several forwards before a backward. Each recorded call is *open* until its
@@ -65,6 +57,8 @@ from torch import Tensor
 
 from fsdp2 import _torch
 from fsdp2._errors import StateError
+from fsdp2._events import FORWARD
+from fsdp2._order import Visit
 from fsdp2._precision import stale_call
 from fsdp2._runtime import Runtime, attach
 from fsdp2._tree import map_tensors, visit_tensors
@@ -80,97 +74,43 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 class Call:
-    """One recorded forward of a unit, from its marks to its backward. Autograd's graph owns it."""
+    """The marks of one forward of a unit. Autograd's graph owns it."""
 
-    __slots__ = (
-        "__weakref__",
-        "_active",
-        "_done_in",
-        "_policy",
-        "ended",
-        "marked",
-        "marks_input",
-        "previous",
-        "recorded",
-        "runtime",
-        "started",
-        "unit",
-    )
+    __slots__ = ("__weakref__", "is_marked", "runtime", "visit")
 
-    def __init__(self, unit: Unit, runtime: Runtime) -> None:
-        self.unit = unit
+    def __init__(self, visit: Visit, runtime: Runtime) -> None:
+        self.visit = visit
         self.runtime = runtime
-        self._policy = unit.policy
-        self.previous: tuple[Unit, ...] = ()
-        self.recorded = runtime.unmarked
-        self.started = self.ended = runtime.tick()
-        self.marked = self.marks_input = False
-        self._active = False
-        self._done_in = 0
+        self.is_marked = False
 
     @_torch.always_eager
     def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
         """A gradient reached an output."""
-        unit, runtime = self.unit, self.runtime
+        visit, runtime = self.visit, self.runtime
         runtime.begin_backward()
-        if self._active or self._done_in == runtime.backward_number:
+        if visit.opened_in == runtime.backward_number:
             return
-        if unit.policy is not self._policy:
-            raise StateError(stale_call(unit.fqn))
-        self._active = True
-        unit.active_calls += 1
-        runtime.calls.append(self)
-        loses = not unit.settings.reduce_grads and not unit.is_unsharded
+        if visit.unit.policy is not visit.policy:
+            raise StateError(stale_call(visit.unit.fqn))
         if _torch.is_under_modes():
-            _torch.run_aside(self._gather)
+            _torch.run_aside(runtime.arrive, visit)
         else:
-            self._gather()
-        if loses:
-            unit.note_unsynced_backward()
-
-    def _gather(self) -> None:
-        if self.runtime.parts is not None and self.unit.gathers_in_backward:
-            self.runtime.pass_event()
-        if self.runtime.is_large:
-            self.runtime.free_done()
-        self.unit.gather_for_backward()
-        self.runtime.prefetch_backward(self.unit, self.previous)
+            runtime.arrive(visit)
 
     @_torch.always_eager
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> None:
         """Every gradient inside the unit has been computed; this one leaves it."""
-        if not self._active:
+        visit, runtime = self.visit, self.runtime
+        number = runtime.backward_number
+        if visit.opened_in != number or visit.closed_in == number:
             return
-        self.close()
         if torch.is_grad_enabled():  # create_graph: a backward may come through these gradients
             mark = self._mark_layers if _torch.is_under_transforms() else self._mark
             visit_tensors(mark, grads)
-        if self.unit.in_backward:
-            return
         if _torch.is_under_modes():
-            _torch.run_aside(self._give_back)
+            _torch.run_aside(runtime.depart, visit)
         else:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        unit = self.unit
-        if unit.settings.reshard_after_backward:
-            unit.reshard()
-        if not unit.open_calls:
-            self.runtime.reduce(unit)
-
-    @property
-    def is_between(self) -> bool:
-        """True if its pre-backward ran, and nothing will reach its post-backward."""
-        return self._active and not self.marks_input
-
-    def close(self) -> None:
-        """This call needs its unit no longer in the running backward."""
-        if self._active:
-            self._active = False
-            self._done_in = self.runtime.backward_number
-            self.unit.active_calls -= 1
-            self.unit.open_calls = max(0, self.unit.open_calls - 1)
+            runtime.depart(visit)
 
     def mark_input(self, tensor: Tensor, cast: Tensor) -> Tensor:
         """Put a node between the caller's tensor and the module, with post-backward on it."""
@@ -178,29 +118,29 @@ class Call:
             cast = _torch.unseen_view(tensor)
         if cast.grad_fn is not None:
             cast.grad_fn.register_prehook(self.post_backward)
-            self.marks_input = True
+            self.visit.marks_input = True
         return cast
 
     def __del__(self) -> None:
-        if self.marked:
-            self.runtime.lose_graph(self.unit)
+        if self.is_marked:
+            self.runtime.lose_graph(self.visit.unit)
 
     def mark_outputs(self, output: Any) -> bool:
         """Put pre-backward on what made the outputs; return True if any has a gradient."""
         mark = self._mark_layers if _torch.is_under_transforms() else self._mark
         visit_tensors(mark, output)
-        return self.marked
+        return self.is_marked
 
     def _mark(self, tensor: Tensor) -> None:
         """Put pre-backward on what made a tensor."""
         if tensor.requires_grad:
-            if not self.marked:
-                self.marked = True
-                self.unit.recorded_calls += 1
+            if not self.is_marked:
+                self.is_marked = True
+                self.visit.unit.recorded_calls += 1
             base = _torch.base_of(tensor)
             for made in (tensor,) if base is None else (tensor, base):
                 if made.grad_fn is not None:
-                    _torch.register_first_prehook(made.grad_fn, self.pre_backward)
+                    made.grad_fn.register_prehook(self.pre_backward)
 
     def _mark_layers(self, tensor: Tensor) -> None:
         for layer in _torch.layers_of(tensor):
@@ -239,7 +179,10 @@ def pre_forward(
         _enter(unit)
     runtime = unit.runtime
     assert runtime is not None
-    call = Call(unit, runtime) if torch.is_grad_enabled() and unit.groups else None
+    call = None
+    if torch.is_grad_enabled() and unit.groups:
+        order = runtime.order if runtime.clock.phase is FORWARD else None
+        call = Call(Visit(unit, order), runtime)
     unit.calls.append(call)
     dtype = unit.input_dtype
     if call is None and dtype is None:
@@ -269,16 +212,13 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     if dtype is not None:
         output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
     recomputing = runtime.is_recomputing
-    if call is not None:
-        is_marked = call.mark_outputs(output)
-        if is_marked or (unit.trains and not recomputing):
-            if not recomputing or unit.open_calls == 0:  # else it repeats a call that is open
-                unit.open_calls += 1
-            if not recomputing:
-                call.previous = runtime.remember(unit)
-        if not is_marked and unit.trains and not recomputing:
-            call.ended = runtime.tick()
-            call.recorded.append(call)
+    if call is not None and (call.mark_outputs(output) or (unit.trains and not recomputing)):
+        if not recomputing or unit.open_calls == 0:  # else it repeats a call that is open
+            unit.open_calls += 1
+        if not recomputing:
+            visit = call.visit
+            visit.previous = runtime.remember(unit)
+            runtime.order.leave(visit)
     if not unit.calls:
         if _torch.is_under_modes():
             _torch.run_aside(_leave, unit, runtime, module, recomputing)

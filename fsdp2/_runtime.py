@@ -24,7 +24,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn as nn
@@ -33,15 +32,13 @@ from fsdp2 import _events, _torch
 from fsdp2._errors import StateError
 from fsdp2._events import BACKWARD, FORWARD, IDLE, Clock
 from fsdp2._group import ParamGroup
+from fsdp2._order import Order, Visit
 from fsdp2._param import FSDPParam
 from fsdp2._parts import Part, Parts
 from fsdp2._reduction import Reduction
 from fsdp2._schedule import Schedule
 from fsdp2._streams import Streams, streams_for
 from fsdp2._unit import Unit
-
-if TYPE_CHECKING:
-    from fsdp2._hooks import Call
 
 _CPU = torch.device("cpu")
 
@@ -93,8 +90,9 @@ class Runtime:
         self.forward_root: Unit | None = None
         self.failed = False
         self.backward_number = 0
-        self.calls: list[Call] = []
-        self.unmarked: list[Call] = []  # of the running forward, see [Note: calls without a mark]
+        self.order = Order()  # of the running forward
+        self._order: Order | None = None  # of the forward that backward is in
+        self._open: list[Visit] = []  # by the running backward
         self.last_units: tuple[Unit, ...] = ()
         self.parts: Parts | None = None
         self.is_large = any(
@@ -103,7 +101,6 @@ class Runtime:
             for group in unit.own_groups
         )
         self._with_graph = False
-        self._ticks = 0
         self._prefetched: list[Unit] = []
         self._reductions: deque[Reduction] = deque()
         self._callback: weakref.ref[_EndOfBackward] | None = None
@@ -129,7 +126,7 @@ class Runtime:
         self.clock.phase = FORWARD
         self.forward_root = entry
         self.last_units = ()
-        self.unmarked = []  # calls hold the list of their forward
+        self.order = Order()
         self.schedule.begin(entry)
 
     def prefetch_forward(self, unit: Unit) -> None:
@@ -206,10 +203,75 @@ class Runtime:
         if self.parts is not None:
             self.parts.begin()
 
-    def tick(self) -> int:
-        """Return a larger number than before."""
-        self._ticks += 1
-        return self._ticks
+    def arrive(self, visit: Visit) -> None:
+        """Backward comes to a forward of a unit: make its parameters whole."""
+        if visit.opened_in == self.backward_number:
+            return
+        order = visit.order
+        if order is not None:
+            if order is not self._order or order.place != visit.left + 1:
+                self._catch_up(order, visit.left)
+            order.place = visit.left
+        unit = visit.unit
+        visit.opened_in = self.backward_number
+        unit.active_calls += 1
+        self._open.append(visit)
+        loses = not unit.settings.reduce_grads and not unit.is_unsharded
+        if self.parts is not None and unit.gathers_in_backward:
+            self.pass_event()
+        if self.is_large:
+            self.free_done()
+        unit.gather_for_backward()
+        self.prefetch_backward(unit, visit.previous)
+        if loses:
+            unit.note_unsynced_backward()
+
+    def depart(self, visit: Visit) -> None:
+        """Backward leaves a forward of a unit: give parameters back, reduce if it was the last."""
+        number = self.backward_number
+        if visit.opened_in != number or visit.closed_in == number:
+            return
+        order = visit.order
+        if order is not None:
+            if order is not self._order or order.place != visit.entered + 1:
+                self._catch_up(order, visit.entered)
+            order.place = visit.entered
+        unit = visit.unit
+        self._count_closed(visit)
+        if unit.in_backward:
+            return
+        if unit.settings.reshard_after_backward:
+            unit.reshard()
+        if not unit.open_calls:
+            self.reduce(unit)
+
+    def _count_closed(self, visit: Visit) -> None:
+        unit = visit.unit
+        visit.closed_in = self.backward_number
+        unit.active_calls -= 1
+        if unit.open_calls:
+            unit.open_calls -= 1
+
+    def _catch_up(self, order: Order, place: int) -> None:
+        """Do first what backward missed before a place of a forward's order."""
+        if order is not self._order:
+            self._go_through_rest()
+            order.begin(self.backward_number)
+            self._order = order
+        self._go_through(order.missed(place))
+
+    def _go_through(self, missed: Iterable[tuple[Visit, bool]]) -> None:
+        """Do what is due at events that no gradient reached on this rank."""
+        for visit, opens in missed:
+            if opens:
+                self.arrive(visit)
+            else:
+                self.depart(visit)
+
+    def _go_through_rest(self) -> None:
+        """Do what backward missed before the beginning of the forward that it is in."""
+        if self._order is not None:
+            self._go_through(self._order.rest())
 
     def remember(self, unit: Unit) -> tuple[Unit, ...]:
         """Note that a unit's forward is over; return those before it, the last one first."""
@@ -264,7 +326,10 @@ class Runtime:
             limit = settings.overlap.reductions + (running[0].nbytes < SMALL_NBYTES)
         if len(running) >= limit:
             return True
-        return any(reduction.is_of(group.reducer) for reduction in running)
+        for reduction in running:  # noqa: SIM110  # each turn of a generator is a call
+            if reduction.is_of(group.reducer):
+                return True
+        return False
 
     def free_done(self) -> None:
         """Free what reductions hold that have ended: at other times on other ranks, so no more."""
@@ -324,11 +389,12 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what no post-backward reduced, finish what is in flight, reshard."""
-        self._repeat_unmarked()
+        self._go_through_rest()
         ran = {unit for unit in self.units if unit.open_calls or unit.active_calls}
-        for call in self.calls:
-            call.close()
-        self.calls.clear()
+        for visit in self._open:
+            if visit.closed_in != self.backward_number:
+                self._count_closed(visit)
+        self._forget_places()
         is_last = all(unit.settings.is_last_backward for unit in self.units)
         for unit in reversed(self.units):
             if unit.groups and self._has_to_reduce(unit, unit in ran):
@@ -348,30 +414,21 @@ class Runtime:
         self.clock.phase = IDLE if self.forward_root is None else FORWARD
         self._callback = None
 
-    def _repeat_unmarked(self) -> None:
-        """Go through the calls that no gradient could reach on this rank, the last one first."""
-        reached = [call for call in self.calls if call.recorded]
-        for recorded in {id(call.recorded): call.recorded for call in reached}.values():
-            first = recorded[0]
-            after = [c for c in reached if c.recorded is recorded and c.started > first.ended]
-            calls = [*recorded, *(call for call in after if call.is_between)]
-            for call in sorted(calls, key=lambda call: call.started, reverse=True):
-                if call in recorded:
-                    call.pre_backward(())
-                if call is not first:
-                    call.post_backward(())
+    def _forget_places(self) -> None:
+        self._open.clear()
+        self._order = None
 
     def _has_to_reduce(self, unit: Unit, has_run: bool) -> bool:
         """True if a unit that ran, here and so on every rank, was not reduced by a post-backward.
 
         A rank on which none of its parameters was used reduces zeros: others may have gradients.
         """
-        return any(
-            group.reducer.has_local_gradients
-            or (group.settings.reduce_grads and (has_run or group.owes_reduction))
-            for group in unit.groups
-            if self.parts is None or not self.parts.is_reduced(group)
-        )
+        for group in unit.groups:
+            if self.parts is None or not self.parts.is_reduced(group):
+                owes = has_run or group.owes_reduction
+                if group.reducer.has_local_gradients or (group.settings.reduce_grads and owes):
+                    return True
+        return False
 
     def _reshard_after_backward(self, unit: Unit, is_last: bool) -> None:
         """Reshard, unless a forward around this backward, or a backward through it, needs more."""
@@ -390,8 +447,10 @@ class Runtime:
     def _flush_partial(self) -> None:
         """Reduce over replicas what earlier backwards reduced over shards only."""
         for unit in reversed(self.units):
-            if any(g.settings.all_reduce_grads and g.reducer.has_partial for g in unit.groups):
-                self.reduce(unit)
+            for group in unit.groups:
+                if group.settings.all_reduce_grads and group.reducer.has_partial:
+                    self.reduce(unit)
+                    break
         if self._reductions:
             self.wait_for_reductions()
 
@@ -455,7 +514,7 @@ class Runtime:
         for reduction in self._reductions:
             reduction.wait()
         self._reductions.clear()
-        self.calls.clear()
+        self._forget_places()
         for unit in self.units:
             unit.calls.clear()
             unit.ran.clear()

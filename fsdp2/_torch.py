@@ -196,15 +196,6 @@ def computes_gradient(param: torch.Tensor) -> bool:
         return True
 
 
-def register_first_prehook(node: torch.autograd.graph.Node, hook: Callable[..., None]) -> None:
-    """Run ``hook`` before the pre-hooks that a node has. No public way exists; torch 2.13.0."""
-    handle = node.register_prehook(hook)
-    hooks = handle.hooks_dict_ref()
-    if hooks is not None and len(hooks) > 1:
-        for number in list(hooks)[:-1]:  # the engine reads the order of insertion
-            hooks[number] = hooks.pop(number)
-
-
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that ``tensor`` is a view of."""
     return tensor._base

@@ -24,6 +24,7 @@ from fsdp2 import _torch
 from fsdp2._errors import StateError
 from fsdp2._events import IDLE
 from fsdp2._group import ParamGroup
+from fsdp2._param import SHARDED
 from fsdp2._policy import MixedPrecisionPolicy, Settings
 from fsdp2._streams import Streams
 
@@ -176,7 +177,8 @@ class Unit:
     def show_shards(self) -> None:
         """Register sharded parameters; whole ones may stay. See [Note: between steps] in _group."""
         for group in self.groups:
-            group.show_shards()
+            if group.machine.state is not SHARDED:
+                group.show_shards()
 
     def reshard_unless_gathering(self) -> None:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""

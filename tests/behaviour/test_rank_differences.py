@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from tests._local_sgd import LocalSGD
 from tests._models import loss_of, seeded
 from tests._parity import assert_same_gradients, assert_same_parameters, make_mesh
 from tests._pool import ranks
-from tests._slow import slow
+from tests._slow import slow, with_slow
 
 WIDTH = 13
 
@@ -147,3 +148,113 @@ def test_with_other_memory(kind: type[nn.Module], memory: str) -> None:
 def test_on_a_replicate_axis(kind: type[nn.Module]) -> None:
     for choice in (None, False):
         train([kind, kind], mixed, embeds=True, mesh=make_mesh(2, 2), reshard_after_forward=choice)
+
+
+# --- graphs that are cut inside of nested units ---------------------------------------------------
+
+
+class Cuts(nn.Module):
+    """Calls units; detaches the outputs of those whose letters are in `cut`."""
+
+    recomputes = False
+
+    def add(self, name: str, unit: nn.Module, x: Tensor, cut: str, *args: str) -> Tensor:
+        if self.recomputes and not args:
+            y = checkpoint(unit, x, use_reentrant=False)
+        else:
+            y = unit(x, *args)
+        return x + torch.tanh(y.detach() if name in cut else y)
+
+
+class Outer(Cuts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in "abc")
+
+    def forward(self, x: Tensor, cut: str) -> Tensor:
+        for name in "abc":
+            x = self.add(name, getattr(self, name), x, cut)
+        return x
+
+
+class Nest(Cuts):
+    """Units inside of a unit, and a tower whose input needs no gradient on any rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tower = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.outer = Outer()
+        self.last = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, cut: str) -> Tensor:
+        y = self.add("f", self.first, x, cut)
+        y = self.add("o", self.outer, y, cut, cut)
+        return self.last(y + self.add("t", self.tower, x, cut))
+
+
+CUTS = ["c", "b", "o", "f", "t", "ac", "abc", "to", "ft", "fot"]
+
+
+def shard_nest(model: Any, kind: str, mesh: Any, **kwargs: Any) -> None:
+    outer = model.outer
+    inner = [[outer.a, outer.b], outer.c] if kind == "list" else [outer.a, outer.b, outer.c]
+    for unit in [*inner, outer, model.tower, model.first, model]:
+        fsdp2.fully_shard(unit, mesh=mesh, **kwargs)
+
+
+def train_nest(kind: str, how: str, cuts: list[str], *, mesh: Any = None, **kwargs: Any) -> None:
+    reference, model = (seeded(Nest).double() for _ in range(2))
+    for module in model.modules():
+        module.recomputes = how == "recompute"
+    shard_nest(model, kind, mesh or make_mesh(), **kwargs)
+    optimizers = [LocalSGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    count, own = dist.get_world_size(), dist.get_rank()
+    for step, cut in enumerate(cuts):
+        who = step % count
+        expected, losses = [], []
+        for call in range(2 if how in ("sum", "each", "unsynced") else 1):
+            parts = torch.randn(3 * count, WIDTH, dtype=torch.double).chunk(count)
+            ways = [cut if (rank == who) is (call == 0) else "" for rank in range(count)]
+            each = [loss_of(reference(p, way)) for p, way in zip(parts, ways, strict=True)]
+            expected.append(torch.stack(each).mean())
+            losses.append(loss_of(model(parts[own], ways[own])))
+        if how == "sum":
+            expected, losses = [torch.stack(expected).sum()], [torch.stack(losses).sum()]
+        for index, (loss, wanted) in enumerate(zip(losses, expected, strict=True)):
+            if how == "unsynced":
+                model.set_requires_gradient_sync(index > 0)
+            for again in (True, False) if how == "retain" else (False,):
+                loss.backward(retain_graph=again)
+                wanted.backward(retain_graph=again)
+        assert_same_gradients(model, reference, 1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, reference, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "how", with_slow(["once", "sum", "each", "retain", "unsynced", "recompute"], default=["sum"])
+)
+@pytest.mark.parametrize("kind", with_slow(["units", "list"], default=["units"]))
+@ranks(2, 3)
+def test_a_graph_that_one_rank_cuts_inside_of_units(kind: str, how: str) -> None:
+    train_nest(kind, how, CUTS)
+
+
+@slow
+@pytest.mark.parametrize("how", ["once", "sum"])
+@pytest.mark.parametrize("choice", [True, False, 2])
+@ranks(4)
+def test_a_cut_graph_on_a_replicate_axis(choice: bool | int, how: str) -> None:
+    train_nest("units", how, CUTS, mesh=make_mesh(2, 2), reshard_after_forward=choice)
+
+
+@ranks(2)
+def test_outputs_that_no_rank_uses_have_no_gradient() -> None:
+    """As in a plain model: None, not zeros; and each first backward moves what the forward did."""
+    model: Any = seeded(Nest).double()
+    shard_nest(model, "units", make_mesh())
+    loss_of(model(torch.randn(3, WIDTH, dtype=torch.double), "o")).backward()
+    assert all(p.grad is None for p in model.outer.parameters())
+    assert all(p.grad is not None for p in model.last.parameters())

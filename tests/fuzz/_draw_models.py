@@ -8,7 +8,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz._known import is_avoided
 from tests.fuzz._program import Block, Call, Model, Setup
 
 HAVE_ANOTHER_SET = ("linear", "scalars", "row", "branch")
@@ -119,6 +118,7 @@ class Choices:
         self.on_all: list[tuple[int, str]] = []
         self.on_one: list[tuple[int, str]] = []
         self.recomputed: set[int] = set()
+        self.is_recomputed = any(block.checkpoint != "no" for block in self.layers)
         place = 0
         for block in model.blocks:
             place = self._add(block, place, False, "no")
@@ -133,14 +133,15 @@ class Choices:
         other = block.kind in HAVE_ANOTHER_SET
         self.on_all += [(place, way) for way in ("skip", "twice", "detach", "around", "as_input")]
         self.on_all += [(place, "other")] * (2 * other)
-        if checkpoint == "no" and block.hook == "no":
-            self.on_all.append((place, "inplace"))
+        in_place = ["inplace"] if checkpoint == "no" and block.hook == "no" else []
+        self.on_all += [(place, way) for way in in_place]
         is_always_called = block.unit != "body" or free
         own = ["around"] * is_always_called
         own += ["other"] * (2 * other * (is_always_called or block.kind != "linear"))
-        cut = [] if is_avoided("cut-on-one-rank") else ["detach", "as_input"]
         own += ["skip", "twice"] if skippable else []
-        own += [way for way in cut if free or not has_units_inside(block)]
+        if not self.is_recomputed:  # else ranks may gather in another order, see the README
+            own += ["detach", *in_place] if is_always_called else []
+            own += ["as_input"] if free or not has_units_inside(block) else []
         self.on_one += [(place, way) for way in own]
         at = place + 1
         for inner in block.inner:

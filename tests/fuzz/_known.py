@@ -10,7 +10,6 @@ import os
 EVERYTHING = "FSDP2_FUZZ_KNOWN"  # set: draw what is known to fail, too
 
 KNOWN = {
-    "cut-on-one-rank": "a unit that cuts the graph on one rank, after others that it then misses",
     "compiled-recomputed": "a compiled step outside of a compiler, with checkpointing",
 }
 

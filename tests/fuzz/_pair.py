@@ -38,6 +38,7 @@ class Pair:
         self.model = build(program.model, program.seed)
         self.reference = build(program.model, program.seed)
         shard(self.model, self.setup)
+        self.meshes = {p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor)}
         self.random = torch.Generator().manual_seed(program.seed)
         singles = any(b.kind == "single" for b in program.model.layers())
         self.rtol = 2e-4 if singles or self.setup.precision != "same" else 1e-9
@@ -49,11 +50,15 @@ class Pair:
         self.hooks: list[Any] = []
         self.make_optimizers()
 
+    def is_shard(self, param: Tensor) -> bool:
+        """False for a whole parameter, and for one on a smaller mesh, between its passes."""
+        return isinstance(param, DTensor) and param.device_mesh in self.meshes
+
     # Optimizers.
 
     def make_optimizers(self) -> None:
         """Make both optimizers of what `parameters()` are now."""
-        self.holds_whole = any(not isinstance(p, DTensor) for p in self.model.parameters())
+        self.holds_whole = any(not self.is_shard(p) for p in self.model.parameters())
         self.optimizer = self._make(self.model)
         self.reference_optimizer = self._make(self.reference)
 

@@ -31,6 +31,8 @@ def state(pair: Pair, op: State) -> None:
         return
     pair.zero("model")
     pair.unhook()
+    if pair.holds_whole:  # an error of its own, see update
+        pair.make_optimizers()
     model, checkpoint = pair.model, fsdp2.checkpoint
     named = pair.optimizer if pair.has_named_state else None
     own = copy.deepcopy(pair.optimizer.state_dict())
