@@ -72,10 +72,7 @@ class Workspace:
             if _is_abandoned(found):
                 shutil.rmtree(found, ignore_errors=True)
         self.path.mkdir(parents=True)
-        self._lock = os.open(self.path / OWNER, os.O_RDWR | os.O_CREAT, 0o644)
-        os.write(self._lock, _host().encode())
-        with contextlib.suppress(OSError):
-            _lock(self._lock)
+        self._lock = _own(self.path)
 
     def release(self) -> None:
         """Let the folder be one like any other, right before it takes its name."""
@@ -104,6 +101,21 @@ def _lock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def _own(folder: Path) -> int:
+    """Put the owner's file, open and locked, into a new folder.
+
+    It has its name once it is locked and says who holds the lock: others look at it at any moment,
+    and one that can be locked is a dead save's. Without a lock it says nothing.
+    """
+    unnamed = folder / f"{OWNER}.new"
+    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o644)
+    with contextlib.suppress(OSError):
+        _lock(descriptor)
+        os.write(descriptor, _host().encode())
+    os.rename(unnamed, folder / OWNER)
+    return descriptor
+
+
 def _is_abandoned(folder: Path) -> bool:
     """True if the save that made a folder is dead, as far as can be told from here."""
     is_free, host = False, ""
@@ -111,7 +123,7 @@ def _is_abandoned(folder: Path) -> bool:
         descriptor = os.open(folder / OWNER, os.O_RDWR)
         try:
             _lock(descriptor)
-            is_free = True
+            is_free = _is_named(descriptor, folder / OWNER)  # else its save lets go of it just now
             host = os.read(descriptor, 1000).decode(errors="replace")
         finally:
             os.close(descriptor)

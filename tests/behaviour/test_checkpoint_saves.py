@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,66 @@ def test_two_jobs_where_there_are_no_locks(tmp_path: Path, rounds: int) -> None:
         errors = save_twice(checkpoint.save, place, rounds)
     assert not errors, errors
     assert values_at(place, checkpoint.load) in last_of(rounds)
+
+
+@contextlib.contextmanager
+def at_every_line(modules: set[str], call: Callable[[], None]) -> Iterator[None]:
+    """Call something before every line of some modules that this thread runs."""
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        if frame.f_globals.get("__name__") not in modules:
+            return None
+        if event == "line":
+            sys.settrace(None)
+            try:
+                call()
+            finally:
+                sys.settrace(trace)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_save_begins_at_any_moment_of_one(tmp_path: Path, form: str) -> None:
+    """It removes what dead saves left: never what the one that runs is about to write or name."""
+    save, load = FORMS[form]
+    place = tmp_path / "saved"
+    save(place, model_of(0))
+    beside = place if form == "sharded" else place / "model.safetensors"
+    begun = 0
+
+    def begin() -> None:
+        nonlocal begun
+        other = _publish.Workspace(beside, f"other-{begun}")
+        other.make()
+        other.remove()
+        begun += 1
+
+    with at_every_line({"fsdp2._publish", "fsdp2._files", "fsdp2._safetensors"}, begin):
+        save(place, model_of(1))
+    assert begun > 20
+    assert values_at(place, load) == {1.0}
+
+
+def test_a_save_that_ends_while_another_one_looks(tmp_path: Path) -> None:
+    """Its owner's file was opened by the other one before, and is free after: it is not dead."""
+    live = _publish.Workspace(tmp_path / "saved", "live")
+    live.make()
+    lock = _publish._lock
+
+    def late(descriptor: int) -> None:
+        live.release()
+        lock(descriptor)
+
+    with mock.patch.object(_publish, "_lock", late):
+        _publish.Workspace(tmp_path / "saved", "other").make()
+    assert live.path.is_dir()
 
 
 def test_what_another_save_is_writing_is_not_removed(tmp_path: Path) -> None:
