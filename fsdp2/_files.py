@@ -14,10 +14,10 @@ name, where ``load`` looks next.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -90,24 +90,46 @@ def save(path: PathLike, model: nn.Module, optimizer: Optimizer | None, extra: A
 
 
 def _require_room(place: Path) -> None:
-    """Raise ConfigError unless a checkpoint may take the name: nothing else may be lost."""
-    if not place.exists():
-        return
-    if not place.is_dir():
-        raise ConfigError(f"save: {place} is a file. Pass a folder.")
-    is_here = os.path.exists(".") and os.path.samefile(".", place)
+    """Raise ConfigError unless a checkpoint may take the name: nothing else may be lost.
+
+    Other saves rename what is there: what was found counts if it still stands there after.
+    """
+    for _ in range(RENAMES):
+        try:
+            found = os.stat(place)
+            problem = _in_the_way(place, found)
+            if problem is None:
+                return
+            if _same(found, os.stat(place)):
+                raise ConfigError(f"save: {problem}")
+        except FileNotFoundError:
+            if not place.exists():
+                return
+
+
+def _same(one: os.stat_result, other: os.stat_result) -> bool:
+    """True for one folder; a number may be that of a removed one, so its time counts too."""
+    return os.path.samestat(one, other) and one.st_ctime_ns == other.st_ctime_ns
+
+
+def _in_the_way(place: Path, found: os.stat_result) -> str | None:
+    """Say what a checkpoint would replace, unless that is nothing, or a checkpoint."""
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{place} is a file. Pass a folder."
+    is_here = os.path.samestat(found, os.stat("."))
     if is_here or os.path.ismount(place):
         what = "the working directory" if is_here else "a mount point"
-        raise ConfigError(
-            f"save: {place} is {what}, and a checkpoint takes the place of its folder. Pass a "
+        return (
+            f"{place} is {what}, and a checkpoint takes the place of its folder. Pass a "
             "folder in it."
         )
     is_ours = (place / METADATA).exists() or any(_old_ones(place))
     if not is_ours and any(place.iterdir()):
-        raise ConfigError(
-            f"save: {place} is a folder with other files, and no checkpoint. A checkpoint takes "
+        return (
+            f"{place} is a folder with other files, and no checkpoint. A checkpoint takes "
             "the place of its folder: pass one that is empty, or does not exist."
         )
+    return None
 
 
 def _require_shared(folder: Path) -> None:
@@ -190,12 +212,18 @@ def _old_ones(place: Path) -> list[Path]:
 
 
 def _retire(old: Path, heir: Path) -> None:
-    """Remove a checkpoint. What somebody else put into its folder moves to the heir's."""
-    with contextlib.suppress(FileNotFoundError):  # another save does the same, without a lock
+    """Remove a checkpoint. What somebody else put into its folder moves to the heir's.
+
+    Where there are no locks, another save may do the same, or rename the heir meanwhile: then the
+    rest is left to it, or to the next save.
+    """
+    try:
         for entry in old.iterdir():
             is_ours = entry.name.startswith(METADATA) or entry.suffix == ".distcp"
             if not is_ours and not (heir / entry.name).exists():
                 os.rename(entry, heir / entry.name)
+    except FileNotFoundError:
+        return
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 import fsdp2
-from fsdp2 import _publish, checkpoint
+from fsdp2 import _files, _publish, checkpoint
 from tests._models import seeded
 from tests._parity import make_mesh
 from tests._pool import ranks
@@ -195,6 +196,45 @@ def test_a_save_that_ends_while_another_one_looks(tmp_path: Path) -> None:
     with mock.patch.object(_publish, "_lock", late):
         _publish.Workspace(tmp_path / "saved", "other").make()
     assert live.path.is_dir()
+
+
+def test_what_stands_there_is_renamed_while_a_save_looks(tmp_path: Path) -> None:
+    """Between two names of other saves there is nothing, or a checkpoint: room for one more."""
+    place, kept = tmp_path / "saved", tmp_path / "kept"
+    checkpoint.save(kept, model_of(0))
+    moves = 0
+
+    def move() -> None:
+        nonlocal moves
+        moves += 1
+        if place.exists():
+            os.rename(place, tmp_path / f"gone-{moves}")
+        else:
+            shutil.copytree(kept, tmp_path / "made")
+            os.rename(tmp_path / "made", place)
+
+    for is_there in (False, True):
+        if place.exists() is not is_there:
+            move()
+        with at_every_line({"fsdp2._files"}, move):
+            _files._require_room(place)
+    assert moves > 4
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    (place / "thesis.tex").write_text("all of it")
+    with pytest.raises(fsdp2.ConfigError, match="a folder with other files, and no checkpoint"):
+        _files._require_room(place)
+
+
+def test_files_of_others_stay_if_their_heir_is_renamed(tmp_path: Path) -> None:
+    old, heir = tmp_path / ".saved.old-1", tmp_path / "saved"
+    checkpoint.save(old, model_of(0))
+    (old / "config.json").write_text("{}")
+    _files._retire(old, heir)
+    assert (old / "config.json").exists()
+    checkpoint.save(heir, model_of(1))
+    assert os.listdir(tmp_path) == ["saved"]
+    assert (heir / "config.json").exists()
 
 
 def test_what_another_save_is_writing_is_not_removed(tmp_path: Path) -> None:
