@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2 import _packing, _torch
 from fsdp2._errors import StateError
-from fsdp2._extension import has_extension, own_shard
+from fsdp2._extension import needs_extension, own_shard
 from fsdp2._param import FSDPParam, Site
 
 Source = tuple[Tensor, nn.Parameter | None]
@@ -82,7 +82,7 @@ def own_rows(param: FSDPParam, whole: Tensor, rank: int) -> Tensor:
     whole = whole.detach()
     if isinstance(whole, DTensor):
         whole = _torch.local_tensor(whole)
-    if has_extension(whole):
+    if needs_extension(whole):
         return own_shard(whole, param, rank)
     return _packing.shard_of(whole, param.placement.layout, rank)
 

@@ -256,17 +256,10 @@ def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
             f"{fqn}: fully_shard was called inside summon_full_params, where the parameters of "
             "another unit are registered whole. Leave the context first."
         )
-    if isinstance(param, DTensor):
-        if data.full is None and param.device_mesh == data.mesh:
-            raise ConfigError(
-                f"{fqn}: is already sharded on {data.mesh}. Apply fully_shard bottom up: to "
-                "submodules before the modules that contain them."
-            )
-    elif _torch.is_wrapper_subclass(param) and not brings_extension(param):
+    if isinstance(param, DTensor) and data.full is None and param.device_mesh == data.mesh:
         raise ConfigError(
-            f"{fqn}: found a tensor subclass, {type(param).__name__}, that wraps other tensors. "
-            "Put it into ignored_params, give it an all-gather extension (fsdp_pre_all_gather and "
-            "fsdp_post_all_gather), or shard plain parameters."
+            f"{fqn}: is already sharded on {data.mesh}. Apply fully_shard bottom up: to submodules "
+            "before the modules that contain them."
         )
     if param.layout is not torch.strided:
         raise ConfigError(

@@ -6,7 +6,9 @@ agreement on the sizes of it, and one parameter's way from inputs to the unshard
 
 [Note: extensions]
 A shard that has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, from its class or set on the
-object, keeps memory of its own and is *extended*. Before each all-gather it names the tensors to
+object, keeps memory of its own and is *extended*. So is a subclass that wraps other tensors, which
+has no bytes to send without the methods: it may get them until its first all-gather, which says on
+every rank what has none. Before each all-gather it names the tensors to
 send; they travel as bytes behind the flat part of the group's buffer. What arrives is handed to it
 as ``[sum of rows, *input.shape[1:]]``, always in the same tensors: their storages, and those of the
 inner tensors that it returned, are freed when the group reshards and filled again later, so that
@@ -51,8 +53,8 @@ POST = "fsdp_post_all_gather"
 MAX_INPUTS = 16
 """Tensors that one parameter may send: what is exchanged about them has a fixed size."""
 
-FAILED = -1
-"""Count of inputs of a rank whose extension failed."""
+FAILED, LACKING = -1, -2
+"""Counts of inputs of a rank whose extension failed, or that has none."""
 
 HEADER_NBYTES = ALIGN_NBYTES
 FAILED_BYTE = 0xEE
@@ -67,13 +69,24 @@ def has_extension(tensor: Tensor) -> bool:
     return hasattr(tensor, PRE) or hasattr(tensor, POST)
 
 
+def needs_extension(tensor: Tensor) -> bool:
+    """True if a tensor has an extension, or wraps others and can be gathered by one alone."""
+    if has_extension(tensor):
+        return True
+    return _torch.is_wrapper_subclass(tensor) and not _torch.is_on_its_way(tensor)
+
+
+class _LackingError(StateError):
+    """A shard needs an extension, and has none when it is to be gathered."""
+
+
 def brings_extension(param: Tensor) -> bool:
-    """True if an original parameter, tensor-parallel or not, brings an extension."""
-    return has_extension(_torch.local_tensor(param) if isinstance(param, DTensor) else param)
+    """True if an original parameter, tensor-parallel or not, has an extension or needs one."""
+    return needs_extension(_torch.local_tensor(param) if isinstance(param, DTensor) else param)
 
 
 def check_extension(param: Tensor, fqn: str, dim: int | None) -> None:
-    """Check the extension, if there is one, of a parameter to shard along ``dim``.
+    """Check a parameter to shard along ``dim``, if it has an extension or needs one.
 
     Raises:
         ConfigError: one of the two methods is missing; the parameter is not sharded by rows.
@@ -81,7 +94,8 @@ def check_extension(param: Tensor, fqn: str, dim: int | None) -> None:
     if not brings_extension(param):
         return
     local = _torch.local_tensor(param) if isinstance(param, DTensor) else param
-    _check_both(local, fqn, ConfigError)
+    if has_extension(local):
+        _check_both(local, fqn, ConfigError)
     if dim != 0:
         raise ConfigError(_not_by_rows(fqn))
 
@@ -90,11 +104,10 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
     """True if ``local``, a shard of the parameter, is extended.
 
     Raises:
-        StateError: one of the methods is missing, or both are though the last shard had them; the
-            parameter is not sharded by rows.
+        StateError: both methods are missing though the last shard had them; the parameter is not
+            sharded by rows.
     """
-    if has_extension(local):
-        _check_both(local, param.fqn, StateError)
+    if needs_extension(local):  # whether it has both methods, all ranks are told in prepare
         if param.placement.layout.dim != 0:
             raise StateError(_not_by_rows(param.fqn))
         return True
@@ -112,14 +125,22 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
     """Let an extended tensor make this rank's shard, on memory of its own.
 
     Raises:
-        ConfigError: the shard has no extension.
+        ConfigError: it cannot, or the shard has no extension and can get none.
     """
-    shard = _packing.shard_copy(whole, param.placement.layout, rank)
-    if not has_extension(shard):
+    kind = type(whole).__name__
+    try:
+        shard = _packing.shard_copy(whole, param.placement.layout, rank)
+    except Exception as error:
         raise ConfigError(
-            f"{param.fqn}: a shard of this {type(whole).__name__} is a {type(shard).__name__} "
-            "without all-gather extension. Let split, new_zeros and copy_ return the subclass, or "
-            "set the methods on the local tensors after fully_shard."
+            f"{param.fqn}: is a {kind}, of which no shard can be made: {type(error).__name__}: "
+            f"{error}. Let the subclass define split, new_zeros and copy_, put the parameter into "
+            "ignored_params, or shard a plain one."
+        ) from error
+    if not needs_extension(shard):
+        raise ConfigError(
+            f"{param.fqn}: a shard of this {kind} is a {type(shard).__name__} without all-gather "
+            "extension. Let split, new_zeros and copy_ return the subclass, or set the methods on "
+            "the local tensors after fully_shard."
         )
     return shard
 
@@ -131,6 +152,15 @@ def _check_both(local: Tensor, fqn: str, error: type[Exception]) -> None:
                 f"{fqn}: its {type(local).__name__} has {other} and no {name}. An all-gather "
                 "extension needs both: add the other one, or remove this one."
             )
+
+
+def _lacks_extension(local: Tensor, fqn: str, where: str) -> str:
+    return (
+        f"{fqn}: its shard, a {type(local).__name__}, has no all-gather extension on {where}, and "
+        f"cannot be gathered without one. Give the class {PRE} and {POST}, or set both on the "
+        "local tensors of all ranks, after fully_shard and again after what copies them (.to()); "
+        "or put the parameter into ignored_params"
+    )
 
 
 def smaller_mesh_refused(fqn: str) -> str:
@@ -248,6 +278,9 @@ class Extension:
     def _ask(self) -> Sequence[Tensor]:
         fqn, layout = self.param.fqn, self.param.placement.layout
         local = _torch.local_tensor(self.param.sharded)
+        if not has_extension(local):
+            raise _LackingError(_lacks_extension(local, fqn, "this rank"))
+        _check_both(local, fqn, StateError)
         if local.device != self._device:
             moved = local.to(self._device, non_blocking=True)
             local = moved if has_extension(moved) else local
@@ -278,7 +311,8 @@ class Extension:
     def describe(self) -> list[int]:
         """Return what other ranks must know of the inputs: a row of fixed size."""
         if self.error is not None:
-            return [FAILED] + [0] * (2 * MAX_INPUTS)
+            count = LACKING if isinstance(self.error, _LackingError) else FAILED
+            return [count] + [0] * (2 * MAX_INPUTS)
         row = [len(self.inputs)]
         for tensor in self.inputs:
             row += [_rows(tensor), _signature(tensor)]
@@ -286,9 +320,13 @@ class Extension:
 
     def settle(self, rows: list[list[int]], start: int, axis: MeshAxis) -> str | None:
         """Plan from the descriptions of all ranks; return what does not fit, if anything."""
+        lacking = [rank for rank, row in enumerate(rows) if row[0] == LACKING]
+        if lacking:
+            local = _torch.local_tensor(self.param.sharded)
+            return _lacks_extension(local, self.param.fqn, _ranks(lacking, axis))
         failed = [rank for rank, row in enumerate(rows) if row[0] == FAILED]
         if failed:
-            return f"{PRE} failed on {_ranks(failed, axis)}"
+            return f"{self.param.fqn}: {PRE} failed on {_ranks(failed, axis)}"
         count = rows[0][0]
         pieces = []
         for position in range(count):
@@ -303,8 +341,8 @@ class Extension:
         if len(pieces) != count or any(row[0] != count for row in rows):
             mine = [(tuple(tensor.shape), tensor.dtype) for tensor in self.inputs]
             return (
-                f"{PRE} returned other inputs on some ranks (here {mine}). Ranks may differ in the "
-                "first dim only"
+                f"{self.param.fqn}: {PRE} returned other inputs on some ranks (here "
+                f"{mine}). Ranks may differ in the first dim only"
             )
         self._build(tuple(pieces))
         return None
@@ -500,17 +538,21 @@ class ExtensionTail:
         for position, item in enumerate(self.items):
             found = item.settle([table[position] for table in tables], start, axis)
             if found is not None and problem is None:
-                problem = f"{item.param.fqn}: {found}"
+                problem = found
             start = item.end or start
         failed = _exchange(torch.tensor([int(problem is not None)], device=self._device), replicate)
         if problem is None and failed.any():
-            problem = f"{self.items[0].param.fqn} (or beside it): {PRE} failed on another replica"
+            problem = (
+                f"{self.items[0].param.fqn} (or beside it): {PRE} failed, or is missing, on "
+                "another replica"
+            )
         if problem is not None:
-            error = next((item.error for item in self.items if item.error is not None), None)
+            errors = [item.error for item in self.items if item.error is not None]
+            error = next((e for e in errors if not isinstance(e, _LackingError)), None)
             cause = "" if error is None else f": {type(error).__name__}: {error}"
             for item in self.items:
                 item.inputs = ()
-            raise StateError(f"{problem}{cause}. Nothing was gathered.") from error
+            raise StateError(f"{problem}{cause.rstrip('.')}. Nothing was gathered.") from error
         self.nbytes, self.is_agreed = start, True
 
     def _raise_own(self) -> None:

@@ -83,7 +83,8 @@ def materialize(
             real values.
         StateError: ``init`` raised, on any rank; inside a forward or a backward.
         UnsupportedError: ``init`` wrote to a sharded parameter of another module, and something
-            else than a constant (with ``sync_from_rank0``: anything).
+            else than a constant (with ``sync_from_rank0``: anything); or a parameter on meta has
+            an all-gather extension, or wraps other tensors.
     """
     device = check_device("materialize", "device", device)
     check_function("materialize", "init", init, "a function of a module or None")
@@ -198,7 +199,18 @@ def allocate(model: nn.Module, device: torch.device | None = None) -> None:
 
     A group's shards get one flat buffer at once: they are registered around a tensor of one element
     that is expanded to their shape, and the group copies what it adopts.
+
+    Raises:
+        UnsupportedError: a subclass with an all-gather extension, or that wraps others, is on meta.
     """
+    for owner in (p for u in units_below(model) for g in u.own_groups for p in g.params):
+        if owner.is_extended and owner.is_on_meta:
+            kind = type(_torch.local_tensor(owner.sharded)).__name__
+            raise UnsupportedError(
+                f"{owner.fqn}: is a {kind} on meta, which keeps memory of its own, and only the "
+                "subclass knows how. Call model.to_empty(device=...) and load its state dict, or "
+                "make it on a real device. Nothing was changed."
+            )
     made: dict[int, nn.Parameter] = {}
     for unit in units_below(model):
         for group in unit.own_groups:

@@ -29,6 +29,9 @@ from torch.distributed._composable.contract import (  # what `replicate` and the
     STATE_KEY,
     RegistryItem,
 )
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,  # a parameter made of a collective's result; tried on 2.13.0 only
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as FSDPModule  # what isinstance checks ask about
 from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
@@ -161,6 +164,11 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def is_on_its_way(tensor: torch.Tensor) -> bool:
+    """True for the result of a functional collective, which is a plain tensor once it is read."""
+    return isinstance(tensor, AsyncCollectiveTensor)
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:

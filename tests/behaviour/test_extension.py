@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -28,17 +30,15 @@ aten = torch.ops.aten
 WIDTH = 29
 
 
-class Int8Weight(torch.Tensor):
-    """A float matrix kept as int8 with a scale for each row: two inner tensors, both with rows."""
+class Bare(torch.Tensor):
+    """A float matrix kept as int8 with a scale for each row; without an extension of its class."""
 
     codes: Tensor
     scales: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(
-        cls: type[Int8Weight], codes: Tensor, scales: Tensor, dtype: torch.dtype
-    ) -> Int8Weight:
+    def __new__(cls: type[Bare], codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Bare:
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
             cls, codes.shape, dtype=dtype, device=codes.device
         )
@@ -50,11 +50,11 @@ class Int8Weight(torch.Tensor):
         return ["codes", "scales"], self.dtype
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: Any, dtype: Any, size: Any, stride: Any) -> Int8Weight:
+    def __tensor_unflatten__(cls, inner: Any, dtype: Any, size: Any, stride: Any) -> Bare:
         return cls(inner["codes"], inner["scales"], dtype)
 
     @classmethod
-    def quantize(cls, values: Tensor) -> Int8Weight:
+    def quantize(cls, values: Tensor) -> Bare:
         values = values.detach()
         if values.numel():
             scales = values.float().abs().amax(dim=1).clamp(min=1e-8) / 127
@@ -66,11 +66,11 @@ class Int8Weight(torch.Tensor):
     def values(self) -> Tensor:
         return (self.codes.float() * self.scales[:, None]).to(self.dtype)
 
-    def on_both(self, function: Callable[[Tensor], Tensor], dtype: Any = None) -> Int8Weight:
+    def on_both(self, function: Callable[[Tensor], Tensor], dtype: Any = None) -> Bare:
         return type(self)(function(self.codes), function(self.scales), dtype or self.dtype)
 
-    def store(self, other: Tensor) -> Int8Weight:
-        found = other if isinstance(other, Int8Weight) else self.quantize(other)
+    def store(self, other: Tensor) -> Bare:
+        found = other if isinstance(other, Bare) else self.quantize(other)
         self.codes.copy_(found.codes)
         self.scales.copy_(found.scales)
         return self
@@ -79,7 +79,7 @@ class Int8Weight(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0]
-        if isinstance(first, Int8Weight):
+        if isinstance(first, Bare):
             if func in (aten.detach.default, aten.alias.default):
                 return first.on_both(lambda t: t.detach())
             if func is aten.clone.default:
@@ -110,6 +110,10 @@ class Int8Weight(torch.Tensor):
                 return first.store(values)
         return func(*_plain(args), **_plain(kwargs))
 
+
+class Int8Weight(Bare):
+    """The same with an extension: two inner tensors, both with rows."""
+
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
@@ -128,15 +132,15 @@ class Int8Weight(torch.Tensor):
             for mine, theirs in ((codes, local.codes), (scales, local.scales)):
                 assert mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr()
             return None
-        return Int8Weight(codes, scales, param_dtype), (codes, scales)
+        return type(self)(codes, scales, param_dtype), (codes, scales)
 
 
 SEEN: dict[str, Any] = {}
 
 
 def _plain(tree: Any) -> Any:
-    """Replace every Int8Weight by its values."""
-    if isinstance(tree, Int8Weight):
+    """Replace every Bare by its values."""
+    if isinstance(tree, Bare):
         return tree.values()
     if isinstance(tree, list | tuple):
         return type(tree)(_plain(item) for item in tree)
@@ -162,7 +166,18 @@ class PaddedInt8Weight(Int8Weight):
             return None
         rows = outputs[0].shape[0]
         assert rows % dist.get_world_size() == 0, "padding was cut"
-        return PaddedInt8Weight(*outputs, param_dtype), tuple(outputs)
+        return type(self)(*outputs, param_dtype), tuple(outputs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.as_strided.default:
+            rows = args[1][0]
+            return args[0].on_both(lambda t: t[:rows])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class BareToPad(Bare):
+    """What the methods of `PaddedInt8Weight` need of a class, without these."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -194,23 +209,26 @@ class Scaled(Int8Weight):
         return values, (values,)
 
 
-class Bare(Int8Weight):
-    """A wrapper without an extension."""
-
-    fsdp_pre_all_gather = property()  # type: ignore[assignment]
-    fsdp_post_all_gather = property()  # type: ignore[assignment]
-
-
 class Half(Int8Weight):
     """Only one of the two methods."""
 
     fsdp_post_all_gather = property()  # type: ignore[assignment]
 
 
+class Opaque(Bare):
+    """A wrapper of which no part can be made."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.new_zeros.default:
+            raise NotImplementedError("new_zeros")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Dense(nn.Module):
     """A residual pair of matrices through `middle` features, and a plain bias."""
 
-    def __init__(self, middle: int, kind: type[Int8Weight] | None = Int8Weight) -> None:
+    def __init__(self, middle: int, kind: type[Bare] | None = Int8Weight) -> None:
         super().__init__()
         self.up = nn.Parameter(_weight(kind, middle, WIDTH))
         self.down = nn.Parameter(_weight(kind, WIDTH, middle))
@@ -220,7 +238,7 @@ class Dense(nn.Module):
         return x + F.linear(F.relu(F.linear(x, self.up, self.bias)), self.down)
 
 
-def _weight(kind: type[Int8Weight] | None, *shape: int) -> Tensor:
+def _weight(kind: type[Bare] | None, *shape: int) -> Tensor:
     values = torch.randn(*shape) / shape[1] ** 0.5
     return values if kind is None else kind.quantize(values)
 
@@ -228,7 +246,7 @@ def _weight(kind: type[Int8Weight] | None, *shape: int) -> Tensor:
 MIDDLES = (13, 1, 2)  # uneven; one row; on three ranks, none for the last one
 
 
-def make(middles: tuple[int, ...] = MIDDLES, kind: type[Int8Weight] | None = Int8Weight) -> Any:
+def make(middles: tuple[int, ...] = MIDDLES, kind: type[Bare] | None = Int8Weight) -> Any:
     torch.manual_seed(0)
     return nn.Sequential(*(Dense(middle, kind) for middle in middles))
 
@@ -255,7 +273,7 @@ def values_of(tensor: Tensor) -> Tensor:
             stride=tensor.stride(),
         ).full_tensor()
     tensor = tensor.detach()
-    return tensor.values() if isinstance(tensor, Int8Weight) else tensor
+    return tensor.values() if isinstance(tensor, Bare) else tensor
 
 
 def compare(model: nn.Module, reference: nn.Module, *, grads: bool, exact: bool) -> None:
@@ -345,19 +363,19 @@ def test_torchs_own_fully_shard_gives_the_same() -> None:
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert mine.placements == other.placements
         a, b = mine._local_tensor, other._local_tensor
-        if isinstance(b, Int8Weight):
+        if isinstance(b, Bare):
             assert torch.equal(a.codes, b.codes)
             assert torch.equal(a.scales, b.scales)
         else:
             assert torch.equal(a, b)
 
 
-def _even(middles: tuple[int, ...]) -> Any:
+def _even(middles: tuple[int, ...], kind: type[Bare] = Int8Weight) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*(Dense(middle) for middle in middles))
     for block in model:
-        block.up = nn.Parameter(_weight(Int8Weight, block.up.shape[0], WIDTH + 1))
-        block.down = nn.Parameter(_weight(Int8Weight, WIDTH + 1, block.up.shape[0]))
+        block.up = nn.Parameter(_weight(kind, block.up.shape[0], WIDTH + 1))
+        block.down = nn.Parameter(_weight(kind, WIDTH + 1, block.up.shape[0]))
     return model
 
 
@@ -680,6 +698,174 @@ def test_a_copy_of_methods_works_on_the_copy() -> None:
     torch.testing.assert_close(model[0].up, make((13,), kind=None)[0].up.bfloat16().float())
 
 
+# Methods on a subclass that has none.
+
+
+def extend(model: Any, how: str = "method") -> Any:
+    """Set the methods on the local tensors of all shards of `Bare`, as torch's own takes them."""
+    for param in model.parameters():
+        local = param._local_tensor
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if has_codes(local) else ():
+            function = getattr(PaddedInt8Weight if how == "padded" else Int8Weight, name)
+            bound = partial(function, local) if how == "partial" else MethodType(function, local)
+            setattr(local, name, bound)
+    return model
+
+
+def has_codes(local: Tensor) -> bool:
+    return isinstance(local, Bare)
+
+
+@pytest.mark.parametrize(
+    ("how", "reshard_after_forward"), [("method", True), ("partial", False), ("padded", None)]
+)
+@ranks(2, 3)
+def test_a_subclass_gets_its_extension_after_sharding(
+    how: str, reshard_after_forward: bool | None
+) -> None:
+    """Even, uneven, one-row and empty shards of a bare subclass train as in one process."""
+    kind = BareToPad if how == "padded" else Bare
+    model = shard(make(kind=kind), reshard_after_forward=reshard_after_forward)
+    assert type(model[0].up._local_tensor) is kind
+    train(extend(model, how), make(kind=kind))
+    assert type(model[0].up._local_tensor) is kind
+
+
+@ranks(4)
+def test_a_bare_subclass_on_a_replicate_axis() -> None:
+    train(extend(shard(make(kind=Bare), mesh=make_mesh(2, 2))), make(kind=Bare), steps=2)
+
+
+@pytest.mark.parametrize("how", ["method", "partial"])
+@ranks(2, 4)
+def test_torchs_own_takes_a_bare_subclass_too(how: str, world_size: int) -> None:
+    """Both train to the same codes, on two ranks and on 2 x 2.
+
+    Rows are even: of uneven shards torch makes new local tensors, without the methods.
+    """
+    sizes = (2, 2) if world_size == 4 else (2,)
+    ours, theirs = (
+        extend(shard(_even((12, 2), Bare), library, mesh=make_mesh(*sizes)), how)
+        for library in (fsdp2, torch_fsdp)
+    )
+    for model in (ours, theirs):
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        for _ in range(3):
+            model(torch.randn(5, WIDTH + 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.placements == other.placements
+        a, b = mine._local_tensor, other._local_tensor
+        assert type(a) is type(b)
+        if isinstance(b, Bare):
+            assert torch.equal(a.codes, b.codes)
+            assert torch.equal(a.scales, b.scales)
+        else:
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["everywhere", "one rank", "half"])
+@ranks(2, 3)
+def test_a_subclass_that_has_no_extension_when_it_is_gathered(where: str, rank: int) -> None:
+    """Every rank says so with the full name, at the first unshard; later it works."""
+    model = shard(make(kind=Bare))
+    assert [type(p._local_tensor) for p in model[0].parameters()] == [Bare, Bare, Tensor]
+    if where == "half" or (where == "one rank" and rank > 0):
+        extend(model)
+    if where == "half" and rank == 0:
+        del model[0].up._local_tensor.fsdp_post_all_gather
+    lacking = {"everywhere": "on rank 0, 1", "one rank": "on rank 0,", "half": "failed on rank 0"}
+    for call in (lambda: model(torch.randn(4, WIDTH)), model[0].unshard):
+        with refused(fsdp2.StateError, "0.up: ", lacking[where]):
+            call()
+        assert isinstance(model[0].up, DTensor)
+    train(extend(model), make(kind=Bare), steps=2)
+
+
+@ranks(4)
+def test_a_subclass_that_has_no_extension_on_one_replica(rank: int) -> None:
+    model = shard(make((13,), kind=Bare), mesh=make_mesh(2, 2))
+    if rank < 2:
+        extend(model)
+    with refused(fsdp2.StateError, "0.up", "extension" if rank >= 2 else "another replica"):
+        model(torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("how", ["method", "partial"])
+@ranks(2)
+def test_copies_and_states_of_a_bare_subclass(how: str) -> None:
+    """A deepcopy carries the methods, bound to its own; a state loads; a cast loses them."""
+    model = extend(shard(make(kind=Bare)), how)
+    for _ in range(2):  # before the first step, and after it
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in other.parameters():
+                param.fill_(2)
+        other[0].unshard()
+        assert other[0].up.values().unique().tolist() == [2.0]
+        other[0].reshard()
+        other.load_state_dict(model.state_dict())
+        x = torch.ones(2, WIDTH)
+        assert torch.equal(other(x), model(x))
+        step(model)
+        model.zero_grad()
+    model.double()
+    with refused(fsdp2.StateError, "0.up", "again after what copies them"):
+        model(torch.randn(4, WIDTH).double())
+    extend(model, how)(torch.randn(4, WIDTH).double()).sum().backward()
+    assert model[0].up.grad.dtype is torch.float64
+
+
+@ranks(2)
+def test_optimizers_and_averages_of_a_bare_subclass() -> None:
+    """They may be made before it has an extension."""
+    model = shard(make(kind=Bare))
+    optimizer = fsdp2.optim.local(torch.optim.SGD, model.parameters(), lr=0.1)
+    average = fsdp2.optim.EMA(model, 0.5)
+    before = values_of(model[0].up).clone()
+    step(extend(model))
+    fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    average.update()
+    assert not torch.equal(values_of(model[0].up), before)
+
+
+@pytest.mark.parametrize("extended", [False, True])
+@ranks(2)
+def test_whole_values_of_a_bare_subclass_are_refused_by_name(
+    extended: bool, tmp_path: Path
+) -> None:
+    def new() -> Any:
+        model = shard(make(kind=Bare))
+        return extend(model) if extended else model
+
+    def summon(model: Any) -> None:
+        with fsdp2.summon_full_params(model):
+            raise AssertionError
+
+    calls: list[Callable[[Any], Any]] = [
+        summon,
+        lambda model: list(fsdp2.full_params(model, max_bytes=10**6)),
+        fsdp2.checkpoint.full_state,
+        fsdp2.checkpoint.local_state,
+        lambda model: fsdp2.checkpoint.save_safetensors(tmp_path / "s", model),
+        fsdp2.compile,
+    ]
+    for call in calls:
+        with refused(fsdp2.UnsupportedError, "0.up"):
+            call(new())
+    with torch.device("meta"):
+        model = shard(make(kind=Bare))
+    with refused(fsdp2.UnsupportedError, "0.up", "to_empty"):
+        fsdp2.materialize(model, "cpu", init=lambda module: None)
+    assert type(model[0].up._local_tensor) is Bare
+    model.to_empty(device="cpu")
+    extend(model).load_state_dict(new().state_dict())
+    step(model)
+
+
 # Collectives and memory.
 
 
@@ -853,17 +1039,18 @@ def test_tensors_that_stand_in_for_extended_parameters() -> None:
 
 @ranks(2)
 def test_what_is_refused_when_sharding() -> None:
-    """A wrapper without the methods, or with one of the two, or another dim: refused by name."""
-    for kind, word in ((Bare, "wraps"), (Half, "fsdp_post_all_gather")):
+    """A class with one of the two methods, or that cannot be split, or another dim: by name."""
+    for kind, word in ((Half, "fsdp_post_all_gather"), (Opaque, "no shard can be made")):
         with refused(fsdp2.ConfigError, "up", word):
             fsdp2.fully_shard(make(kind=kind)[0], mesh=make_mesh())
-    model = make()
-    with refused(fsdp2.ConfigError, "up", "dim 0"):
-        fsdp2.fully_shard(
-            model[0], mesh=make_mesh(), shard_placement_fn=lambda p: Shard(p.ndim - 1)
-        )
-    assert type(model[0]) is Dense
-    assert isinstance(model[0].up, Int8Weight)
+    for kind in (Int8Weight, Bare):
+        model = make(kind=kind)
+        with refused(fsdp2.ConfigError, "up", "dim 0"):
+            fsdp2.fully_shard(
+                model[0], mesh=make_mesh(), shard_placement_fn=lambda p: Shard(p.ndim - 1)
+            )
+        assert type(model[0]) is Dense
+        assert isinstance(model[0].up, kind)
 
 
 @ranks(4)
