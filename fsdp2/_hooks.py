@@ -362,4 +362,4 @@ def register_hooks(unit: Unit) -> None:
     holders = {site.module for group in unit.own_groups for p in group.params for site in p.sites}
     for module in holders.union(unit.modules):
         module.register_state_dict_pre_hook(unit.reshard_if_idle)
-        module.register_load_state_dict_pre_hook(unit.reshard_if_idle)
+        module.register_load_state_dict_pre_hook(unit.before_load)

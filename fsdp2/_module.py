@@ -12,12 +12,10 @@ has and ours has not is hidden, as if it were not inherited.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
 from fsdp2._arguments import check_flag, check_mapping
@@ -25,10 +23,9 @@ from fsdp2._control import ControlSurface, own_unit, units_in
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import UNIT_ATTRIBUTE, call_compiled, forward_raised, unit_of
-from fsdp2._names import clean
 from fsdp2._pipelining import StageState
 from fsdp2._precision import check_mode_change, follow_mode
-from fsdp2._unit import Unit
+from fsdp2._unit import Unit, refuse_whole
 
 COMPOSABLE_NAME = "fully_shard"
 
@@ -142,7 +139,8 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
         if not is_assigned:
             for unit in units_in(self, recurse=True):
                 unit.reshard_if_idle()
-            _refuse_whole(self, state_dict)
+            params = self.named_parameters(remove_duplicate=False)
+            refuse_whole(params, state_dict, "Nothing was changed.")
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
@@ -216,20 +214,6 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
         unit = own_unit(self)
         if unit.runtime is not None:
             unit.runtime.recover()
-
-
-def _refuse_whole(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Raise ConfigError before torch loads some tensors and fails to copy whole ones to shards."""
-    for name, param in module.named_parameters(remove_duplicate=False):
-        value = state_dict.get(clean(name))
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.dim():
-            continue
-        if isinstance(param, DTensor):
-            raise ConfigError(
-                f"load_state_dict: {clean(name)} is a whole tensor in the state dict, and sharded "
-                "in the model. Load whole tensors with fsdp2.checkpoint.load_full_state(model, "
-                "{'model': state_dict}). Nothing was changed."
-            )
 
 
 class _Hidden:

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
-from fsdp2._errors import StateError
+from fsdp2._errors import ConfigError, StateError
 from fsdp2._events import IDLE
 from fsdp2._group import ParamGroup
+from fsdp2._names import clean
 from fsdp2._param import SHARDED
 from fsdp2._policy import MixedPrecisionPolicy, Settings
 from fsdp2._streams import Streams
@@ -207,7 +209,7 @@ class Unit:
             self.may_lose_gradients = True
 
     def reshard_if_idle(self, *_: Any, **__: Any) -> None:
-        """Register sharded parameters before ``state_dict`` and ``load_state_dict`` (a hook)."""
+        """Register sharded parameters, before ``state_dict`` for one (a hook)."""
         if self.runtime is not None:
             with contextlib.suppress(StateError):  # ranks that diverged can still save their state
                 self.runtime.recover_if_failed()
@@ -215,6 +217,24 @@ class Unit:
             for group in self.own_groups:
                 if not group.is_gathering or self.runtime is None or not self.runtime.failed:
                     group.reshard()
+
+    def before_load(
+        self,
+        module: nn.Module,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        *_: Any,
+    ) -> None:
+        """Register a module's sharded parameters before ``load_state_dict`` fills them (a hook).
+
+        Raises:
+            ConfigError: it has whole tensors for them.
+        """
+        self.reshard_if_idle()
+        if not local_metadata.get("assign_to_params_buffers", False):
+            own = ((prefix + name, param) for name, param in module._parameters.items())
+            refuse_whole(own, state_dict, "Modules before it are loaded already.")
 
     def adopt_if_idle(self, *_: Any, **__: Any) -> None:
         """Take over what ``load_state_dict(assign=True)`` registered (a hook).
@@ -249,3 +269,22 @@ class Unit:
         vars(self).update(state)
         self.choose_input_dtype()
         self.groups = self.own_groups
+
+
+def refuse_whole(
+    params: Iterable[tuple[str, torch.Tensor | None]], state_dict: Mapping[str, Any], after: str
+) -> None:
+    """Raise ConfigError where torch would fail to copy whole tensors to shards.
+
+    ``after`` says what was changed.
+    """
+    for name, param in params:
+        value = state_dict.get(name, state_dict.get(clean(name)))
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.dim():
+            continue
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"load_state_dict: {clean(name)} is a whole tensor in the state dict, and sharded "
+                "in the model. Load whole tensors with fsdp2.checkpoint.load_full_state(model, "
+                f"{{'model': state_dict}}). {after}"
+            )

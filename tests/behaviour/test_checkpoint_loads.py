@@ -527,6 +527,30 @@ def test_a_plain_state_dict_is_told_where_to_go() -> None:
         model.up.load_state_dict(seeded(Net, 1).up.state_dict())
 
 
+@ranks(2)
+def test_a_plain_root_is_told_too_where_its_units_whole_tensors_go(world_size: int) -> None:
+    """Also a plain child of a unit; whole tensors may be assigned, and shards are loaded."""
+    plain = {f"{n}.net.{k}": v for n in "ab" for k, v in seeded(Net, 1).state_dict().items()}
+    root = nn.ModuleDict({n: nn.ModuleDict({"net": seeded(Net, 2)}) for n in "ab"})
+    fsdp2.fully_shard(root["b"]["net"], mesh=make_mesh(world_size))
+    before = {name: whole(value).clone() for name, value in root["b"].named_parameters()}
+    said = r": b\.net\.[\w.]+ is .*load_full_state.*before it"
+    with pytest.raises(fsdp2.ConfigError, match=said):
+        root.load_state_dict(plain)
+    for name, value in root["b"].named_parameters():
+        assert torch.equal(whole(value), before[name]), name
+    inner = fsdp2.fully_shard(nn.Sequential(nn.Linear(3, 3)), mesh=make_mesh(world_size))
+    with pytest.raises(fsdp2.ConfigError, match=r"weight .*load_full_state"):
+        inner[0].load_state_dict(nn.Linear(3, 3).state_dict())
+    checkpoint.load_full_state(root, {"model": plain})
+    state = root.state_dict()
+    root.load_state_dict(state)
+    root.load_state_dict(plain, assign=True)
+    full = checkpoint.full_state(root, rank0_only=False)["model"]
+    for name, value in plain.items():
+        assert not isinstance(value, Tensor) or torch.equal(full[name], value), name
+
+
 def test_an_ema_takes_all_of_a_state_or_nothing() -> None:
     model, _ = made(1)
     ema = fsdp2.optim.EMA(model)
