@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2._arguments import check_flag, check_number, wrong_type
 from fsdp2._errors import ConfigTypeError, StateError
-from fsdp2._grid import carrying, named, wire_device
+from fsdp2._grid import carrying, operation, wire_device
 
 Spread = tuple[dist.ProcessGroup, ...]
 """Process groups whose ranks hold different elements of a tensor. Empty: every rank has all."""
@@ -34,6 +34,7 @@ class _Part:
 
 
 @torch.no_grad()
+@operation("clip_grad_norm_")
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -100,7 +101,7 @@ def clip_grad_norm_(
     for part in parts.values():
         part.norm = _norm(part.grads, order, dtype, loop, device)
     for group in dict.fromkeys(group for spread in parts for group in spread):
-        with named("clip_grad_norm_"), carrying():
+        with carrying():
             _join([part for spread, part in parts.items() if group in spread], group, order)
     norms = [part.norm.to(device) for part in parts.values() if part.norm is not None]
     total = _total(norms, order) if norms else torch.zeros((), dtype=dtype, device=device)
@@ -154,7 +155,7 @@ def _placed_as(param: Tensor, grad: Tensor) -> Tensor:
         and isinstance(param, DTensor)
         and grad.placements != param.placements
     ):
-        with named("clip_grad_norm_"), carrying():
+        with carrying():
             grad = grad.redistribute(placements=param.placements)
     return _local(grad)
 

@@ -27,7 +27,7 @@ from fsdp2._arguments import (
 from fsdp2._checks import check_comm
 from fsdp2._comm import AllGather, ReduceScatter
 from fsdp2._errors import ConfigError, ConfigTypeError
-from fsdp2._grid import carrying, named
+from fsdp2._grid import carrying, operation
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._memory import overlap_for
@@ -333,7 +333,7 @@ class ControlSurface:
         calls it. Units over the same ranks share one more process group.
         """
         check_flag("set_separate_reduce_scatter_group", "enable", enable)
-        with named("set_separate_reduce_scatter_group"), carrying():
+        with operation("set_separate_reduce_scatter_group"), carrying():
             for group in groups_in(self, recurse):
                 group.separate_reductions(enable)
 

@@ -27,7 +27,7 @@ from fsdp2._control import units_in
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._events import IDLE
 from fsdp2._fit import require_representable
-from fsdp2._grid import Grid, carrying, named
+from fsdp2._grid import Grid, carrying, operation
 from fsdp2._names import cleaned, named_parameters
 from fsdp2._stream import Grids
 
@@ -210,6 +210,7 @@ class EMA:
         return {"updates": self.updates, "averages": dict(self._averages)}
 
     @torch.no_grad()
+    @operation("EMA.load_state_dict")
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, here or on another mesh, or with whole tensors.
 
@@ -225,7 +226,7 @@ class EMA:
         values: dict[str, Tensor] = {}
         with main.together("EMA.load_state_dict"):
             values = self._checked(state_dict)
-        with named("EMA.load_state_dict"), carrying():
+        with carrying():
             placed = {
                 name: _local(_placed_alike(values[name], average))
                 for name, average in self._averages.items()

@@ -7,8 +7,9 @@ failures are told. It must not know parameters or modules.
 What one rank meets alone (a full disk, a file that is missing, an ``init`` that raises) would leave
 the others in a collective. So work of one rank is done inside ``Grid.together``: at its end ranks
 exchange whether it failed, and all of them raise what the first one met; one that was interrupted
-(Ctrl-C, ``sys.exit``) tells the others, and goes on with that. Who leaves a stream of tensors early
-tells it in the others' next exchange (``Grid.leave``).
+(Ctrl-C, ``sys.exit``) tells the others, and goes on with that. Ctrl-C at another moment of an
+``operation`` waits for the next such exchange (``_interrupts``). Who leaves a stream of tensors
+early tells it in the others' next exchange (``Grid.leave``).
 
 [Note: a rank that is gone]
 A rank that is killed, or stopped, tells nothing: the others' next collective fails, with a text of
@@ -34,6 +35,7 @@ from fsdp2._errors import (
     StateError,
     UnsupportedError,
 )
+from fsdp2._interrupts import kept_interrupts, take_interrupt
 from fsdp2._mesh import MeshAxis
 
 T = TypeVar("T")
@@ -80,6 +82,13 @@ def named(what: str) -> Iterator[None]:
         if not (error.where and error.where[0].startswith(what)):
             error.where = (what, *error.where)
         raise
+
+
+@contextlib.contextmanager
+def operation(what: str) -> Iterator[None]:
+    """Around all that a public function does with the other ranks; a context, or a decorator."""
+    with named(what), kept_interrupts():
+        yield
 
 
 class _Told(NamedTuple):
@@ -165,6 +174,7 @@ class Grid:
 
     def raise_together(self, error: BaseException | None, what: str) -> None:
         """Raise on every rank if some rank has an error. See [Note: a failure is everybody's]."""
+        error = error or take_interrupt()
         try:
             with named(what):
                 told = self._tell(error)

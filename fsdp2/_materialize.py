@@ -30,7 +30,7 @@ from fsdp2 import _torch
 from fsdp2._arguments import check_device, check_flag, check_function
 from fsdp2._blocks import Blocks
 from fsdp2._errors import ConfigError, UnsupportedError
-from fsdp2._grid import Grid, named
+from fsdp2._grid import Grid, operation
 from fsdp2._group import ParamGroup
 from fsdp2._idle import require_idle, units_below
 from fsdp2._policy import CPUOffloadPolicy
@@ -46,7 +46,7 @@ SCAN_NUMEL = 1 << 16
 SYNC_NBYTES = 64 << 20
 
 
-@named("materialize")
+@operation("materialize")
 def materialize(
     model: nn.Module,
     device: torch.device | str,

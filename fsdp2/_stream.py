@@ -25,6 +25,7 @@ from fsdp2 import _torch
 from fsdp2._blocks import Batch, Blocks, Item, Lot, Region, part_of, plan, within
 from fsdp2._errors import ConfigError, StateError, UnsupportedError
 from fsdp2._grid import Grid, carrying, named, wire_device
+from fsdp2._interrupts import kept_interrupts, take_interrupt
 from fsdp2._mesh import MeshAxis
 
 
@@ -235,7 +236,8 @@ def gather(
     whole: dict[int, Tensor] = {}
     staging = Staging()
     for batch in plan(items, max_nbytes):
-        with torch.no_grad():  # as a decorator it would keep what was yielded last
+        # as decorators they would keep what was yielded last
+        with torch.no_grad(), kept_interrupts(leave_pending=True):
             with main.together(what):
                 for lot in batch.lots.values():
                     _make_room(lot, helds, whole, target, staging)
@@ -246,12 +248,16 @@ def gather(
             try:
                 yield index, whole.pop(index, None)
             except GeneratorExit:
-                main.leave(_left(what, helds[index].name), what)
+                interrupt = take_interrupt()
+                main.leave(interrupt or _left(what, helds[index].name), what)
+                if interrupt is not None:
+                    raise interrupt from None
                 raise
             except Exception as error:  # thrown in
                 main.leave(error, what)
                 raise
-    main.raise_together(None, what)
+    with kept_interrupts():
+        main.raise_together(None, what)
 
 
 def _left(what: str, name: str) -> StateError:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2 import _torch
 from fsdp2._arguments import check_flag
 from fsdp2._errors import ConfigError, StateError
-from fsdp2._grid import named
+from fsdp2._grid import operation
 from fsdp2._hooks import unit_of
 from fsdp2._idle import require_idle
 from fsdp2._param import SUMMONED, OwnerMark, Site
@@ -142,7 +142,7 @@ def summon_full_params(
     outer = _already_summoned(module) if writeback else []
     found = _find(module, units if recurse else None)
     grids = Grids([item.sharded for item in found])
-    with named("summon_full_params"):
+    with operation("summon_full_params"):
         _gather(found, grids, rank0_only, offload_to_cpu, with_grads)
     top = unit_of(module)
     own = [unit for unit in units if not unit.is_summoned and (recurse or unit is top)]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._arguments import check_module
 from fsdp2._errors import ConfigError
+from fsdp2._grid import operation
 from fsdp2._group import ParamGroup
 from fsdp2._hooks import unit_of
 from fsdp2._stream import Grids, scatter
@@ -19,6 +20,7 @@ from fsdp2._stream import Grids, scatter
 SYNC_NBYTES = 64 << 20
 
 
+@operation("sync_from_rank0")
 def sync_from_rank0(model: nn.Module) -> nn.Module:
     """Give parameters and buffers of every rank the values of rank 0. Returns the model.
 

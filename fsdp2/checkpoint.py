@@ -41,7 +41,7 @@ from fsdp2._arguments import (
     check_path,
 )
 from fsdp2._full_params import check_max_bytes
-from fsdp2._grid import named
+from fsdp2._grid import operation
 from fsdp2._load import IncompatibleKeys as IncompatibleKeys
 from fsdp2._names import clean
 from fsdp2._optim_state import Keys, check_keys, map_values
@@ -81,7 +81,7 @@ def _check(who: str, model: object, optimizer: object = None, **flags: object) -
         check_flag(who, name, flag)
 
 
-@named("full_state")
+@operation("full_state")
 def full_state(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -120,7 +120,7 @@ def full_state(
     return _state.full(model, optimizer, optim_keys, target, max_bytes)
 
 
-@named("load_full_state")
+@operation("load_full_state")
 def load_full_state(
     model: nn.Module,
     state: Mapping[str, Any] | None,
@@ -181,7 +181,7 @@ def load_full_state(
     )
 
 
-@named("sharded_state")
+@operation("sharded_state")
 def sharded_state(
     model: nn.Module, optimizer: Optimizer | None = None, *, optim_keys: Keys = "name"
 ) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def sharded_state(
     return _state.sharded(model, optimizer, optim_keys)
 
 
-@named("load_sharded_state")
+@operation("load_sharded_state")
 def load_sharded_state(
     model: nn.Module,
     state: Mapping[str, Any],
@@ -214,7 +214,7 @@ def load_sharded_state(
     return _load.load_sharded(model, state, optimizer, strict)
 
 
-@named("local_state")
+@operation("local_state")
 def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Return this rank's own parts as plain tensors, and under ``"layout"`` where they lie.
 
@@ -225,7 +225,7 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
     return _state.local(model, optimizer)
 
 
-@named("load_local_state")
+@operation("load_local_state")
 def load_local_state(
     model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None
 ) -> None:
@@ -239,7 +239,7 @@ def load_local_state(
     _load.load_local(model, state, optimizer)
 
 
-@named("save")
+@operation("save")
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -274,7 +274,7 @@ def save(
     _files.save(path, model, optimizer, extra)
 
 
-@named("load")
+@operation("load")
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -324,7 +324,7 @@ def load(
     )
 
 
-@named("save_safetensors")
+@operation("save_safetensors")
 def save_safetensors(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -358,7 +358,7 @@ def save_safetensors(
     _safetensors.save(folder, model, dtype, max_bytes, max_file_bytes)
 
 
-@named("load_safetensors")
+@operation("load_safetensors")
 def load_safetensors(
     folder: str | os.PathLike[str],
     model: nn.Module,

@@ -38,7 +38,7 @@ from fsdp2._arguments import (
 )
 from fsdp2._checks import has_forward
 from fsdp2._errors import ConfigError, ConfigTypeError
-from fsdp2._grid import carrying, named
+from fsdp2._grid import carrying, operation
 from fsdp2._hooks import unit_of
 from fsdp2._ignored import Ignored
 from fsdp2._mesh import default_device_type, default_mesh, require_process_group
@@ -334,7 +334,7 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
     size = dist.get_world_size()
     if ranks_per_node is None:
         nodes: list[Any] = [None] * size
-        with named("hybrid_mesh"), carrying():
+        with operation("hybrid_mesh"), carrying():
             dist.all_gather_object(nodes, _node())
     else:
         if size % ranks_per_node:

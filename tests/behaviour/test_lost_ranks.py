@@ -127,6 +127,7 @@ OPERATIONS: dict[str, Callable[[World], object]] = {
     "materialize": materialize,
     "save": lambda w: checkpoint.save(w.path, w.model, w.optimizer, extra={"step": 1}),
     "save_safetensors": lambda w: checkpoint.save_safetensors(w.tensors, w.model, max_bytes=200),
+    "sync_from_rank0": lambda w: fsdp2.sync_from_rank0(Net()),
     "summon_full_params": summon,
 }
 COLLECTIVES = (
@@ -140,8 +141,8 @@ COLLECTIVES = (
 )
 
 
-def before_collective(number: int, act: Callable[[], None]) -> None:
-    """Do something right before this process's next collective but ``number``."""
+def before_collective(number: int, act: Callable[[], None]) -> Callable[[], None]:
+    """Do something right before this process's next collective but ``number``; return the undo."""
     left = [number]
 
     def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,10 +154,17 @@ def before_collective(number: int, act: Callable[[], None]) -> None:
 
         return call
 
-    for name in COLLECTIVES:
-        setattr(dist, name, wrapped(getattr(dist, name)))
-    for name in ("all_gather_single", "reduce_scatter_single"):
-        setattr(_torch, name, wrapped(getattr(_torch, name)))
+    places: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES]
+    places += [(_torch, name) for name in ("all_gather_single", "reduce_scatter_single")]
+    before = [(place, name, getattr(place, name)) for place, name in places]
+    for place, name, function in before:
+        setattr(place, name, wrapped(function))
+
+    def undo() -> None:
+        for place, name, function in before:
+            setattr(place, name, function)
+
+    return undo
 
 
 def run_forks(body: Callable[[int, str], str], only_first: bool = False) -> list[str]:
@@ -350,3 +358,51 @@ def test_a_rank_that_is_interrupted(operation: str) -> None:
     assert second.startswith("StateError: ")
     assert second.endswith("; True")
     assert "rank 0" in second
+
+
+OUTSIDE = [name for name in OPERATIONS if name not in ("check_order", "forward")]
+
+
+@pytest.mark.parametrize("operation", with_slow(OUTSIDE, (*FEW, "load", "summon_full_params")))
+@ranks(1, with_process_group=False, limit_s=90)
+def test_ctrl_c_in_a_transfer(operation: str) -> None:
+    """Before every collective of an operation: ranks stay in step, and nobody waits for it.
+
+    The others hear of it, or all of them had come through: then it is raised on that rank alone.
+    """
+
+    def body(rank: int, folder: str) -> str:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # some shells have it ignored
+        world = World(folder, operation)
+        others: list[str] = []
+        for number in range(100):
+            pressed: list[int] = []
+
+            def press(pressed: list[int] = pressed) -> None:
+                pressed.append(1)
+                signal.raise_signal(signal.SIGINT)
+
+            _set_pg_timeout(timedelta(seconds=LIMIT_S / 4))
+            undo = before_collective(number, press if rank == 0 else lambda: None)
+            said = outcome(lambda: OPERATIONS[operation](world))
+            undo()
+            told: list[Any] = [None, None]
+            dist.all_gather_object(told, [said, bool(pressed)])
+            (first, was_pressed), (second, _) = told
+            if not was_pressed:
+                assert (first, second) == ("went through", "went through")
+                break
+            assert first == "KeyboardInterrupt: ", first
+            heard = second.startswith("StateError: ") and "rank 0 failed with Keyboard" in second
+            assert heard or second == "went through", second
+            others.append(second)
+            for _, param in world.model.named_parameters():
+                assert isinstance(param, dist.tensor.DTensor)
+        world.model(world.x).sum().backward()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return f"{len(others)} times"
+
+    first, second = run_forks(body)
+    assert first == second
+    assert first.endswith(" times"), first
+    assert first != "0 times"
