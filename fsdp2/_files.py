@@ -34,10 +34,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state_dic
 from torch.optim import Optimizer
 
 from fsdp2._blocks import Region
+from fsdp2._change import Change, Rooms, Told, check_optimizer, compare, state_like
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2._idle import require_idle
-from fsdp2._load import Change, Rooms, Told, check_optimizer, compare, state_like
 from fsdp2._names import clean, named_parameters
 from fsdp2._optim_state import keys_of, names_in_groups, rekey, with_clean_names
 from fsdp2._precision import original_buffers

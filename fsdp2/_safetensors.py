@@ -25,9 +25,10 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from fsdp2._change import IncompatibleKeys, Told
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._idle import require_idle
-from fsdp2._load import IncompatibleKeys, Told, load_full
+from fsdp2._load import load_full
 from fsdp2._names import clean
 from fsdp2._publish import Workspace, exclusive, file_in, plain_name, sync
 from fsdp2._state import full, model_tensors

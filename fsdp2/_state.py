@@ -1,7 +1,7 @@
 """Model and optimizer state in three forms: full, sharded, rank-local.
 
 Owns what belongs to a state, and its ties. It must not know files, nor how a state is loaded
-(``_load``). ``_stream`` moves the tensors.
+(``_load``, ``_change``). ``_stream`` moves the tensors.
 
 A state is ``{"model": {name: tensor}, "optimizer": {"state": {...}, "param_groups": [...]}}``.
 """

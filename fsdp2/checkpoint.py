@@ -30,7 +30,7 @@ import torch
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from fsdp2 import _load, _state
+from fsdp2 import _change, _load, _state
 from fsdp2._arguments import (
     check_count,
     check_dtype,
@@ -40,9 +40,9 @@ from fsdp2._arguments import (
     check_optimizer,
     check_path,
 )
+from fsdp2._change import IncompatibleKeys as IncompatibleKeys
 from fsdp2._full_params import check_max_bytes
 from fsdp2._grid import operation
-from fsdp2._load import IncompatibleKeys as IncompatibleKeys
 from fsdp2._names import clean
 from fsdp2._optim_state import Keys, check_keys, map_values
 from fsdp2._optim_state import rekey as rekey
@@ -158,11 +158,11 @@ def load_full_state(
     names: dict[str, str] = {}
     values: dict[str, torch.Tensor] = {}
 
-    def describe() -> _load.Told:
-        told = _load.tell("load_full_state", given, model, optimizer)
+    def describe() -> _change.Told:
+        told = _change.tell("load_full_state", given, model, optimizer)
         names.update({clean(name): name for name in given["model"]})
         if optimizer is not None:
-            named = _load.optimizer_part("load_full_state", given, model, optimizer)
+            named = _change.optimizer_part("load_full_state", given, model, optimizer)
             for name, fields in named["state"].items():
                 map_values(values.setdefault, name, fields)
         return told
