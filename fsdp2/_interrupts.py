@@ -13,10 +13,15 @@ and only in the main thread, where it runs: who has a handler of their own decid
 from __future__ import annotations
 
 import contextlib
+import importlib
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
+
+_plain: Any = importlib.import_module("_signal")
+"""What ``signal`` wraps, which looks each handler up among its enums: ten times as long."""
 
 
 class _Kept:
@@ -38,14 +43,14 @@ def kept_interrupts(*, leave_pending: bool = False) -> Iterator[None]:
     ``leave_pending``: whoever calls goes on to tell them. Inside another one it does nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not is_main or _plain.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _keep)
+    _plain.signal(signal.SIGINT, _keep)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _plain.signal(signal.SIGINT, signal.default_int_handler)
         if not leave_pending:
             interrupt = take_interrupt()
             if interrupt is not None:

@@ -770,7 +770,7 @@ return min(tensor._version, 1)
     Fault(
         "ctrl-c-not-kept",
         "fsdp2/_interrupts.py",
-        "    signal.signal(signal.SIGINT, _keep)\n",
+        "    _plain.signal(signal.SIGINT, _keep)\n",
         "",
         "Ctrl-C between two collectives of a save leaves the other ranks in the second one, and the next operation meets theirs.",
         near=("behaviour/test_lost_ranks.py", "unit/test_interrupts.py"),
