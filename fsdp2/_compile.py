@@ -25,6 +25,7 @@ from fsdp2._idle import units_below
 from fsdp2._policy import CPUOffloadPolicy
 from fsdp2._runtime import Runtime, attach
 from fsdp2._traced import TracedUnit
+from fsdp2._traced_backward import FunctionalBackward
 from fsdp2._traced_pass import overlap as overlap_collectives
 from fsdp2._traced_plan import outer_gather, plan_of, unshard
 
@@ -151,6 +152,7 @@ class FunctionalStep:
         self._units: list[TracedUnit] = []
         self._several: list[TracedUnit] = []
         self._runtimes: list[Runtime] = []
+        self._backward = FunctionalBackward(())
         check_units(model)
         options = dict(choices.torch_compile_kwargs)
         if not check_flag("compile", "disable", options.get("disable", False)):
@@ -176,6 +178,7 @@ class FunctionalStep:
             options["backend"] = Backend(compiler)
         with refusals_of_torch():
             self._compiled: Callable[..., Any] = torch.compile(own_copy(_call), **options)
+        self._may_break = not options.get("fullgraph", False)
         self._may_write = _torch.writes_in_checkpoints()
 
     def _attach(self) -> None:
@@ -187,6 +190,7 @@ class FunctionalStep:
                 attach(unit, unit_of)
         self._units = [TracedUnit(unit, self.choices.bucket) for unit in units]
         self._several = [unit for unit in self._units if unit.has_several_modules]
+        self._backward = FunctionalBackward(self._units)
         runtimes = [unit.runtime for unit in units if unit.runtime is not None]
         self._runtimes = list(dict.fromkeys(runtimes))
 
@@ -201,9 +205,8 @@ class FunctionalStep:
                 unit.unit.traced, unit.unit.is_called_outside = unit, True
             with self._may_write:
                 output = self._compiled(self.model, self._several, *args, **kwargs)
-            for unit in self._units:
-                if unit.ran_outside:
-                    unit.watch(output)
+            if self._may_break or any(unit.ran_outside for unit in self._units):
+                self._backward.watch(output)
             return output
         finally:
             for unit in self._units:

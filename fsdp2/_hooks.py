@@ -340,9 +340,8 @@ class ForwardMethod:
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, unit = self.module, unit_of(self.module)
         assert unit is not None
-        recomputed = unit.recomputed
-        if recomputed is not None and recomputed.is_running:
-            return recomputed.traced.recompute(self._run, args, kwargs)
+        if unit.recomputed is not None:
+            return unit.recomputed.call(unit, self._run, args, kwargs)
         depth = len(unit.calls)
         try:
             args, kwargs = pre_forward(unit, args, kwargs)

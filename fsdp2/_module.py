@@ -95,9 +95,8 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
         unit = unit_of(self)
         if unit is None:  # an empty instance, see __new__
             return super().__call__(*args, **kwargs)
-        recomputed = unit.recomputed
-        if recomputed is not None and recomputed.is_running:
-            return recomputed.traced.recompute(super().__call__, args, kwargs)
+        if unit.recomputed is not None:
+            return unit.recomputed.call(unit, super().__call__, args, kwargs)
         depth = len(unit.calls)
         try:
             compiled = _torch.compiled_call(self)

@@ -11,11 +11,11 @@ matter which parts of the step a compiler traced and which ran eagerly. Who free
 the compiler, from uses; that a unit reshards after forward means that ``unshard`` is computed again
 in backward.
 
-[Note: recomputed outside of graphs]
-Checkpointing that a compiler did not trace calls modules again in backward, when the functional
-step is over. A backward that reaches an output of a step in which units ran outside of graphs says
-so to these units, and a call in it is a functional one. The engine's hooks would do as well for
-values, but nothing would tell them that the backward is over.
+[Note: recorded as the step is]
+A unit's parameters may be gathered where gradients are off and used where they are on: of a list
+the first module is checkpointed (the reentrant kind runs it without gradients) or called under
+``no_grad``, the second is not. So a gather is recorded if the step is, whatever holds where a
+module is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ from fsdp2._traced_plan import (
     plan_of,
     unshard,
 )
-from fsdp2._tree import map_tensors, visit_tensors
+from fsdp2._tree import map_tensors
 from fsdp2._unit import Unit
 
 
@@ -63,6 +62,7 @@ class TracedGroup:
         self.sink: nn.Parameter | None = None
         self.slots: tuple[tuple[nn.Module, str, int], ...] = ()
         self.wraps: tuple[Any, ...] = ()
+        self._again: tuple[Tensor, ...] | None = None
         self._made_for: tuple[Any, ...] = ()
 
     @torch.inference_mode(False)
@@ -155,7 +155,8 @@ class TracedGroup:
             StateError: what is trained changed since the forward.
         """
         reduced, sink.grad = sink.grad, None
-        assert reduced is not None
+        if reduced is None:  # a graph in which nothing of the group takes part in the outputs
+            return
         reducer = self.group.reducer
         plan = reducer.plan()
         if plan.layout != plan_of(key).reduce:
@@ -187,6 +188,27 @@ class TracedGroup:
             )
         return tensors
 
+    # In backward, see _traced_backward.
+
+    @property
+    def is_whole_again(self) -> bool:
+        return self._again is not None
+
+    def wholes_again(self) -> tuple[Tensor, ...]:
+        """Gather in backward, unless that was done and not forgotten."""
+        if self._again is None:
+            _torch.run_aside(self._gather_again)
+            assert self._again is not None
+        return self._again
+
+    @torch.inference_mode(False)
+    @torch.enable_grad()
+    def _gather_again(self) -> None:
+        self._again = self.wholes()
+
+    def forget_again(self) -> None:
+        self._again = None
+
 
 def _wrap(tensor: Tensor, spec: Any) -> Tensor:
     """Return a DTensor over the parameter's own axes."""
@@ -209,6 +231,7 @@ class TracedUnit:
         self.groups: tuple[TracedGroup, ...] = ()
         self.has_several_modules = len(unit.modules) > 1
         self.ran_outside = False
+        self._is_recorded = False
         self.input_dtype: torch.dtype | None = None
         self.output_dtype: torch.dtype | None = None
 
@@ -218,6 +241,7 @@ class TracedUnit:
         """Prepare a step: sharded parameters make room for those that the step will gather."""
         if [group.group for group in self.groups] != self.unit.groups:
             self.groups = tuple(TracedGroup(g, self._bucketed) for g in self.unit.groups)
+        self._is_recorded = torch.is_grad_enabled()
         self.input_dtype = self.unit.input_dtype  # others in evaluation, maybe
         self.output_dtype = self.unit.policy.output_dtype
         keeps = self.unit.keeps_after_forward(True)
@@ -242,11 +266,26 @@ class TracedUnit:
         if not torch.compiler.is_compiling():
             self.ran_outside = True
         gathers = not self._is_whole()
-        if gathers:
-            for group in self.groups:
-                wholes = group.wholes()
-                for module, name, index in group.slots:
-                    module._parameters[name] = wholes[index]  # type: ignore[assignment]  # no leaf
+        if gathers and not torch.is_grad_enabled() and self._is_recorded:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._gather()
+        elif gathers:
+            self._gather()
+        output = self.compute(run, args, kwargs)
+        if gathers and not self.has_several_modules:
+            self.forget()
+        return output
+
+    def _gather(self) -> None:
+        for group in self.groups:
+            wholes = group.wholes()
+            for module, name, index in group.slots:
+                module._parameters[name] = wholes[index]  # type: ignore[assignment]  # no leaf
+
+    def compute(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module of the unit, whose parameters are there, with the casts of its policy."""
         dtype = self.input_dtype
         if dtype is not None:
             args = tuple([map_tensors(lambda t: _cast(t, dtype), arg) for arg in args])
@@ -254,42 +293,9 @@ class TracedUnit:
                 name: map_tensors(lambda t: _cast(t, dtype), arg) for name, arg in kwargs.items()
             }
         output = run(*args, **kwargs)
-        if gathers and not self.has_several_modules:
-            self.forget()
         if self.output_dtype is not None:
             output = map_tensors(lambda t: _cast(t, self.output_dtype), output)
         return output
-
-    # In backward. See [Note: recomputed outside of graphs].
-
-    def watch(self, outputs: Any) -> None:
-        """Notice the backward of these outputs, before anything inside of it is recomputed."""
-        visit_tensors(self._watch, outputs)
-
-    def _watch(self, tensor: Tensor) -> None:
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(self._begin_backward)
-
-    @_torch.always_eager
-    def _begin_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
-        self.unit.recomputed = Recomputation(self, _torch.graph_task_id())
-
-    def recompute(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a module of the unit again, as it ran in the functional step."""
-        unit = self.unit
-        self.take_parameters_off()
-        unit.is_called_outside = True
-        try:
-            output = self.call(run, args, kwargs)
-        finally:
-            unit.is_called_outside = False
-            self.put_parameters_back()
-        self.watch(output)
-        return output
-
-    # In the trace again.
 
     def _is_whole(self) -> bool:
         for group in self.groups:
@@ -302,18 +308,6 @@ class TracedUnit:
         for group in self.groups:
             for module, name, _ in group.slots:
                 module._parameters[name] = None
-
-
-@dataclass(frozen=True)
-class Recomputation:
-    """The backward in which calls of a unit are those of a functional step again."""
-
-    traced: TracedUnit
-    graph_task: int
-
-    @property
-    def is_running(self) -> bool:
-        return self.graph_task == _torch.graph_task_id()
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

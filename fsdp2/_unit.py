@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from fsdp2._hooks import Call
     from fsdp2._precision import CastBuffers
     from fsdp2._runtime import Runtime
-    from fsdp2._traced import Recomputation, TracedUnit
+    from fsdp2._traced import TracedUnit
+    from fsdp2._traced_backward import FunctionalBackward
 
 
 class Unit:
@@ -72,7 +73,7 @@ class Unit:
         self.may_lose_gradients = False
         self.is_called_outside = False  # around the compiled call, see _hooks
         self.traced: TracedUnit | None = None  # while a functional step runs, see _traced
-        self.recomputed: Recomputation | None = None  # in a backward of one, see _traced
+        self.recomputed: FunctionalBackward | None = None  # in a backward of one, see there
         self.is_summoned = False  # whole parameters are registered, see _summon
         self.is_summoned_on_first = False  # on the first rank only
 

@@ -692,6 +692,22 @@ return min(tensor._version, 1)
         near=("behaviour/test_traced.py",),
     ),
     Fault(
+        "failed-traced-backward-stays-open",
+        "fsdp2/_traced_backward.py",
+        "        if not self._was_called:",
+        "        if self._was_called:",
+        "After a backward of a compiled step that failed, weights that are read by name are gathered: on a rank alone that waits for the others.",
+        near=("behaviour/test_traced_recomputed.py",),
+    ),
+    Fault(
+        "traced-gather-in-the-mode-of-the-call",
+        "fsdp2/_traced.py",
+        "        if gathers and not torch.is_grad_enabled() and self._is_recorded:",
+        "        if gathers and not torch.is_grad_enabled() and not self._is_recorded:",
+        "In a compiled step a list of modules of which the first is called under no_grad, or recomputed by reentrant checkpointing, has no gradients for the others.",
+        near=("behaviour/test_traced_recomputed.py",),
+    ),
+    Fault(
         "waits-sink-to-last-reduction",
         "fsdp2/_traced_pass.py",
         """\
