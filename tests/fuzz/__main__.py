@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from tests.fuzz._faults import MOST
 from tests.fuzz._faults import main as meet_faults
-from tests.fuzz._known import EVERYTHING
 from tests.fuzz._program import parse
 from tests.fuzz._search import Ranks, Search
 
@@ -30,12 +28,9 @@ def main() -> int:
     parser.add_argument("--program", metavar="FILE", help="run this one; - is the standard input")
     parser.add_argument("--until-first", action="store_true", help="stop at the first failure")
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--known", action="store_true", help="draw what is known to fail, too")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was found as JSON")
     parser.add_argument("--faults", nargs="*", metavar="NAME", help="plant faults, count examples")
     given = parser.parse_args()
-    if given.known:
-        os.environ[EVERYTHING] = "1"
     if given.faults is not None:
         return meet_faults(given.faults, given.ranks, min(given.most, MOST))
     ranks = Ranks()

@@ -1,7 +1,4 @@
-"""Hypothesis strategies of programs: what is drawn is right, or has one documented outcome.
-
-What a line leaves out because it is known to fail is asked of `_known`.
-"""
+"""Hypothesis strategies of programs: what is drawn is right, or has one documented outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.fuzz._draw_models import Choices, calls, models, mostly, setups
-from tests.fuzz._known import is_avoided
 from tests.fuzz._program import (
     Backward,
     Clip,
@@ -127,13 +123,12 @@ def single_ops(draw: st.DrawFn, choices: Choices) -> tuple[Op, ...]:
         st.builds(Copy, st.sampled_from(["deepcopy"] if unpicklable else ["deepcopy", "pickle"])),
         settings_of(choices),
         settings_of(choices),
+        st.builds(Compiled),
     ]
     if setup.precision == "same":
         kinds.append(st.builds(Functional, st.sampled_from(["half", "own"])))
     if not (choices.recomputed or unpicklable or setup.precision != "same"):
         kinds.append(st.just(Functional("grad")))
-    if not (choices.recomputed and is_avoided("compiled-recomputed")):
-        kinds.append(st.builds(Compiled))
     op = draw(st.one_of(*kinds))
     return (op,)
 
