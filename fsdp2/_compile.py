@@ -198,6 +198,10 @@ class FunctionalStep:
         """Run one compiled forward."""
         if not self._units:
             self._attach()
+        with self._backward.set_aside():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._begin()
         try:
             for unit in self._units:
@@ -228,7 +232,15 @@ class FunctionalStep:
                     "compile() on a block."
                 )
             runtime.rest()
+        inside = {unit.unit for unit in self._units}
         for unit in self._units:
+            governor = unit.unit.governor
+            if governor is not None and governor not in inside:
+                raise StateError(
+                    f"{unit.unit.fqn}: is conditional, and was compiled without the module above "
+                    "it, which gathers its parameters. Compile that module, or apply fully_shard "
+                    "to this one without conditional."
+                )
             if unit.unit.is_summoned:
                 raise StateError(
                     f"{unit.unit.fqn or '<root>'}: a compiled model was called inside "

@@ -10,10 +10,9 @@ they *read parameters*. So from the moment at which a backward reaches an output
 it ends, a parameter that is read and still lies in shards is gathered then, as a part of its group.
 What is registered are the shards, all the time; what recomputation reads is whole.
 
-- A name that is read (``module.weight``) is one in a recomputation. ``parameters()`` may be called
+- A name that is read (``module.weight``) is read by a recomputation. ``parameters()`` may be called
   by a hook as well, which has to find shards, on one rank alone too: it gives whole parameters only
   where gradients are recorded, or inside of a unit's call. Hooks run where they are not.
-
 - A unit that is called is gathered at once and forgotten after the call, as in the step, so ranks
   that use different parameters of it ask for the same. Otherwise the parameters of one unit are
   kept, until another one's are read or the backward ends: to forget too early costs a gather, and
@@ -30,7 +29,8 @@ backward is over, and of layers inside of units they hear nothing either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,10 @@ class FunctionalBackward:
         self._owners: dict[ParamGroup, _Owner] = {}
         self._kept: TracedUnit | None = None
         self._depth = 0
-        self._modules: dict[nn.Module, dict[str, Any]] = {}
+        self._number = 0
+        self._placed: list[tuple[TracedGroup, Any]] = []  # for which the next one holds
+        self._places: dict[nn.Module, dict[str, _Place]] = {}
+        self._registered: dict[nn.Module, dict[str, Any]] = {}
 
     def watch(self, outputs: Any) -> None:
         """Notice the backward of these outputs, before anything inside of it is recomputed."""
@@ -74,7 +77,8 @@ class FunctionalBackward:
         """A gradient reached an output: from here to the end modules find whole parameters."""
         if self._open:
             return
-        _torch.queue_end_of_backward(_EndOfBackward(self))
+        self._number += 1
+        _torch.queue_end_of_backward(_EndOfBackward(self, self._number))
         for traced in self._units:
             unit = traced.unit
             if unit.recomputed is None:  # else another step of the same units is in its backward
@@ -85,22 +89,48 @@ class FunctionalBackward:
             _Owner(traced, group) for traced in self._open.values() for group in traced.groups
         ]
         self._owners = {owner.group.group: owner for owner in owners}
+        placed = [(owner.group, owner.group.slots) for owner in owners]
+        if placed != self._placed:
+            self._placed, self._places = placed, self._find_places(owners)
+        self._put_readers()
+
+    def _put_readers(self) -> None:
+        for module, places in self._places.items():
+            attributes = module.__dict__  # to set an attribute of a module takes ten times as long
+            self._registered[module] = registered = attributes["_parameters"]
+            attributes["_parameters"] = _ReadInBackward(registered, places)
+
+    def _take_readers_off(self) -> None:
+        for module, registered in self._registered.items():
+            changed = module._parameters.copy()
+            registered.clear()
+            registered.update(changed)
+            module.__dict__["_parameters"] = registered
+        self._registered.clear()
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let a whole step run in the backward as anywhere else: compilers look at dicts."""
+        was_open = bool(self._registered)
+        self._take_readers_off()
+        try:
+            yield
+        finally:
+            if was_open and self._open:
+                self._put_readers()
+
+    def _find_places(self, owners: Sequence[_Owner]) -> dict[nn.Module, dict[str, _Place]]:
         places: dict[nn.Module, dict[str, _Place]] = {}
         for owner in owners:
             for module, name, index in owner.group.slots:
                 places.setdefault(module, {})[name] = _Place(self, owner, index)
-        for module, names in places.items():
-            self._modules[module] = registered = module._parameters
-            module._parameters = _ReadInBackward(registered, names)
+        return places
 
-    def end(self) -> None:
-        """The backward is over, or failed."""
-        for module, registered in self._modules.items():
-            changed = module._parameters.copy()
-            registered.clear()
-            registered.update(changed)
-            module._parameters = registered
-        self._modules.clear()
+    def end(self, number: int) -> None:
+        """The backward of this number is over, or failed."""
+        if number != self._number:
+            return
+        self._take_readers_off()
         for unit in self._open:
             unit.recomputed = None
         for owner in self._owners.values():
@@ -153,19 +183,20 @@ class FunctionalBackward:
 class _EndOfBackward:
     """The engine's callback. Dropped without a call it tells, at once, that the backward failed."""
 
-    def __init__(self, backward: FunctionalBackward) -> None:
+    def __init__(self, backward: FunctionalBackward, number: int) -> None:
         self._backward = backward
+        self._number = number
         self._was_called = False
 
     @_torch.always_eager
     def __call__(self) -> None:
         self._was_called = True
-        self._backward.end()
+        self._backward.end(self._number)
 
     @_torch.always_eager
     def __del__(self) -> None:
         if not self._was_called:
-            self._backward.end()
+            self._backward.end(self._number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,18 +210,17 @@ class _Owner:
 class _Place:
     """Where a parameter's whole form comes from."""
 
-    __slots__ = ("_index", "_owner", "_sharded", "backward")
+    __slots__ = ("_index", "_owner", "backward")
 
     def __init__(self, backward: FunctionalBackward, owner: _Owner, index: int) -> None:
         self.backward = backward
         self._owner = owner
         self._index = index
-        self._sharded = owner.group.group.params[index].sharded
 
     def awaits(self, registered: object) -> bool:
         """True if what is registered is the shard, and the engine is not about to change that."""
-        is_idle = self._owner.group.group.machine.state is SHARDED
-        return registered is self._sharded and is_idle
+        group = self._owner.group.group
+        return registered is group.params[self._index].sharded and group.machine.state is SHARDED
 
     def check(self) -> None:
         """Refuse what no gradient would come back from; modules refuse their forwards there."""

@@ -360,6 +360,25 @@ def test_whole_parameters_to_look_at_are_not_trained() -> None:
         assert_sharded(pair.model)
 
 
+@ranks(2)
+def test_other_parameters_in_the_next_step() -> None:
+    """What is read is what is registered then: loaded by assignment, frozen, or of another copy."""
+    for reentrant in KINDS:
+        pair = layered(reentrant)
+        pair.train(steps=1)
+        state = {name: p.detach().clone() for name, p in pair.model.named_parameters()}
+        pair.compiled.load_state_dict(state, assign=True)
+        pair.optimizer, pair.reference_optimizer = pair._optimizers()
+        pair.train(steps=1)
+        for model in (pair.model, pair.reference):
+            model[1].norm.weight.requires_grad_(False)  # type: ignore[index, union-attr]
+        pair.train(steps=1)
+        pair.compiled = copy.deepcopy(pair.compiled)
+        pair.model = pair.compiled.__dict__["_compiled_model"].model
+        pair.optimizer, pair.reference_optimizer = pair._optimizers()
+        pair.train(steps=1)
+
+
 class Viewed(Stack):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).view(-1)
@@ -379,6 +398,40 @@ def test_an_output_that_is_updated_in_place() -> None:
         build = MODELS["layer_of_a_unit"][0]
         case = Case(lambda: Viewed(lambda: build(reentrant)), lambda m: list(m.blocks), floats)  # type: ignore[arg-type, call-overload]  # noqa: B023  # at once
         UpdatedInPlace(case).train(steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", KINDS)
+@ranks(2, limit_s=200)
+def test_around_a_compiled_model(reentrant: bool) -> None:
+    """The graphs of a step that runs again in backward are those of its forward."""
+    pair = TracedPair("stack", fullgraph=False)
+    pair.compiled = _Around(pair.compiled, reentrant)  # type: ignore[assignment]  # a module
+    pair.train(steps=2)
+    assert pair.graphs.counts == ("2 forward, 1 backward" if reentrant else "1 forward, 1 backward")
+
+
+class _Around(nn.Module):
+    def __init__(self, inside: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inside, self.reentrant = [inside], reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside[0], x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+@ranks(2)
+def test_a_conditional_unit_is_not_compiled_alone() -> None:
+    """What gathers for it would not run."""
+    model = Stack(count=1)
+    block = model.blocks[0]
+    fsdp2.fully_shard(block, conditional=True)
+    fsdp2.fully_shard(model)
+    x = torch.randn(2, WIDTH)
+    loss_of(model(x)).backward()
+    with pytest.raises(fsdp2.StateError, match=r"blocks\.0: is conditional, and was compiled"):
+        fsdp2.compile(block, disable=True)(x)
+    assert_sharded(model)
 
 
 # --- gathered without gradients, used with them ---------------------------------------------------
