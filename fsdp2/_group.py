@@ -206,6 +206,8 @@ class ParamGroup:
 
         Not earlier: whoever copies a model on one rank alone, and never runs it, takes no numbers.
         """
+        if self._gathering is not None:  # by hand, without a number
+            self._drop_gather()
         if self.wire.is_separate and self.wire.scatter_group is None:  # a copy of one that was
             self.separate_reductions(True)
         self.fqn, self._is_enrolled = fqn, True

@@ -145,6 +145,18 @@ def test_evaluation(way: str, steps: int, rank: int) -> None:
     assert_out_of_step(model, WAYS[way] if rank == 1 else "abc", grad=False)
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+@ranks(2, limit_s=30)
+def test_units_that_were_gathered_by_hand_before(asynchronous: bool, rank: int) -> None:
+    """What was on its way when collectives got their numbers has none: it says nothing of others."""
+    model = sharded()
+    for module in model.modules():
+        if module is not model and isinstance(module, fsdp2.FSDPModule):
+            module.unshard(async_op=asynchronous)
+    train(model, 2)
+    assert_out_of_step(model, WAYS["swap"] if rank == 1 else "abc")
+
+
 @ranks(2, limit_s=30)
 def test_a_rank_may_not_need_what_all_prefetched(rank: int) -> None:
     """Ranks that issue the same collectives are in step, whatever they compute."""
