@@ -148,7 +148,7 @@ def test_evaluation(way: str, steps: int, rank: int) -> None:
 @pytest.mark.parametrize("asynchronous", [True, False])
 @ranks(2, limit_s=30)
 def test_units_that_were_gathered_by_hand_before(asynchronous: bool, rank: int) -> None:
-    """What was on its way when collectives got their numbers has none: it says nothing of others."""
+    """What was on its way when collectives got numbers has none, which says nothing of others."""
     model = sharded()
     for module in model.modules():
         if module is not model and isinstance(module, fsdp2.FSDPModule):

@@ -121,12 +121,14 @@ class Choices:
         self.is_recomputed = any(block.checkpoint != "no" for block in self.layers)
         place = 0
         for block in model.blocks:
-            place = self._add(block, place, False, "no")
+            place = self._add(block, place, False, "no", False)
 
-    def _add(self, block: Block, place: int, free: bool, checkpoint: str) -> int:
+    def _add(self, block: Block, place: int, free: bool, checkpoint: str, several: bool) -> int:
+        """Add the layers of a block; `several`: inside of a checkpoint of several units."""
         free = free or block.unit == "conditional"
         if block.checkpoint != "no":
             checkpoint = block.checkpoint
+            several = several or count_units(block) > 1
         if checkpoint != "no":
             self.recomputed.add(place)
         skippable = free or not has_units(block)
@@ -139,14 +141,20 @@ class Choices:
         own = ["around"] * is_always_called
         own += ["other"] * (2 * other * (is_always_called or block.kind != "linear"))
         own += ["skip", "twice"] if skippable else []
-        if not self.is_recomputed:  # else ranks may gather in another order, see the README
+        if several:  # ranks may begin to recompute at other places, see the README
+            own = []
+        elif not self.is_recomputed:  # a rank that misses a checkpoint does not gather for it
             own += ["detach", *in_place] if is_always_called else []
             own += ["as_input"] if free or not has_units_inside(block) else []
         self.on_one += [(place, way) for way in own]
         at = place + 1
         for inner in block.inner:
-            at = self._add(inner, at, free, checkpoint)
+            at = self._add(inner, at, free, checkpoint, several)
         return at
+
+
+def count_units(block: Block) -> int:
+    return (block.unit != "none") + sum(map(count_units, block.inner))
 
 
 def has_units(block: Block) -> bool:
