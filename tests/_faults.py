@@ -314,12 +314,8 @@ FAULTS = [
     Fault(
         "backward-prefetch-record-inverted",
         "fsdp2/_hooks.py",
-        """\
-        if not recomputing:
-            call.previous""",
-        """\
-        if recomputing:
-            call.previous""",
+        "visit.previous = runtime.remember(unit)",
+        "runtime.remember(unit)",
         "A plain backward prefetches nothing, because no call knows the one before it: the events `backward: prefetch` are gone, and each all-gather is exposed.",
         near=("unit/test_order.py",),
     ),
@@ -551,10 +547,34 @@ FAULTS = [
         near=("behaviour/test_optim.py",),
     ),
     Fault(
+        "missed-events-not-made-up",
+        "fsdp2/_order.py",
+        "            if self.is_first:\n",
+        "            if self.is_first and visit.marks_input:\n",
+        "A rank whose graph is cut gathers and reduces nothing for the unit that needs no gradient of its input there: ranks are out of step, a StateError on all.",
+        near=("behaviour/test_rank_differences.py",),
+    ),
+    Fault(
+        "first-units-left-too-early",
+        "fsdp2/_order.py",
+        "if opens or visit.entered > first or visit.marks_input:",
+        "if True:",
+        "The root is resharded between the backwards of two forwards whose losses are summed, and gathered again: one all-gather of the root more for each further forward.",
+        near=("unit/test_order.py", "behaviour/test_rank_differences.py"),
+    ),
+    Fault(
+        "gather-by-hand-keeps-its-number",
+        "fsdp2/_group.py",
+        "if self._gathering is not None:  # by hand, without a number",
+        "if False:",
+        "unshard(async_op=True) before the first forward turns the check of the ranks' order off: a rank that goes another way hangs the others.",
+        near=("behaviour/test_divergence.py",),
+    ),
+    Fault(
         "end-of-backward-reshard-inverted",
         "fsdp2/_runtime.py",
-        "if not unit.settings.reshard_after_backward or unit.calls:",
-        "if unit.settings.reshard_after_backward or unit.calls:",
+        "keeps = not unit.settings.reshard_after_backward\n",
+        "keeps = unit.settings.reshard_after_backward\n",
         "The root and the first block stay whole after backward: memory is not freed, parameters() are no DTensors, and the next forward may use values from before the optimizer step. With set_reshard_after_backward(False) they are freed instead.",
         near=("unit/test_order.py",),
     ),
@@ -669,13 +689,9 @@ FAULTS = [
     ),
     Fault(
         "version-counts-first-write-only",
-        "fsdp2/_torch.py",
-        """\
-return tensor._version
-""",
-        """\
-return min(tensor._version, 1)
-""",
+        "fsdp2/_group.py",
+        "return [steps_so_far(), *map(_torch.version_of, self._versioned)]",
+        "return [min(n, 1) for n in (steps_so_far(), *map(_torch.version_of, self._versioned))]",
         "Parameters that stay whole after a forward or a backward (reshard_after_backward off, a root after an evaluation) are not gathered again after the second optimizer step: later forwards compute with stale weights.",
         near=("behaviour/test_control.py", "behaviour/test_optim.py"),
     ),

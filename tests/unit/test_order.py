@@ -648,3 +648,14 @@ reduce a 840
 reshard <root> 176
 reduce <root> 760""",
     )
+
+
+@ranks(1, 2)
+def test_the_root_is_gathered_once_for_the_backwards_of_two_forwards() -> None:
+    model = sharded()
+    losses = [model(inputs(grad=False)).sum() for _ in range(2)]
+    with trace() as lines:
+        (losses[0] + losses[1]).backward()
+    moves = [line.removeprefix("backward: ") for line in lines if "prefetch" not in line]
+    assert moves.count("unshard <root>") + moves.count("reshard <root>") == 1
+    assert moves.count("reduce <root>") == moves.count("reduce a") == moves.count("reduce b") == 1
