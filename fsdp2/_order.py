@@ -11,6 +11,9 @@ gradient reaches a unit there. So whatever a backward meets, it first goes throu
 between, as if a gradient that is zero had come by: every rank gathers and reduces the same units in
 the same order, wherever its graph is cut. The events before the last that it meets come at its end.
 
+*Within one root.* Each root has orders of its own. Where a rank's graph is cut that goes through
+several roots, it makes up for one root's events after those of another: ranks are out of step.
+
 *The first backward* of a forward does so. A later one (``retain_graph``, a second derivative, the
 weights of a pipeline stage on their own) may be about a few nodes, and in another order. It goes
 the way of the first, and so makes up for what the first had to make up for.

@@ -143,7 +143,7 @@ class Choices:
         own += ["skip", "twice"] if skippable else []
         if several:  # ranks may begin to recompute at other places, see the README
             own = []
-        elif not self.is_recomputed:  # a rank that misses a checkpoint does not gather for it
+        elif not self.is_recomputed and self.model.roots == 1:  # as the README says
             own += ["detach", *in_place] if is_always_called else []
             own += ["as_input"] if free or not has_units_inside(block) else []
         self.on_one += [(place, way) for way in own]
