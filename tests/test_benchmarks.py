@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from benchmarks._models import (
 )
 from benchmarks._report import Figure, Origin, Result
 from benchmarks._rounds import rotate, spread
+from tests._slow import with_slow
 
 SMALL = Size(depth=2)
 ORIGIN = Origin("python -m benchmarks.x", "abc", "2.13.0", "3.11.7")
@@ -93,8 +95,13 @@ def test_committed_results_can_be_read() -> None:
         assert (quick.RESULTS / f"{name}.md").exists()
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize(
+    ("library", "precision"),
+    with_slow(
+        itertools.product(LIBRARIES, PRECISIONS),
+        [*((library, "fp32") for library in LIBRARIES), ("fsdp2", "bf16")],
+    ),
+)
 def test_every_variant_runs_on_collectives_that_do_nothing(library: str, precision: str) -> None:
     if not applies(library, precision):
         pytest.skip("no such variant")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests._parity import (
     whole,
 )
 from tests._pool import ranks
+from tests._slow import with_slow
 
 
 def count_reductions(comm: CommDebugMode) -> int:
@@ -34,7 +36,10 @@ def count_reductions(comm: CommDebugMode) -> int:
     )
 
 
-@pytest.mark.parametrize("name", ["stack", "partly_frozen", "tied_lm", "aux_output"])
+@pytest.mark.parametrize(
+    "name",
+    with_slow(["stack", "partly_frozen", "tied_lm", "aux_output"], ["tied_lm", "aux_output"]),
+)
 @ranks(2)
 def test_accumulation_with_every_reduction(name: str) -> None:
     pair = Pair(name)
@@ -45,8 +50,13 @@ def test_accumulation_with_every_reduction(name: str) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@pytest.mark.parametrize("name", ["stack", "scalars", "shared_block"])
+@pytest.mark.parametrize(
+    ("name", "reshard_after_forward"),
+    with_slow(
+        itertools.product(["stack", "scalars", "shared_block"], [None, True, False]),
+        [("stack", True), ("scalars", None), ("shared_block", False)],
+    ),
+)
 @ranks(2)
 def test_accumulation_with_one_reduction(name: str, reshard_after_forward: bool | None) -> None:
     pair = Pair(name, reshard_after_forward=reshard_after_forward)
@@ -105,7 +115,7 @@ def test_parameters_may_stay_unsharded_while_accumulating() -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("name", ["stack", "partly_frozen"])
+@pytest.mark.parametrize("name", with_slow(["stack", "partly_frozen"], ["partly_frozen"]))
 @ranks(4)
 def test_the_replicate_axis_may_be_reduced_last(name: str) -> None:
     pair = Pair(name, mesh=make_mesh(2, 2))
@@ -169,9 +179,19 @@ def test_is_last_backward_puts_off_what_ends_a_step() -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize(
-    "name", ["stack", "tied_lm", "nested_units", "partly_frozen", "containers"]
+    ("name", "reshard_after_forward"),
+    with_slow(
+        itertools.product(
+            ["stack", "tied_lm", "nested_units", "partly_frozen", "containers"], [True, False]
+        ),
+        [
+            ("tied_lm", False),
+            ("nested_units", True),
+            ("partly_frozen", True),
+            ("containers", False),
+        ],
+    ),
 )
 @ranks(2)
 def test_several_forwards_before_one_backward(name: str, reshard_after_forward: bool) -> None:
@@ -185,8 +205,13 @@ def test_several_forwards_before_one_backward(name: str, reshard_after_forward: 
     pair.check()
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "order"),
+    with_slow(
+        itertools.product([True, False], [(0, 1, 2), (2, 1, 0), (1, 0, 2)]),
+        [(True, (0, 1, 2)), (True, (2, 1, 0)), (False, (1, 0, 2))],
+    ),
+)
 @ranks(2)
 def test_several_forwards_then_backwards_in_any_order(
     order: tuple[int, ...], reshard_after_forward: bool
@@ -201,8 +226,13 @@ def test_several_forwards_then_backwards_in_any_order(
     pair.train(steps=1)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("name", ["stack", "nested_units", "tied_blocks"])
+@pytest.mark.parametrize(
+    ("name", "reshard_after_forward"),
+    with_slow(
+        itertools.product(["stack", "nested_units", "tied_blocks"], [True, False]),
+        [("stack", False), ("nested_units", True), ("tied_blocks", True)],
+    ),
+)
 @ranks(2)
 def test_several_backwards_after_one_forward(name: str, reshard_after_forward: bool) -> None:
     pair = Pair(name, reshard_after_forward=reshard_after_forward)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from tests._models import CASES, WIDTH, AllFrozen, Case, Quantised, floats, no_units, seeded, stack
 from tests._parity import Pair, assert_same, bits, names_of, shard, whole
 from tests._pool import ranks
+from tests._slow import slow
 
 
 def record_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -28,7 +29,7 @@ def record_parameters(module: nn.Module) -> dict[str, Tensor]:
     return seen
 
 
-@ranks(1, 2)
+@ranks(slow(1), 2)
 def test_scalars_stay_scalars() -> None:
     pair = Pair("scalars", optimizer=torch.optim.AdamW)
     seen = record_parameters(pair.model.blocks[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests._parity import (
     whole,
 )
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 MODES: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 
@@ -38,8 +40,13 @@ def evaluate(pair: Pair, mode: str) -> None:
         assert_same(actual.clone(), pair.reference(*pair.local(batch).args), "output", 2e-6)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "reshard_after_forward"),
+    with_slow(
+        itertools.product(MODES, [None, True, False]),
+        [("no_grad", None), ("no_grad", False), ("inference", True)],
+    ),
+)
 @ranks(2)
 def test_evaluation_between_training_steps(mode: str, reshard_after_forward: bool | None) -> None:
     pair = Pair("stack", reshard_after_forward=reshard_after_forward)
@@ -256,8 +263,13 @@ class InputStack(Stack):
         return self.out(x)
 
 
-@pytest.mark.parametrize("build", [InPlaceStack, InputStack, SplitStack])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "build"),
+    with_slow(
+        itertools.product([True, False], [InPlaceStack, InputStack, SplitStack]),
+        [(True, InPlaceStack), (True, InputStack), (False, SplitStack)],
+    ),
+)
 @ranks(2)
 def test_views_in_and_out_of_units_may_be_updated_in_place(
     build: type[Stack], reshard_after_forward: bool
@@ -428,12 +440,12 @@ def test_functional_call_with_the_models_own_parameters() -> None:
     pair.train(steps=1)
 
 
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_functional_call_with_modified_parameters() -> None:
     check_functional_call_with_modified_parameters()
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), slow((4, 1))])
 @ranks(4)
 def test_functional_call_on_a_replicate_axis(shape: tuple[int, int]) -> None:
     """The gradient of a shard that stands in is a mean over the replicas too."""

@@ -42,6 +42,7 @@ from fsdp2 import checkpoint
 from tests._models import VOCAB, WIDTH, Batch, Case, seeded
 from tests._parity import bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 
 class Odd(nn.Module):
@@ -149,7 +150,7 @@ def meshes_of(world_size: int) -> list[tuple[int, ...]]:
 # --- full -----------------------------------------------------------------------------------------
 
 
-@ranks(1, 3, 4)
+@ranks(slow(1), 3, slow(4))
 def test_a_full_state_is_that_of_one_process(world_size: int, rank: int) -> None:
     """Names, order, values, ties; under ids it is what the plain optimizer loads."""
     for shape in meshes_of(world_size):
@@ -174,7 +175,7 @@ def test_a_full_state_is_that_of_one_process(world_size: int, rank: int) -> None
     assert set(named["state"]) == {n for n, p in run.model.named_parameters() if p.requires_grad}
 
 
-@ranks(3, 4)
+@ranks(3, slow(4))
 def test_a_full_state_is_scattered_from_rank_0(world_size: int, rank: int) -> None:
     """From a plain run, and from one sharded otherwise, under names or ids, into a stepped one."""
     plain = Trained(steps=2)
@@ -302,7 +303,7 @@ def peak_of(run: Any) -> int:
     return highest
 
 
-@ranks(2, 3)
+@ranks(2, slow(3))
 def test_only_the_writer_holds_more_than_the_cap(rank: int) -> None:
     """No file, no collective and no conversion may hold more on a rank that does not write."""
     model = nn.Sequential(*(nn.Linear(200, 300, bias=False) for _ in range(6)))
@@ -392,7 +393,7 @@ def test_save_and_load(tmp_path: Path, rank: int, world_size: int) -> None:
         checkpoint.load(path, narrow)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", with_slow([0, 1], [1]))
 @ranks(2)
 def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, failing: int, rank: int) -> None:
     """A disk that is full on one rank: every rank raises, and the old checkpoint loads."""
@@ -523,7 +524,9 @@ class Preconditioned(torch.optim.Optimizer):
             self.state[param] = {"step": 3, "factors": factors, "none": None}
 
 
-@pytest.mark.parametrize("form", ["files", "full", "local", "sharded"])
+@pytest.mark.parametrize(
+    "form", with_slow(["files", "full", "local", "sharded"], ["files", "local", "sharded"])
+)
 @ranks(2)
 def test_optimizers_that_keep_tensors_in_containers(tmp_path: Path, form: str, rank: int) -> None:
     def made(seed: int) -> tuple[nn.Module, Preconditioned]:
@@ -611,7 +614,7 @@ def test_a_save_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-@pytest.mark.parametrize("max_file_bytes", [10**9, 2000])
+@pytest.mark.parametrize("max_file_bytes", with_slow([10**9, 2000], [2000]))
 @ranks(2)
 def test_safetensors(tmp_path: Path, max_file_bytes: int, rank: int) -> None:
     """One file or several with an index; a tie once; an older one's files go."""
@@ -719,7 +722,7 @@ def assert_same_states(actual: dict[str, Any], expected: dict[str, Any]) -> None
             assert torch.equal(found.float(), whole(torch.as_tensor(value)).float()), (name, key)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("use_orig_params", with_slow([False, True], [False]))
 @ranks(2)
 def test_full_checkpoints_of_fsdp1_in_both_directions(use_orig_params: bool, rank: int) -> None:
     theirs = InFsdp1(1, 2, use_orig_params)
@@ -757,7 +760,7 @@ def test_a_state_whose_moments_share_memory_is_refused(rank: int) -> None:
     assert_same_states(checkpoint.full_state(ours.model, ours.optimizer, rank0_only=False), before)
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("use_orig_params", with_slow([False, True], [True]))
 @ranks(2)
 def test_sharded_checkpoints_of_fsdp1_in_both_directions(
     use_orig_params: bool, tmp_path: Path, rank: int

@@ -25,6 +25,7 @@ from fsdp2 import checkpoint
 from tests._models import seeded
 from tests._parity import make_mesh, whole
 from tests._pool import ranks
+from tests._slow import with_slow
 
 WIDTH = 13
 
@@ -117,7 +118,10 @@ def flip_last_byte_of_a_tensor(folder: Path) -> None:
     last_file(folder).write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [remove, cut, flip_last_byte_of_a_tensor])
+@pytest.mark.parametrize(
+    "damage",
+    with_slow([remove, cut, flip_last_byte_of_a_tensor], [remove, flip_last_byte_of_a_tensor]),
+)
 @ranks(2)
 def test_a_missing_or_damaged_shard(
     tmp_path: Path, damage: Callable[[Path], None], rank: int
@@ -148,7 +152,9 @@ def test_ranks_that_see_other_checkpoints(tmp_path: Path, rank: int) -> None:
     assert snapshot(*target) == before
 
 
-@pytest.mark.parametrize("form", ["files", "full", "local", "sharded"])
+@pytest.mark.parametrize(
+    "form", with_slow(["files", "full", "local", "sharded"], ["files", "sharded"])
+)
 @ranks(2)
 def test_what_users_wrote_may_refuse(tmp_path: Path, form: str, rank: int) -> None:
     """`set_extra_state` raises on one rank, when the optimizer has its state: it is undone."""
@@ -325,7 +331,7 @@ def test_an_optimizer_of_parameters_without_memory() -> None:
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [float("nan"), 0.5, 1e30])
+@pytest.mark.parametrize("value", with_slow([float("nan"), 0.5, 1e30], [0.5]))
 @ranks(2)
 def test_values_that_integers_cannot_hold(tmp_path: Path, value: float) -> None:
     source, target = made(1), made(2)
@@ -439,7 +445,7 @@ def checkpointed(seed: int, wrapped: bool) -> Any:
     return model, optimizer
 
 
-@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("wrapped", with_slow([True, False], [True]))
 @ranks(2)
 def test_wrappers_are_in_no_name(tmp_path: Path, wrapped: bool) -> None:
     """What is saved with activation checkpointing is loaded without it, and the other way round."""

@@ -103,9 +103,19 @@ BUILDERS: dict[str, Callable[[bool], Callable[[], nn.Module]]] = {
 }
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", BUILDERS)
+@pytest.mark.parametrize(
+    ("where", "kind", "reshard_after_forward"),
+    with_slow(
+        itertools.product(BUILDERS, KINDS, [True, False]),
+        [
+            ("inside", "reentrant", True),
+            ("outside", "non_reentrant", False),
+            ("spanning", "reentrant", False),
+            ("spanning", "non_reentrant", True),
+            ("both", "non_reentrant", True),
+        ],
+    ),
+)
 @ranks(2)
 def test_checkpointing(where: str, kind: str, reshard_after_forward: bool) -> None:
     case = Case(BUILDERS[where](KINDS[kind]), each_block, floats)
@@ -123,7 +133,7 @@ def test_inner_units_of_a_checkpointed_unit(kind: str) -> None:
     Pair(Case(inside(KINDS[kind]), units, floats)).train(steps=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", with_slow(KINDS, ["reentrant"]))
 @ranks(2)
 def test_nested_units_under_one_checkpoint(kind: str) -> None:
     outer = ReentrantOutside if KINDS[kind] else CheckpointedOutside
@@ -134,8 +144,13 @@ def test_nested_units_under_one_checkpoint(kind: str) -> None:
     Pair(Case(lambda: outer(Inner, 2), units, floats)).train(steps=2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", BUILDERS)
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    with_slow(
+        itertools.product(BUILDERS, KINDS),
+        [("inside", "non_reentrant"), ("outside", "reentrant"), ("spanning", "non_reentrant")],
+    ),
+)
 @ranks(2)
 def test_two_forwards_in_one_backward(where: str, kind: str) -> None:
     pair = Pair(Case(BUILDERS[where](KINDS[kind]), each_block, floats))
@@ -210,8 +225,13 @@ def test_recomputed_dropout_is_the_same() -> None:
     assert_same_gradients(pair.model, pair.reference)
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("impl", CheckpointImpl)
+@pytest.mark.parametrize(
+    ("impl", "order"),
+    with_slow(
+        itertools.product(CheckpointImpl, ["before", "after"]),
+        [(CheckpointImpl.REENTRANT, "after"), (CheckpointImpl.NO_REENTRANT, "before")],
+    ),
+)
 @ranks(2)
 def test_checkpointing_applied_to_a_class(impl: CheckpointImpl, order: str) -> None:
     """`apply_activation_checkpointing` wraps units, or modules that become parts of units."""
@@ -233,8 +253,12 @@ def test_checkpointing_applied_to_a_class(impl: CheckpointImpl, order: str) -> N
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "order"),
+    with_slow(
+        itertools.product([True, False], ["before", "after"]), [(True, "before"), (False, "after")]
+    ),
+)
 @ranks(2)
 def test_composable_checkpointing(order: str, reshard_after_forward: bool) -> None:
     """Torch's composable `checkpoint` and ours go on the same module, in either order."""
@@ -316,9 +340,10 @@ POLICIES = ["all", "none", "every_second", "matmuls"]
     with_slow(
         itertools.product(PLACES, POLICIES, [True, False]),
         [
-            *((where, policy, True) for where in PLACES for policy in POLICIES),
+            ("inside", "matmuls", True),
             ("outside", "every_second", False),
-            ("spanning", "all", False),
+            ("outside", "none", True),
+            ("spanning", "all", True),
         ],
     ),
 )

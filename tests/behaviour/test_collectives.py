@@ -16,6 +16,7 @@ import fsdp2
 from tests._models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
 from tests._parity import Pair, make_mesh, shard
 from tests._pool import ranks
+from tests._slow import slow
 
 
 def kinds(comm: CommDebugMode) -> Counter[str]:
@@ -47,7 +48,7 @@ def watch(pair: Pair) -> tuple[Counter[str], Counter[str]]:
 UNITS = 4  # three blocks and the root
 
 
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_a_step_of_sharded_blocks() -> None:
     pair = Pair("stack")
     for _ in range(3):

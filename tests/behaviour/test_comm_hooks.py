@@ -6,6 +6,7 @@ Also `fsdp2.debug`: orders that are compared over ranks, and steps that send not
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from typing import Any
 
@@ -22,6 +23,7 @@ import fsdp2
 from tests._models import CASES, Stack, loss_of, seeded
 from tests._parity import Pair, assert_same, make_mesh, shard, whole
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -38,7 +40,12 @@ def summing(state: Any, packed: Tensor, reduced: Tensor, group: dist.ProcessGrou
 
 @pytest.mark.parametrize(
     ("case", "shape"),
-    [("one_row", (3,)), ("few_rows", (3, 1)), ("partly_frozen", (1, 3)), ("unused_parts", (3,))],
+    [
+        slow("one_row", (3,)),
+        ("few_rows", (3, 1)),
+        ("partly_frozen", (1, 3)),
+        slow("unused_parts", (3,)),
+    ],
 )
 @ranks(3)
 def test_a_hook_that_sums(case: str, shape: tuple[int, ...]) -> None:
@@ -86,8 +93,10 @@ def one_gradient(hook: Any, scale: float, mesh: Any, steps: int = 1) -> list[Ten
     return total
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    with_slow(itertools.product([(4,), (2, 2)], [BF16, FP16]), [((4,), BF16), ((2, 2), FP16)]),
+)
 @ranks(4)
 def test_compression(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Gradients are near the exact ones, are sent in the narrow dtype, and fp16 sums do not
@@ -233,7 +242,7 @@ def test_an_order_that_changes_later_is_a_warning() -> None:
         fsdp2.debug.check_order(nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", [slow((4,)), (2, 2)])
 @ranks(4)
 def test_steps_without_communication(shape: tuple[int, ...]) -> None:
     """Inside nothing is sent; afterwards everything is right again, and checked."""
@@ -257,7 +266,7 @@ def test_steps_without_communication(shape: tuple[int, ...]) -> None:
     pair.train(2)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", [slow((4,)), (2, 2)])
 @ranks(4)
 def test_steps_without_one_sort_of_communication(shape: tuple[int, ...]) -> None:
     """Gathers alone are left out, or reductions alone; the other sort is as in any step."""

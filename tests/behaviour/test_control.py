@@ -34,6 +34,7 @@ from tests._parity import (
     shard,
 )
 from tests._pool import ranks
+from tests._slow import with_slow
 
 
 def is_whole(module: nn.Module) -> bool:
@@ -318,7 +319,7 @@ def test_set_reshard_after_backward() -> None:
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", with_slow([1, 2, 3], [2]))
 @ranks(2)
 def test_prefetch_lists(depth: int) -> None:
     pair = Pair(Case(stack(count=4), each_block, floats))

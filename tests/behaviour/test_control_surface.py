@@ -31,6 +31,7 @@ from tests._parity import (
     shard,
 )
 from tests._pool import ranks
+from tests._slow import slow
 
 FINE = 4e-6
 """Tolerance where the reference divides at another place than the reduction."""
@@ -56,7 +57,7 @@ def drop_gradients(pair: Pair) -> None:
 # --- what a gradient is ---------------------------------------------------------------------------
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2, slow(4))
 def test_a_divide_factor_is_of_one_unit(world_size: int) -> None:
     """The sum over all ranks is divided by the factor, in this unit and not in those below it."""
     pair = Pair("stack", mesh=mesh_of(world_size))
@@ -74,7 +75,7 @@ def test_a_divide_factor_is_of_one_unit(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("reduce_dtype", "rtol"), [(torch.float16, 8e-3), (torch.bfloat16, 4e-2), (None, FINE)]
 )
-@ranks(2, 4)
+@ranks(2, slow(4))
 def test_a_divide_factor_in_every_reduce_dtype(
     reduce_dtype: torch.dtype | None, rtol: float, world_size: int
 ) -> None:
@@ -103,7 +104,7 @@ def test_the_old_name_of_the_divide_factor() -> None:
 
 
 @pytest.mark.parametrize(("reduction", "per_rank"), [("mean", 0.0), ("sum", 1.0), (8, 0.125)])
-@ranks(2, 4)
+@ranks(2, slow(4))
 def test_a_reduction_of_the_whole_tree(
     reduction: str | float, per_rank: float, world_size: int
 ) -> None:
@@ -156,7 +157,7 @@ def test_a_reduction_in_bf16_compute() -> None:
         assert_same(total.grad, mean.grad * 2, "grad")
 
 
-@ranks(2, 4)
+@ranks(2, slow(4))
 def test_only_sums_give_the_same_numbers(world_size: int) -> None:
     """A mean by hand is the mean; custom collectives see the difference."""
     pair = Pair("stack", mesh=mesh_of(world_size))
@@ -318,7 +319,7 @@ def gathers_in_backward(pair: Pair) -> int:
     return sum(n for op, n in comm.get_comm_counts().items() if "gather" in str(op))
 
 
-@ranks(2, 4)
+@ranks(2, slow(4))
 def test_a_unit_that_backward_need_not_gather(world_size: int) -> None:
     """An embedding's all-gather is saved, only its own, and the numbers are the same."""
     pair = Pair(EMBEDDED, mesh=mesh_of(world_size))

@@ -18,11 +18,12 @@ import fsdp2
 from tests._models import CASES, Stack, seeded
 from tests._parity import Pair, assert_same, make_mesh, names_of, shard, whole
 from tests._pool import ranks
+from tests._slow import with_slow
 
 # --- no_sync --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [None, torch.bfloat16])
+@pytest.mark.parametrize("policy", with_slow([None, torch.bfloat16], [torch.bfloat16]))
 @ranks(3)
 def test_accumulation_without_sync(policy: torch.dtype | None) -> None:
     """Two backwards inside and one outside give the gradients of three; then sync is back."""
@@ -118,7 +119,7 @@ def check_averages(ema: fsdp2.optim.EMA, expected: PlainEMA) -> None:
         assert_same(value, expected.values[name], name)
 
 
-@pytest.mark.parametrize("case", ["one_row", "few_rows", "tied_lm"])
+@pytest.mark.parametrize("case", with_slow(["one_row", "few_rows", "tied_lm"], ["one_row"]))
 @ranks(3)
 def test_averages_of_shards(case: str) -> None:
     """Averages of shards are the shards of averages; swapped in, the model computes with them."""

@@ -25,6 +25,7 @@ from tests._parity import (
     whole,
 )
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 from tests.behaviour import test_divergence as divergence
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -85,8 +86,10 @@ class Wide(nn.Module):
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["few_rows", "tied_lm", "mixed_dtypes"])
-@ranks(2, 3)
+@pytest.mark.parametrize(
+    "name", with_slow(["few_rows", "tied_lm", "mixed_dtypes"], ["few_rows", "mixed_dtypes"])
+)
+@ranks(slow(2), 3)
 def test_trains_with_every_parameter_by_itself(name: str) -> None:
     """Rows that divide evenly and rows that do not, through the backend's collectives and ours."""
     straight(Pair(name)).train(steps=2)
@@ -94,7 +97,7 @@ def test_trains_with_every_parameter_by_itself(name: str) -> None:
         straight(Pair(name)).train(steps=2)
 
 
-@pytest.mark.parametrize("resharding", [True, pytest.param(False, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("resharding", [slow(True), slow(False), 2])
 @ranks(4)
 def test_trains_on_more_ranks(resharding: bool | int) -> None:
     with large_from(1):

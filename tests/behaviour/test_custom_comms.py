@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp2 import MixedPrecisionPolicy, _torch
 from tests._models import Case, each_block, floats, loss_of, stack
 from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 LIBRARIES = {"ours": fsdp2, "torch's": torch_fsdp_api}
 
@@ -130,9 +132,13 @@ def group_of(model: nn.Module) -> Any:
 # --- custom collectives ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("library", list(LIBRARIES))
-@ranks(2, 4)
+@pytest.mark.parametrize(
+    ("library", "blocking"),
+    with_slow(
+        itertools.product(list(LIBRARIES), [False, True]), [("ours", False), ("torch's", True)]
+    ),
+)
+@ranks(2, slow(4))
 def test_custom_collectives(library: str, blocking: bool, world_size: int) -> None:
     """Their memory is used, they are called over the right group, and the numbers are right."""
     pair = Pair("stack", mesh=mesh_of(world_size))
@@ -161,7 +167,7 @@ def test_custom_collectives_that_keep_one_buffer_each(name: str) -> None:
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
-@ranks(2, 4)
+@ranks(2, slow(4))
 def test_gradients_that_wait_lie_in_memory_of_their_own(
     reduce_dtype: torch.dtype | None, world_size: int
 ) -> None:
@@ -239,7 +245,7 @@ def test_custom_collectives_and_unshard_by_hand() -> None:
     pair.train(steps=1)
 
 
-@pytest.mark.parametrize("world", ["FSDP", "HSDP"])
+@pytest.mark.parametrize("world", with_slow(["FSDP", "HSDP"], ["HSDP"]))
 @ranks(4)
 def test_the_operation_that_a_reduce_scatter_is_asked_for(world: str) -> None:
     """A mean by default; a sum if only sums are wanted, or if the unit scales by hand."""
@@ -271,7 +277,7 @@ def test_fp16_is_always_summed() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@ranks(2, 4)
+@ranks(2, slow(4))
 def test_how_many_reductions_hold_their_inputs(count: int, world_size: int) -> None:
     """Never more than said, and as many as said if there are units enough."""
     case = Case(stack(count=5), each_block, floats)

@@ -43,7 +43,7 @@ from tests._models import VOCAB, WIDTH, seeded
 from tests._parity import assert_sharded, bits, global_mean, names_of, whole
 from tests._pool import RunOnRanks, make_request
 from tests._pool import ranks_that_share as ranks
-from tests._slow import slow
+from tests._slow import slow, with_slow
 
 HIDDEN = 30  # torch's ColwiseParallel computes with equal parts only: two ranks hold 15 rows each
 FULL = StateDictOptions(full_state_dict=True)
@@ -363,10 +363,10 @@ def test_training_resumes_bit_for_bit(
         slow("2", "4", "adamw"),
         ("4", "3", "momentum"),
         slow("3", "2x2", "adamw"),
-        ("2", "tensor", "adamw"),
+        slow("2", "tensor", "adamw"),
         slow("columns", "4", "adamw"),
-        ("plain", "3", "adamw"),
-        ("4", "plain", "momentum"),
+        slow("plain", "3", "adamw"),
+        slow("4", "plain", "momentum"),
         slow("2x2", "3", "momentum"),
         slow("tensor", "3", "adamw"),
         slow("tensor", "plain", "momentum"),
@@ -389,7 +389,7 @@ def test_a_checkpoint_moves_to_another_layout(
     ("source", "target", "optimizer"),
     [
         ("torch", "4", "adamw"),
-        ("2x2", "torch", "momentum"),
+        slow("2x2", "torch", "momentum"),
         slow("torch", "2x2", "momentum"),
         slow("columns", "torch", "momentum"),
         slow("torch2x2", "3", "adamw"),
@@ -414,7 +414,7 @@ def test_checkpoints_are_those_of_torch(
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        ("2x2", "tensor"),
+        slow("2x2", "tensor"),
         ("tensor", "4"),
         slow("4", "2x2"),
         slow("tensor", "2x2"),
@@ -470,7 +470,7 @@ def by_name(optim: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     return optim["state"]
 
 
-@pytest.mark.parametrize("layout", ["4", "tensor"])
+@pytest.mark.parametrize("layout", with_slow(["4", "tensor"], ["tensor"]))
 @ranks(4)
 def test_a_full_state_dict_is_that_of_a_plain_model(layout: str) -> None:
     """`full_state_dict` gives plain tensors under a plain model's names, and they fit one."""
@@ -541,7 +541,7 @@ def test_rank_0_broadcasts_the_state(layout: str, trained_before: bool) -> None:
         torch.testing.assert_close(loss, other, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize("optimizer", with_slow(["adamw", "momentum"], ["momentum"]))
 @ranks(3)
 def test_a_flat_optimizer_state_goes_through_a_file(optimizer: str, tmp_path: Path) -> None:
     """`flatten_optimizer_state_dict` gives one key a tensor, which a fresh optimizer can load."""
@@ -615,7 +615,9 @@ def test_training_goes_on_during_an_asynchronous_save(tmp_path: Path) -> None:
     assert [loss.item() for loss in other.train(2, 2)] == [loss.item() for loss in losses]
 
 
-@pytest.mark.parametrize("options", [None, FULL, ON_RANK_0], ids=["sharded", "full", "on_rank_0"])
+@pytest.mark.parametrize(
+    "options", [slow(None), FULL, slow(ON_RANK_0)], ids=["sharded", "full", "on_rank_0"]
+)
 @ranks(3)
 def test_model_state_while_parameters_are_whole(
     options: StateDictOptions | None, rank: int
@@ -730,7 +732,7 @@ def test_from_the_meta_device_by_broadcast(layout: str, emptied: bool) -> None:
         torch.testing.assert_close(loss, other, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", with_slow([1, 2], [2]))
 @ranks(3)
 def test_from_the_meta_device_by_whole_tensors(parts: int) -> None:
     """Whole tensors assigned to a model on meta, in one load or more, are shards at once.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import fsdp2
 from tests._models import seeded
 from tests._parity import assert_same_gradients, assert_same_parameters, make_mesh
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 QUICK_S = 10.0
 WAYS = {
@@ -108,7 +110,7 @@ def test_one_of_two_ranks_takes_another_way(way: str, steps: int, rank: int) -> 
 
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("way", ["swap", "skip"])
-@ranks(3, 4, limit_s=30)
+@ranks(3, slow(4), limit_s=30)
 def test_one_of_many_ranks_takes_another_way(way: str, steps: int, rank: int) -> None:
     """The ranks that agree with each other learn of the one that does not."""
     model = sharded()
@@ -167,8 +169,13 @@ def test_a_rank_may_not_need_what_all_prefetched(rank: int) -> None:
             torch.testing.assert_close(model(x, path), reference(x, path))
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("used", ["ab", "ac", "bc", "c"])
+@pytest.mark.parametrize(
+    ("used", "reshard_after_forward"),
+    with_slow(
+        itertools.product(["ab", "ac", "bc", "c"], [True, False]),
+        [("ab", True), ("ac", False), ("bc", False), ("c", True)],
+    ),
+)
 @ranks(2, 3, limit_s=30)
 def test_one_rank_does_not_use_an_output(
     used: str, reshard_after_forward: bool, rank: int, world_size: int
@@ -241,7 +248,7 @@ def assert_told(model: nn.Module, match: str, steps: int = 3) -> None:
 
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("name", list(SETTINGS))
-@ranks(2, 3, limit_s=30)
+@ranks(slow(2), 3, limit_s=30)
 def test_one_rank_sends_differently(name: str, steps: int, rank: int) -> None:
     """A setting of one rank alone: an error that says which, before sizes that differ meet."""
     change, match = SETTINGS[name]
@@ -390,7 +397,7 @@ class Chosen:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-@ranks(2, 3, limit_s=30)
+@ranks(slow(2), 3, limit_s=30)
 def test_ranks_choose_blocks(nested: bool, rank: int) -> None:
     """Declared, any rank may skip any block; a block that no rank ran has no gradient."""
     chosen = Chosen(nested=nested)
@@ -400,7 +407,7 @@ def test_ranks_choose_blocks(nested: bool, rank: int) -> None:
     assert chosen.model.inp.weight.grad is not None
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+@pytest.mark.parametrize("reshard_after_forward", with_slow([True, False, 2], [2]))
 @ranks(4, limit_s=30)
 def test_ranks_choose_blocks_however_they_reshard(
     reshard_after_forward: bool | int, rank: int
@@ -415,7 +422,7 @@ def test_ranks_choose_blocks_of_replicas(rank: int) -> None:
     Chosen(mesh=make_mesh(2, 2), nested=True).train(rank)
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", with_slow([False, True], [True]))
 @ranks(2, limit_s=30)
 def test_ranks_choose_checkpointed_blocks(nested: bool, rank: int) -> None:
     """With activation checkpointing of each block: its recomputation is governed too."""
@@ -528,7 +535,7 @@ class Branching(nn.Module):
     ids=["different parameters", "none on some ranks", "none on any rank"],
 )
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-@ranks(2, 4, limit_s=30)
+@ranks(2, slow(4), limit_s=30)
 def test_ranks_use_different_parameters_of_a_unit(
     branches: tuple[str, ...], reshard_after_forward: bool, rank: int, world_size: int
 ) -> None:

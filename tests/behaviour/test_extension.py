@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from tests._parity import make_mesh
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 aten = torch.ops.aten
 WIDTH = 29
@@ -337,8 +338,8 @@ def refused(error: type[Exception], *words: str) -> Iterator[None]:
 # Values.
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@ranks(2, 3)
+@pytest.mark.parametrize("reshard_after_forward", with_slow([True, False], [True]))
+@ranks(slow(2), 3)
 def test_a_quantized_subclass_trains_as_in_one_process(reshard_after_forward: bool) -> None:
     """Int8 weights of even, uneven, one-row and empty shards train as they do unsharded."""
     model = shard(make(), reshard_after_forward=reshard_after_forward)
@@ -379,7 +380,7 @@ def _even(middles: tuple[int, ...], kind: type[Bare] = Int8Weight) -> Any:
     return model
 
 
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_inputs_that_the_extension_padded_keep_their_padding() -> None:
     """A subclass that pads its inputs itself, as torch demands, gets padded outputs and is cut."""
     model = shard(make(kind=PaddedInt8Weight))
@@ -640,8 +641,8 @@ class Rounded(Dense):
         return x + F.linear(F.relu(F.linear(x, up, self.bias)), down)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@ranks(2, 3)
+@pytest.mark.parametrize("reshard_after_forward", with_slow([True, False], [False]))
+@ranks(slow(2), 3)
 def test_methods_set_on_the_local_tensors(reshard_after_forward: bool) -> None:
     """Methods that were set on local tensors before the first forward are used from then on."""
     torch.manual_seed(0)
@@ -869,8 +870,8 @@ def test_whole_values_of_a_bare_subclass_are_refused_by_name(
 # Collectives and memory.
 
 
-@pytest.mark.parametrize("kind", [Int8Weight, PaddedInt8Weight])
-@ranks(2, 3)
+@pytest.mark.parametrize("kind", with_slow([Int8Weight, PaddedInt8Weight], [PaddedInt8Weight]))
+@ranks(slow(2), 3)
 def test_one_all_gather_for_each_unshard(kind: type[Int8Weight]) -> None:
     """A group's flat parameters and all inputs of its extended ones travel in one all-gather."""
     model = shard(make(kind=kind))
@@ -921,7 +922,7 @@ def test_memory_of_what_post_made_is_freed() -> None:
 # State.
 
 
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_state_dict_shows_the_subclass_and_loads_by_copy_and_by_assignment() -> None:
     """A state dict holds DTensors around the subclass, and loads into another model, both ways."""
     source = shard(make())
@@ -994,7 +995,7 @@ def test_another_dtype() -> None:
     compare(model, reference, grads=True, exact=True)
 
 
-@ranks(2, 3)
+@ranks(2, slow(3))
 def test_from_the_meta_device() -> None:
     """A subclass on meta is sharded there, and trains once it has memory and values."""
     with torch.device("meta"):

@@ -20,6 +20,7 @@ from fsdp2.wrap import shard_model, strategy
 from tests._models import CASES, Block, Case, loss_of, seeded
 from tests._parity import ROWS, make_mesh, names_of, whole
 from tests._pool import ranks
+from tests._slow import with_slow
 
 STEPS = 5
 STRATEGIES = list(ShardingStrategy.__members__)
@@ -89,7 +90,7 @@ class Twins:
             )
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", with_slow(STRATEGIES, ["SHARD_GRAD_OP", "HYBRID_SHARD"]))
 @ranks(4)
 def test_every_strategy(name: str) -> None:
     """Five steps of AdamW with clipping, on blocks of odd shapes."""
@@ -102,7 +103,9 @@ def test_every_strategy(name: str) -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["one_row", "few_rows", "partly_frozen"])
+@pytest.mark.parametrize(
+    "case", with_slow(["one_row", "few_rows", "partly_frozen"], ["partly_frozen"])
+)
 @ranks(3)
 def test_odd_models(case: str) -> None:
     twins = Twins(CASES[case], "FULL_SHARD").shard()

@@ -19,6 +19,7 @@ from fsdp2 import ShardPlacementResult
 from tests._models import CASES, VOCAB, WIDTH, seeded
 from tests._parity import bits, make_mesh, shard
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 
 class Odd(nn.Module):
@@ -62,8 +63,8 @@ def assert_all(model: nn.Module, reference: nn.Module, **kwargs: Any) -> None:
         assert same(tensor, expected[name].detach()), name
 
 
-@pytest.mark.parametrize("mesh", [(), (2, 2), (1, 3)])
-@ranks(2, 3, 4)
+@pytest.mark.parametrize("mesh", [(), slow((2, 2)), slow((1, 3))])
+@ranks(2, 3, slow(4))
 def test_every_kind_of_parameter(mesh: tuple[int, ...], world_size: int) -> None:
     if mesh and mesh[0] * mesh[1] != world_size:
         pytest.skip("another world size")
@@ -85,7 +86,7 @@ def test_models(name: str) -> None:
     assert all(isinstance(parameter, DTensor) for parameter in state)
 
 
-@pytest.mark.parametrize("rows", [12, 13])
+@pytest.mark.parametrize("rows", with_slow([12, 13], [13]))
 @ranks(4)
 def test_tensor_parallel_parameters_are_whole(rows: int) -> None:
     """Rows over both axes, even or not; columns over one; replicated over one."""
@@ -183,7 +184,7 @@ def test_names_buffers_and_a_callback_that_merges_adapters() -> None:
 
 
 @pytest.mark.parametrize(("count", "max_bytes"), [(20, 8000), (20, 30000), (1, 1000)])
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_no_more_than_max_bytes_is_alive(count: int, max_bytes: int) -> None:
     model = nn.Sequential(*(nn.Linear(29, 31, bias=False) for _ in range(count)))
     fsdp2.fully_shard(model, mesh=make_mesh())
@@ -223,7 +224,7 @@ def _peak(run: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("max_bytes", [2000, 10**6])
-@ranks(3, 4)
+@ranks(3, slow(4))
 def test_a_rank_that_leaves_alone_takes_the_others_with_it(
     max_bytes: int, rank: int, world_size: int
 ) -> None:

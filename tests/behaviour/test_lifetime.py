@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import weakref
 from typing import Any
 
@@ -19,6 +20,7 @@ import fsdp2
 from tests._models import CASES, WIDTH, Case, floats, loss_of, no_units, seeded
 from tests._parity import Pair, assert_same, assert_sharded, bits, make_mesh, names_of, shard
 from tests._pool import ranks
+from tests._slow import with_slow
 
 
 def tensors_alive() -> set[int]:
@@ -43,8 +45,23 @@ def storages_of(model: nn.Module) -> list[Tensor]:
     return held + [t.to_local() for t in held if isinstance(t, DTensor)]
 
 
-@pytest.mark.parametrize("ending", ["new", "forward", "no_grad", "trained", "unsynced", "failed"])
-@pytest.mark.parametrize("name", ["stack", "tied_lm", "nested_units"])
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    with_slow(
+        itertools.product(
+            ["stack", "tied_lm", "nested_units"],
+            ["new", "forward", "no_grad", "trained", "unsynced", "failed"],
+        ),
+        [
+            ("stack", "new"),
+            ("stack", "forward"),
+            ("tied_lm", "no_grad"),
+            ("stack", "trained"),
+            ("nested_units", "unsynced"),
+            ("tied_lm", "failed"),
+        ],
+    ),
+)
 @ranks(2)
 def test_deleting_a_model_frees_its_tensors(name: str, ending: str) -> None:
     case = CASES[name]
@@ -122,8 +139,18 @@ def through_pickle(model: nn.Module) -> nn.Module:
 COPIES = {"deepcopy": deep_copy, "pickle": through_pickle}
 
 
-@pytest.mark.parametrize("name", ["stack", "tied_lm", "scalars", "quantised", "nested_units"])
-@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    with_slow(
+        itertools.product(COPIES, ["stack", "tied_lm", "scalars", "quantised", "nested_units"]),
+        [
+            ("deepcopy", "scalars"),
+            ("deepcopy", "quantised"),
+            ("pickle", "tied_lm"),
+            ("pickle", "nested_units"),
+        ],
+    ),
+)
 @ranks(2)
 def test_a_copy_trains_on_its_own(kind: str, name: str) -> None:
     pair = Pair(name)
@@ -141,7 +168,7 @@ def test_a_copy_trains_on_its_own(kind: str, name: str) -> None:
         assert names_of(twin)[fqn] is not parameter
 
 
-@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize("kind", with_slow(COPIES, ["deepcopy"]))
 @ranks(2)
 def test_a_copy_made_before_the_first_forward(kind: str) -> None:
     pair = Pair("stack")
@@ -150,7 +177,7 @@ def test_a_copy_made_before_the_first_forward(kind: str) -> None:
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize("kind", with_slow(COPIES, ["pickle"]))
 @ranks(4)
 def test_a_copy_on_a_replicate_axis(kind: str) -> None:
     pair = Pair("stack", mesh=make_mesh(2, 2))

@@ -17,6 +17,7 @@ import fsdp2
 from tests._models import HIDDEN, VOCAB, WIDTH
 from tests._parity import bits, make_mesh, names_of, whole
 from tests._pool import ranks
+from tests._slow import slow
 
 
 class Table(nn.Module):
@@ -90,7 +91,7 @@ def assert_same_values(model: nn.Module, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize(("tied", "sync"), [(False, False), (True, True)])
 @pytest.mark.parametrize("mesh", [(), (2, 2)])
-@ranks(1, 2, 3, 4)
+@ranks(1, slow(2), 3, slow(4))
 def test_values_are_those_of_one_process(
     mesh: tuple[int, ...], tied: bool, sync: bool, world_size: int
 ) -> None:
@@ -291,7 +292,7 @@ def test_what_cannot_be_initialised_is_listed(rank: int) -> None:
         fsdp2.materialize(model, "cuda")
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, slow(2), 3, slow(4))
 def test_peak_memory_is_the_shards_and_the_largest_module(world_size: int) -> None:
     layers = [nn.Linear(300, 300, bias=False, device="meta") for _ in range(8)]
     layers.insert(3, nn.Linear(300, 700, bias=False, device="meta"))

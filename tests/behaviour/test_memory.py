@@ -28,6 +28,7 @@ from fsdp2._events import Event
 from tests._models import Batch, Case, loss_of
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 VOCAB, WIDTH, HIDDEN = 601, 449, 29  # the embedding is just above a MiB
 SETTINGS = ("low", "balanced", "fast", 64_000_000)
@@ -102,7 +103,7 @@ def gradients_of(pair: Pair, *heads: str) -> None:
 # --- the same training ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", SETTINGS)
+@pytest.mark.parametrize("memory", with_slow(SETTINGS, ["balanced", 64_000_000]))
 @ranks(3)
 def test_every_setting_trains_as_the_plain_model(memory: str | int) -> None:
     pair = Pair(CASE)
@@ -110,7 +111,7 @@ def test_every_setting_trains_as_the_plain_model(memory: str | int) -> None:
     pair.train(steps=4)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", with_slow([True, False], [True]))
 @ranks(2)
 def test_with_a_root_that_frees_or_keeps_its_parameters(reshard: bool) -> None:
     Pair(CASE, reshard_after_forward=reshard).train(steps=4)
@@ -148,7 +149,7 @@ def test_settings_may_change_between_steps() -> None:
 # --- what backward does not read ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reshard", [True, None])
+@pytest.mark.parametrize("reshard", with_slow([True, None], [None]))
 @ranks(2)
 def test_backward_does_not_gather_the_embedding(reshard: bool | None) -> None:
     """From the second step on, when ranks know of each other that nobody reads it."""
@@ -205,7 +206,7 @@ def test_what_backward_reads_stays_or_is_gathered() -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("order", ["together", "apart"])
+@pytest.mark.parametrize("order", with_slow(["together", "apart"], ["together"]))
 @ranks(2)
 def test_two_forwards_before_backward(order: str) -> None:
     pair = Pair(CASE)
@@ -223,8 +224,8 @@ def test_two_forwards_before_backward(order: str) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("reshard", [None, True, False])
-@ranks(2, 3)
+@pytest.mark.parametrize("reshard", with_slow([None, True, False], [True]))
+@ranks(slow(2), 3)
 def test_a_head_that_is_a_unit_runs_twice_before_a_backward(reshard: bool | None) -> None:
     """When its gradient is complete was learnt from steps with one forward."""
     case = Case(lambda: Language(1), lambda m: [*m.blocks, m.head], batch)
@@ -251,7 +252,7 @@ def test_two_backwards_of_one_forward() -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", with_slow([True, False], [False]))
 @ranks(2)
 def test_a_part_under_checkpointing_is_whole_when_it_is_recomputed(reentrant: bool) -> None:
     class Checkpointed(Language):
@@ -348,7 +349,7 @@ def test_the_head_is_reduced_before_the_blocks() -> None:
         pair.step()
 
 
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_ranks_may_differ_in_their_use_of_a_part(rank: int, world_size: int) -> None:
     """One rank does not use the head, or uses it late: gradients are right in every step."""
     pair = Pair(CASE)
@@ -409,7 +410,7 @@ def test_hooks_of_the_user_run_once_a_backward() -> None:
     assert set(seen.values()) == {3}
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", with_slow(["forward", "backward"], ["backward"]))
 @ranks(2)
 def test_training_goes_on_after_an_exception(phase: str) -> None:
     class ProvokedError(Exception):
@@ -482,7 +483,7 @@ def test_what_is_a_part() -> None:
 # --- the setting ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("memory", "limit"), [("low", 1), ("balanced", 2), ("fast", 3)])
+@pytest.mark.parametrize(("memory", "limit"), [slow("low", 1), ("balanced", 2), slow("fast", 3)])
 @ranks(2)
 def test_never_more_units_are_whole_than_the_setting_says(memory: str, limit: int) -> None:
     """Counted at every event: units below the root that are whole, or on their way."""
@@ -503,7 +504,7 @@ def test_never_more_units_are_whole_than_the_setting_says(memory: str, limit: in
     assert max(counts) == limit
 
 
-@pytest.mark.parametrize(("memory", "running"), [("low", 0), ("balanced", 1), ("fast", 3)])
+@pytest.mark.parametrize(("memory", "running"), [slow("low", 0), ("balanced", 1), ("fast", 3)])
 @ranks(2)
 def test_never_more_reductions_hold_their_inputs(memory: str, running: int) -> None:
     """Seen whenever something is gathered or reduced. One more may, if the oldest is small."""

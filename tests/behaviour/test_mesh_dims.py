@@ -231,7 +231,7 @@ def train_setup(setup: Setup, rtol: float = RTOL, **kwargs: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     "name",
-    with_slow(SETUPS, COMMON),
+    with_slow(SETUPS, ("both_turned", "three")),
 )
 @ranks(4)
 def test_training_is_that_of_the_plain_model(name: str) -> None:
@@ -239,7 +239,10 @@ def test_training_is_that_of_the_plain_model(name: str) -> None:
     train_setup(SETUPS[name])
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    "name",
+    with_slow(SETUPS, ["shard_right", "both_apart", "two_shard_right", "two_replicate", "three"]),
+)
 @ranks(4)
 def test_shards_lie_as_in_torch(name: str) -> None:
     """Meshes, placements and local shards are those of torch's own `dp_mesh_dims`.
@@ -326,7 +329,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", with_slow(PLAIN, ["turned", "flat"]))
 @ranks(4)
 def test_plain_parameters_are_taken_where_every_dim_is_data(rank: int, name: str) -> None:
     """Where no dim is left over, plain parameters are sharded and stay plain in forward."""
@@ -364,7 +367,7 @@ def test_a_loss_over_the_data_dims_needs_no_mean(name: str) -> None:
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("choice", [True, False, 2])
+@pytest.mark.parametrize("choice", with_slow([True, False, 2], [2]))
 @ranks(4)
 def test_every_way_to_reshard(choice: bool | int) -> None:
     """`reshard_after_forward` takes an int with named dims too, and training stays the same."""
@@ -384,7 +387,7 @@ def test_an_int_leaves_larger_shards_after_forward() -> None:
     assert torch.equal(weight.to_local(), build()[0].up.weight.chunk(2)[inner])
 
 
-@pytest.mark.parametrize("name", ["shard_all", "replicate"])
+@pytest.mark.parametrize("name", with_slow(["shard_all", "replicate"], ["shard_all"]))
 @ranks(4)
 def test_mixed_precision(name: str) -> None:
     """Compute in float32 with float64 weights: gradients arrive in float64, right to 1e-5."""
@@ -406,7 +409,7 @@ def test_mixed_precision(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reduce_dtype"),
-    [("shard", None), ("replicate", torch.float32), ("both", torch.float32)],
+    [slow("shard", None), slow("replicate", torch.float32), ("both", torch.float32)],
 )
 @ranks(4)
 def test_accumulation_without_sync(name: str, reduce_dtype: torch.dtype | None) -> None:

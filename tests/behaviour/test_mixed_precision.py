@@ -30,6 +30,7 @@ from tests._parity import (
     whole,
 )
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BF16_REDUCE_FP32 = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
@@ -47,13 +48,13 @@ def low_precision_gradients(master: nn.Module, batch: Any, dtype: torch.dtype) -
     }
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("reshard_after_forward", with_slow([True, False], [False]))
 @ranks(2)
 def test_bf16_with_fp32_reduction(reshard_after_forward: bool) -> None:
     check_bf16_with_fp32_reduction(make_mesh(), reshard_after_forward)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", [slow((4,)), (2, 2)])
 @ranks(4)
 def test_bf16_with_fp32_reduction_on_each_mesh(shape: tuple[int, ...]) -> None:
     check_bf16_with_fp32_reduction(make_mesh(*shape), True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -9,12 +11,18 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from tests._parity import Pair
 from tests._pool import ranks
+from tests._slow import with_slow
 
 MODELS = ["stack", "tied_lm", "scalars", "partly_frozen"]
 
 
-@pytest.mark.parametrize("pin_memory", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "pin_memory"),
+    with_slow(
+        itertools.product(MODELS, [True, False]),
+        [("stack", True), ("tied_lm", False), ("scalars", True), ("partly_frozen", False)],
+    ),
+)
 @ranks(2)
 def test_an_offloaded_model_trains_like_the_plain_one(name: str, pin_memory: bool) -> None:
     """Pinning is skipped where there is no accelerator, instead of an error."""

@@ -34,7 +34,7 @@ import fsdp2
 from tests._models import CASES, Block, Case, each_block, floats, loss_of, seeded, stack
 from tests._parity import ROWS, bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks_that_share as ranks
-from tests._slow import with_slow
+from tests._slow import slow, with_slow
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}],
@@ -156,7 +156,7 @@ class Twins:
 # --- every class, every model ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, (*WITH_FUSED, "RMSprop", "Rprop")))
+@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, ("SGD", "AdamW", "Rprop")))
 @ranks(2)
 def test_every_class_computes_the_same_bits(name: str) -> None:
     """Loop, foreach and fused of every element-wise class equal the plain ones in every bit."""
@@ -190,7 +190,10 @@ ODD = [
     with_slow(
         itertools.product(["loop", "fused"], HARD + ODD),
         [
-            *(("loop", case) for case in HARD + ODD),
+            ("loop", "scalars"),
+            ("loop", "non_contiguous"),
+            ("loop", "one_row"),
+            ("loop", "unused_parts"),
             ("fused", "few_rows"),
             ("fused", "mixed_dtypes"),
         ],
@@ -218,7 +221,7 @@ def test_every_class_on_hard_models(case: str, name: str) -> None:
         twins.check()
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4,)])
+@pytest.mark.parametrize("shape", [(2, 2), slow((4,))])
 @ranks(4)
 def test_replicate_axis_and_many_ranks(shape: tuple[int, ...]) -> None:
     """A replicate axis changes nothing, and neither does a rank that holds no rows."""
@@ -418,7 +421,7 @@ def test_closures_hooks_and_tensor_learning_rates() -> None:
     twins.check()
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", with_slow([False, True], [True]))
 @ranks(2)
 def test_gradient_scaling(fused: bool) -> None:
     """GradScaler unscales, skips a step with an infinite gradient, and goes on, on every rank."""
@@ -438,7 +441,7 @@ def test_gradient_scaling(fused: bool) -> None:
     assert int(twins.optimizer.state[twins.ours.inp.weight]["step"]) == 3  # type: ignore[index, union-attr]
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("decoupled", with_slow([False, True], [True]))
 @ranks(2)
 def test_the_fused_kernel_takes_over_and_gives_back(decoupled: bool) -> None:
     """One kernel call steps all runs while it may; what it may not, the class does, bit for bit."""
@@ -575,7 +578,7 @@ def test_plain_parameters() -> None:
 # --- states and checkpoints -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "ASGD"])
+@pytest.mark.parametrize("name", with_slow(["AdamW", "SGD", "Adagrad", "ASGD"], ["SGD"]))
 @ranks(2)
 def test_state_dicts_interchange(name: str) -> None:
     """What either optimizer saved, the other loads, and both go on in the same bits."""
@@ -593,7 +596,7 @@ def test_state_dicts_interchange(name: str) -> None:
     assert_same_state(again, twins.plain_optimizer.state_dict())
 
 
-@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("full", with_slow([False, True], [True]))
 @ranks(2)
 def test_distributed_checkpoints(rank: int, full: bool) -> None:
     """torch.distributed.checkpoint's functions read and write its state, whole or sharded."""
@@ -614,7 +617,7 @@ def test_distributed_checkpoints(rank: int, full: bool) -> None:
     fresh.check()
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "ASGD"])
+@pytest.mark.parametrize("name", with_slow(["AdamW", "SGD", "NAdam", "ASGD"], ["NAdam"]))
 @ranks(2)
 def test_whole_states_of_scalars_are_placed_as_these_are(name: str) -> None:
     """A whole state dict brings plain 0-dim tensors: states, and counters, which stay plain."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from fsdp2 import ShardPlacementResult
 from tests._local_sgd import LocalSGD
 from tests._parity import assert_same, names_of
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 RTOL = 1e-10  # everything is computed in float64
 ROWS, EXPERTS = 8, 3
@@ -178,8 +180,13 @@ def make(how: str = "one_unit", **kwargs: Any) -> nn.Module:
     return fsdp2.fully_shard(model, mesh=data, **kwargs)
 
 
-@pytest.mark.parametrize("choice", [None, True, False, 2])
-@pytest.mark.parametrize("how", ["one_unit", "nested"])
+@pytest.mark.parametrize(
+    ("how", "choice"),
+    with_slow(
+        itertools.product(["one_unit", "nested"], [None, True, False, 2]),
+        [("one_unit", 2), ("nested", None)],
+    ),
+)
 @ranks(4)
 def test_experts_on_a_mesh_of_their_own(rank: int, how: str, choice: bool | int | None) -> None:
     """Experts sharded over two ranks and the rest over four train as on one process."""
@@ -194,8 +201,10 @@ def test_experts_on_a_mesh_of_their_own(rank: int, how: str, choice: bool | int 
     train(model)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("how", ["one_unit", "nested"])
+@pytest.mark.parametrize(
+    ("how", "dim"),
+    with_slow(itertools.product(["one_unit", "nested"], [0, 1]), [("one_unit", 1), ("nested", 0)]),
+)
 @ranks(4)
 def test_expert_parallel(rank: int, how: str, dim: int) -> None:
     """Each expert-parallel rank owns other experts; dividing by all ranks gives the global mean."""
@@ -263,11 +272,11 @@ def described(how: str, pairs: DeviceMesh) -> Any:
     ("how", "placements"),
     [
         ("torch_1d", (Shard(1),)),
-        ("torch_2d", (Replicate(), Shard(1))),
+        slow("torch_2d", (Replicate(), Shard(1))),
         ("torch_replicate", (Replicate(),)),
-        ("turned", (Shard(1), Replicate())),
+        slow("turned", (Shard(1), Replicate())),
         ("only_mesh", (Replicate(), Shard(1))),
-        ("nothing", (Shard(1),)),
+        slow("nothing", (Shard(1),)),
     ],
 )
 @ranks(4)
@@ -391,7 +400,7 @@ def test_states_load_through_distribute_tensor() -> None:
     train(model, reference)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("reduce_dtype", with_slow([None, torch.float32], [torch.float32]))
 @ranks(4)
 def test_accumulation_without_sync(reduce_dtype: torch.dtype | None) -> None:
     """Three backwards, of which the last syncs, give the sum of three global gradients."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from tests._models import CASES, WIDTH, Batch
 from tests._parity import ROWS, Pair, assert_same, global_mean, make_mesh, train_alike
 from tests._pool import ranks_that_share as ranks
+from tests._slow import slow, with_slow
 
 EVERYWHERE = ["stack", "few_rows", "tied_lm"]  # also on 3 and 4 ranks in the short run
 IN_TORCH = [name for name, case in CASES.items() if case.in_torch]
@@ -20,25 +23,30 @@ def test_trains_like_the_unsharded_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
-@ranks(1, 3, 4)
+@ranks(1, 3, slow(4))
 def test_trains_like_the_unsharded_model_on_other_counts(name: str) -> None:
     Pair(name).train(steps=2)
 
 
-@pytest.mark.parametrize("name", ["stack", "tied_blocks", "scalars"])
+@pytest.mark.parametrize("name", with_slow(["stack", "tied_blocks", "scalars"], ["scalars"]))
 @ranks(4)
 def test_trains_on_a_mesh_with_a_replicate_axis(name: str) -> None:
     Pair(name, mesh=make_mesh(2, 2)).train(steps=2)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
-@pytest.mark.parametrize("name", ["stack", "nested_units"])
+@pytest.mark.parametrize(
+    ("name", "reshard_after_forward"),
+    with_slow(
+        itertools.product(["stack", "nested_units"], [True, False, 2]),
+        [("stack", False), ("nested_units", 2)],
+    ),
+)
 @ranks(4)
 def test_trains_with_each_way_to_reshard(name: str, reshard_after_forward: bool | int) -> None:
     Pair(name, reshard_after_forward=reshard_after_forward).train(steps=2)
 
 
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_trains_like_one_forward_over_the_global_batch_in_fp64() -> None:
     pair = Pair("stack", prepare=lambda model: model.double())
     for _ in range(3):
@@ -51,7 +59,13 @@ def test_trains_like_one_forward_over_the_global_batch_in_fp64() -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("name", IN_TORCH)
+@pytest.mark.parametrize(
+    "name",
+    with_slow(
+        IN_TORCH,
+        ["one_row", "partly_frozen", "tied_within", "untied_lm", "nested_units", "unused_parts"],
+    ),
+)
 @ranks(2)
 def test_trains_like_torch(name: str) -> None:
     train_alike(CASES[name])

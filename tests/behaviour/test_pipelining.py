@@ -7,6 +7,7 @@ sharded. A step of a pipeline must leave the same loss and the same gradients.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,7 @@ from tests._local_sgd import LocalSGD
 from tests._models import HIDDEN, TORCH_2_13, WIDTH, seeded
 from tests._parity import assert_same, assert_sharded
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 
 CPU = torch.device("cpu")
 MICROBATCHES = 4
@@ -226,8 +228,8 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-@ranks(2, 4)
+@pytest.mark.parametrize("schedule", with_slow([ScheduleGPipe, Schedule1F1B], [Schedule1F1B]))
+@ranks(2, slow(4))
 def test_one_stage_a_rank(schedule: Any) -> None:
     """Stages of a pipeline may be sharded: losses, gradients and weights are the plain model's."""
     Pipelined(schedule, grid(2)).train()
@@ -249,7 +251,7 @@ def test_several_stages_a_rank(name: str) -> None:
     Pipelined(schedule, grid(2), stages=4, placed=placed).train()
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("name", with_slow(["interleaved", "zero-bubble"], ["interleaved"]))
 @ranks(4)
 def test_shapes_given_by_the_user(name: str) -> None:
     """Without a trial run for shapes, the schedule may unshard before any forward ran."""
@@ -257,8 +259,13 @@ def test_shapes_given_by_the_user(name: str) -> None:
     Pipelined(schedule, grid(2), stages=4, placed=placed, static=True).train()
 
 
-@pytest.mark.parametrize("reshard", [None, True])
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize(
+    ("schedule", "reshard"),
+    with_slow(
+        itertools.product([ScheduleGPipe, Schedule1F1B], [None, True]),
+        [(ScheduleGPipe, True), (Schedule1F1B, None)],
+    ),
+)
 @ranks(4)
 def test_parameters_freed_after_each_forward(schedule: Any, reshard: bool | None) -> None:
     """Units of a stage may free their parameters between the microbatches."""
@@ -333,7 +340,7 @@ def test_only_the_layers_of_a_stage_are_sharded() -> None:
         run.step()
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("name", with_slow(["interleaved", "zero-bubble"], ["zero-bubble"]))
 @ranks(4)
 def test_mixed_precision(name: str) -> None:
     """In bfloat16, gradients of microbatches are exact sums in the reduce dtype, float32."""
@@ -374,7 +381,7 @@ def freeze_norms(model: nn.Module) -> None:
             module.requires_grad_(False)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("name", with_slow(["interleaved", "zero-bubble"], ["interleaved"]))
 @ranks(4)
 def test_frozen_parameters(name: str) -> None:
     """Frozen parameters of a stage get no gradient, and the others theirs."""
@@ -393,7 +400,9 @@ def test_gradients_add_up_over_schedules() -> None:
 
 
 @NEEDS_2_13
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, ScheduleInterleaved1F1B])
+@pytest.mark.parametrize(
+    "schedule", with_slow([ScheduleGPipe, ScheduleInterleaved1F1B], [ScheduleInterleaved1F1B])
+)
 @ranks(4)
 def test_evaluation_between_steps(schedule: Any) -> None:
     """Evaluation before, between and after steps changes nothing, also by its trial runs."""
@@ -408,7 +417,9 @@ def test_evaluation_between_steps(schedule: Any) -> None:
     run.run(through=run.schedule.eval)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize(
+    "name", with_slow(["1f1b", "interleaved", "zero-bubble"], ["1f1b", "zero-bubble"])
+)
 @ranks(4)
 def test_what_a_step_communicates(name: str) -> None:
     """A step gathers each unit once and reduces it once, whatever the number of microbatches."""

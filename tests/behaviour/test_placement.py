@@ -16,6 +16,7 @@ import fsdp2
 from tests._models import CASES, Case, floats, seeded, stack
 from tests._parity import Pair, assert_same, make_mesh, names_of, shard, train_alike
 from tests._pool import ranks
+from tests._slow import with_slow
 
 PlacementFn = Callable[[nn.Parameter], Placement | None]
 
@@ -119,7 +120,7 @@ def test_any_dim_is_chunked_like_rows(function: str, rank: int, world_size: int)
         assert torch.equal(parameter.to_local(), expected), fqn
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", with_slow(FUNCTIONS, ["largest_dim", "mixed"]))
 @ranks(2, 3)
 def test_any_dim_trains_right(function: str) -> None:
     pair = Pair(ODD, shard_placement_fn=FUNCTIONS[function])
@@ -138,7 +139,7 @@ def test_any_dim_trains_right_with_a_replicate_axis() -> None:
         assert parameter.placements == (Replicate(), placement), fqn
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+@pytest.mark.parametrize("reshard_after_forward", with_slow([True, False, 2], [2]))
 @ranks(4)
 def test_any_dim_trains_right_with_each_way_to_reshard(reshard_after_forward: bool | int) -> None:
     Pair(ODD, shard_placement_fn=last_dim, reshard_after_forward=reshard_after_forward).train(

@@ -21,6 +21,7 @@ from fsdp2 import MixedPrecisionPolicy, checkpoint
 from tests._models import CASES, Stack, loss_of, seeded
 from tests._parity import assert_same, make_mesh, shard, whole
 from tests._pool import ranks
+from tests._slow import with_slow
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -144,7 +145,7 @@ class Watched(Stack):
         self.seen.append((args[0].dtype, block.up.weight.dtype))
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, 1])
+@pytest.mark.parametrize("reshard_after_forward", with_slow([True, False, 1], [False]))
 @ranks(2)
 def test_full_precision_in_evaluation(reshard_after_forward: bool | int) -> None:
     """Training computes in bf16, evaluation exactly as the plain model, on the same parameters."""
@@ -240,7 +241,7 @@ def test_modes_of_parts_and_moments() -> None:
     assert set(built.seen) == {(BF16, BF16)}
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float16])
+@pytest.mark.parametrize("reduce_dtype", with_slow([None, torch.float16], [torch.float16]))
 @ranks(3)
 def test_gradients_stay_in_low_precision(reduce_dtype: torch.dtype | None) -> None:
     """They are the reduced ones, and those that default policies cast up."""

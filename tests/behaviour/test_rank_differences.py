@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,17 +117,22 @@ def mixed(rank: int, step: int) -> list[bool]:
     return [(rank + step) % 2 == 0, (rank + step) % 3 != 0]
 
 
-@pytest.mark.parametrize("embeds", [True, False])
-@pytest.mark.parametrize("kind", [InPlace, Returns, Detaches])
-@ranks(2, 3)
+@pytest.mark.parametrize(
+    ("kind", "embeds"),
+    with_slow(
+        itertools.product([InPlace, Returns, Detaches], [True, False]),
+        [(InPlace, False), (Returns, True), (Detaches, True)],
+    ),
+)
+@ranks(2, slow(3))
 def test_a_rank_that_leaves_out_a_unit(kind: type[nn.Module], embeds: bool) -> None:
     for who in (0, 1):
         train([kind, kind], one_rank(who), embeds=embeds)
     train([kind, kind], mixed, embeds=embeds)
 
 
-@pytest.mark.parametrize("embeds", [True, False])
-@ranks(2, 3)
+@pytest.mark.parametrize("embeds", with_slow([True, False], [True]))
+@ranks(slow(2), 3)
 def test_a_conditional_child_that_a_rank_leaves_out(embeds: bool) -> None:
     for kind in (Returns, Detaches):
         train([kind, kind], one_rank(1), embeds=embeds, conditional=True)

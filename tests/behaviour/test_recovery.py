@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ import fsdp2
 from tests._models import Block, Case, Stack, each_block, floats
 from tests._parity import Pair, assert_sharded, make_mesh
 from tests._pool import ranks
+from tests._slow import with_slow
 
 
 class ProvokedError(Exception):
@@ -68,8 +70,20 @@ PHASES = ["before forward", "after forward", "backward"]
 PLACES = ["blocks.0", "blocks.1.mid", "out"]
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "where"),
+    with_slow(
+        itertools.product(PHASES, PLACES),
+        [
+            ("before forward", "blocks.1.mid"),
+            ("after forward", "blocks.0"),
+            ("after forward", "out"),
+            ("backward", "blocks.0"),
+            ("backward", "blocks.1.mid"),
+            ("backward", "out"),
+        ],
+    ),
+)
 @ranks(2)
 def test_training_goes_on_after_an_exception(phase: str, where: str) -> None:
     pair = Pair("stack")
@@ -86,9 +100,23 @@ def test_an_exception_in_the_first_step(phase: str) -> None:
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("name", ["nested_units", "tied_lm", "partly_frozen"])
-@pytest.mark.parametrize("phase", ["after forward", "backward"])
+@pytest.mark.parametrize(
+    ("phase", "name", "reshard_after_forward"),
+    with_slow(
+        itertools.product(
+            ["after forward", "backward"],
+            ["nested_units", "tied_lm", "partly_frozen"],
+            [True, False],
+        ),
+        [
+            ("after forward", "nested_units", False),
+            ("after forward", "partly_frozen", True),
+            ("backward", "nested_units", True),
+            ("backward", "tied_lm", True),
+            ("backward", "partly_frozen", False),
+        ],
+    ),
+)
 @ranks(2)
 def test_recovery_of_other_models(phase: str, name: str, reshard_after_forward: bool) -> None:
     pair = Pair(name, reshard_after_forward=reshard_after_forward)
@@ -96,7 +124,7 @@ def test_recovery_of_other_models(phase: str, name: str, reshard_after_forward: 
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", with_slow(PHASES, ["backward"]))
 @ranks(4)
 def test_recovery_on_a_replicate_axis(phase: str) -> None:
     pair = Pair("stack", mesh=make_mesh(2, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -22,11 +23,14 @@ from tests._parity import (
     whole,
 )
 from tests._pool import ranks
+from tests._slow import with_slow
 
 NAMES = ["stack", "tied_lm", "scalars", "nested_units", "one_group", "non_contiguous", "containers"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", with_slow(NAMES, ["tied_lm", "nested_units", "one_group", "containers"])
+)
 @ranks(2)
 def test_names_are_those_of_the_plain_model(name: str) -> None:
     pair = Pair(name)
@@ -44,7 +48,7 @@ def test_names_are_those_of_the_plain_model(name: str) -> None:
         pair.train(steps=1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", with_slow(NAMES, ["tied_lm", "scalars", "non_contiguous"]))
 @ranks(2)
 def test_the_full_state_fits_a_plain_model(name: str) -> None:
     pair = Pair(name)
@@ -68,9 +72,18 @@ def test_a_state_dict_shares_memory_with_the_shards() -> None:
         assert not state[name].requires_grad
 
 
-@pytest.mark.parametrize("trained_before", [False, True])
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("name", ["stack", "tied_lm", "scalars"])
+@pytest.mark.parametrize(
+    ("name", "assign", "trained_before"),
+    with_slow(
+        itertools.product(["stack", "tied_lm", "scalars"], [False, True], [False, True]),
+        [
+            ("stack", False, True),
+            ("tied_lm", True, False),
+            ("tied_lm", False, False),
+            ("scalars", True, True),
+        ],
+    ),
+)
 @ranks(2)
 def test_load_state_dict(name: str, assign: bool, trained_before: bool) -> None:
     """Shards of another model are loaded, into a new model or into one that has trained."""

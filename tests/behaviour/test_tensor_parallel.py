@@ -23,6 +23,7 @@ import fsdp2
 from fsdp2._mesh import DataMesh
 from tests._parity import assert_same, assert_same_gradients, assert_same_parameters, whole
 from tests._pool import ranks_that_share as ranks
+from tests._slow import slow, with_slow
 from tests._tensor_parallel import (
     ROWS,
     RTOL,
@@ -65,7 +66,7 @@ def last_dim(param: nn.Parameter) -> Placement:
 SIZES = [(8, 16), (13, 30), (30, 13), (3, 1)]
 
 
-@pytest.mark.parametrize("placement_fn", [None, last_dim])
+@pytest.mark.parametrize("placement_fn", with_slow([None, last_dim], [last_dim]))
 @ranks(4)
 def test_a_hidden_size_that_no_axis_divides(
     placement_fn: Callable[[nn.Parameter], Placement] | None,
@@ -150,7 +151,7 @@ class Lookup(nn.Module):
         return self.table(tokens)
 
 
-@pytest.mark.parametrize("style", [RowwiseParallel, ColwiseParallel])
+@pytest.mark.parametrize("style", with_slow([RowwiseParallel, ColwiseParallel], [ColwiseParallel]))
 @ranks(4)
 def test_an_embedding_split_by_rows_or_columns(style: Any) -> None:
     """An embedding trains as the plain one, whichever dim is split."""
@@ -201,8 +202,8 @@ class Deep(nn.Module):
     "axes",
     [
         {"data": 1, "expert": 2, "tensor": 2},
-        {"data": 2, "expert": 1, "tensor": 2},
-        {"expert": 2, "data": 2, "tensor": 1},
+        slow({"data": 2, "expert": 1, "tensor": 2}),
+        slow({"expert": 2, "data": 2, "tensor": 1}),
         pytest.param(
             {"data": 2, "context": 1, "expert": 2, "tensor": 1}, marks=pytest.mark.slow
         ),  # full_tensor() plans its collectives by a search, which takes seconds over four axes
@@ -283,7 +284,11 @@ class Arriving(nn.Module):
         return F.linear(x, whole_inside(weight))
 
 
-@pytest.mark.parametrize("arriving", [Partial(), Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize(
+    "arriving",
+    with_slow([Partial(), Replicate(), Shard(0), Shard(1)], [Partial(), Shard(1)]),
+    ids=str,
+)
 @ranks(4)
 def test_gradients_that_arrive_in_another_placement(arriving: Placement) -> None:
     """Whatever the placements of a gradient, it is reduced to those of its parameter."""
@@ -347,7 +352,7 @@ def test_gradients_that_are_still_under_way() -> None:
 # --- control --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", [SHARDED, HYBRID[0]], ids=in_short)
+@pytest.mark.parametrize("axes", with_slow([SHARDED, HYBRID[0]], [HYBRID[0]]), ids=in_short)
 @ranks(4)
 def test_accumulation_without_sync(axes: Axes) -> None:
     """Partial sums over the tensor axis may wait on the unsharded parameters for the last batch."""
@@ -411,7 +416,7 @@ def test_clipping_the_norm_of_gradients(axes: Axes) -> None:
     assert_same_parameters(twin.model, twin.reference, RTOL)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("reduce_dtype", with_slow([None, torch.float32], [torch.float32]))
 @ranks(4)
 def test_mixed_precision_is_torchs(reduce_dtype: torch.dtype | None) -> None:
     """Computing in bfloat16 gives the losses, shards and gradients of torch's own fully_shard."""
@@ -460,7 +465,7 @@ def test_a_copy_trains_on() -> None:
     assert all(param.grad is None for param in twin.model.parameters())
 
 
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("assign", with_slow([False, True], [True]))
 @ranks(4)
 def test_loading_the_state_of_another_model(assign: bool) -> None:
     """A sharded state dict loads in place or by assignment, and training goes on from it."""

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp2
 from tests._pool import ranks_that_share as ranks
+from tests._slow import slow
 from tests._tensor_parallel import Transformer, mesh_of, sequence_parallel
 
 SHAPES = [(16, 8), (30, 13), (13, 29), (1, 5), (3, 1), (0, 4)]
@@ -75,7 +76,7 @@ def test_a_shard_of_a_shard() -> None:
         assert torch.equal(weight.full_tensor(), values), case
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (2, 2, 1)])
+@pytest.mark.parametrize("sizes", [slow((1, 2, 2)), (2, 1, 2), slow((2, 2, 1))])
 @ranks(4)
 def test_a_shard_of_a_shard_of_a_shard(sizes: tuple[int, int, int]) -> None:
     """Two inner axes may split one dim or two, evenly or not."""

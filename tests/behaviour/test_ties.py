@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import fsdp2
 from tests._models import CASES, Case, Stack, blocks_and_head, each_block, floats, seeded, tokens
 from tests._parity import Pair, assert_same, names_of
 from tests._pool import ranks
+from tests._slow import with_slow
 
 TIED = ["tied_within", "tied_lm", "tied_blocks", "shared_block"]
 
@@ -54,8 +56,13 @@ def test_tied_names_are_one_object_inside_forward(name: str) -> None:
     assert all(isinstance(p, DTensor) for p in pair.model.parameters())
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("name", ["tied_lm", "tied_blocks"])
+@pytest.mark.parametrize(
+    ("name", "reshard_after_forward"),
+    with_slow(
+        itertools.product(["tied_lm", "tied_blocks"], [True, False]),
+        [("tied_lm", False), ("tied_blocks", True)],
+    ),
+)
 @ranks(2)
 def test_ties_across_groups_train_right(name: str, reshard_after_forward: bool) -> None:
     Pair(name, reshard_after_forward=reshard_after_forward).train()

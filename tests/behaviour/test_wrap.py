@@ -42,6 +42,7 @@ from tests._models import (
 )
 from tests._parity import Pair, make_mesh
 from tests._pool import ranks
+from tests._slow import with_slow
 
 POLICIES: dict[str, Any] = {
     "ModuleWrapPolicy": ModuleWrapPolicy({Block, nn.LayerNorm}),
@@ -80,7 +81,9 @@ def wrapped_by_torch(model: nn.Module, policy: Any) -> set[str]:
     return {name.rstrip(".") for name in names} - {""}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", with_slow(POLICIES, ["CustomPolicy", "size", "size_small", "lambda", "transformer"])
+)
 @ranks(2)
 def test_the_same_units_as_torch(policy: str) -> None:
     """Every policy of torch picks here what it picks there, except what has no forward."""
@@ -99,7 +102,9 @@ def test_the_same_units_as_torch(policy: str) -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
-@pytest.mark.parametrize("build", ["stack", "tied_blocks", "shared_block"])
+@pytest.mark.parametrize(
+    "build", with_slow(["stack", "tied_blocks", "shared_block"], ["tied_blocks"])
+)
 @ranks(3)
 def test_what_is_picked_trains(build: str) -> None:
     """Ties and modules with two names included, a model trains as its unsharded twin does."""
