@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests._local_sgd import LocalSGD
 from tests._models import Block, Case, Stack, each_block, floats
 from tests._parity import Pair, assert_same_gradients, assert_sharded, make_mesh
 from tests._pool import ranks
-from tests._slow import slow
+from tests._slow import exhaustive, with_slow
 from tests.behaviour.test_recovery import PHASES, ProvokedError, failing
 
 KINDS: dict[str, tuple[Case | str, dict[str, Any]]] = {
@@ -183,18 +184,25 @@ def check(action: str, case: Case | str, **kwargs: Any) -> None:
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize(
+    ("action", "kind"),
+    with_slow(
+        itertools.product(ACTIONS, ["blocks", "kept"]),
+        default=zip(ACTIONS, itertools.cycle(["blocks", "kept"])),
+    ),
+)
 @ranks(2)
-def test_parameters_are_the_shards(action: str) -> None:
-    for name in ("blocks", "kept"):
-        case, kwargs = KINDS[name]
-        check(action, case, **kwargs)
+def test_parameters_are_the_shards(action: str, kind: str) -> None:
+    case, kwargs = KINDS[kind]
+    check(action, case, **kwargs)
 
 
-@slow
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("kind", KINDS)
-@ranks(1, 2, 3)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    with_slow(itertools.product(KINDS, ACTIONS), ci=zip(itertools.cycle(KINDS), ACTIONS)),
+)
+@ranks(exhaustive(1), exhaustive(2), 3)
 def test_every_kind_of_unit(kind: str, action: str) -> None:
     case, kwargs = KINDS[kind]
     if action in ("grad", "vjp", "vjp without backward") and kind == "tied":
@@ -202,9 +210,11 @@ def test_every_kind_of_unit(kind: str, action: str) -> None:
     check(action, case, **kwargs)
 
 
-@slow
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("choice", [None, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("choice", "action"),
+    with_slow(itertools.product([None, 2], ACTIONS), ci=zip(itertools.cycle([2, None]), ACTIONS)),
+)
 @ranks(4)
 def test_with_a_replicate_axis_and_smaller_meshes(choice: int | None, action: str) -> None:
     if choice is None:
@@ -242,8 +252,18 @@ def not_resharded(pair: Pair) -> None:
     pair.model.set_reshard_after_backward(False)
 
 
-@pytest.mark.parametrize("kind", ["plain", "foreach", "local", "fused"])
-@pytest.mark.parametrize("way", [by_hand, ahead, not_resharded])
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    with_slow(
+        itertools.product([by_hand, ahead, not_resharded], ["plain", "foreach", "local", "fused"]),
+        [
+            (by_hand, "local"),
+            (ahead, "plain"),
+            (not_resharded, "foreach"),
+            (not_resharded, "fused"),
+        ],
+    ),
+)
 @ranks(2)
 def test_a_forward_uses_what_the_optimizer_wrote(way: Callable[[Pair], None], kind: str) -> None:
     """However the parameters came to be whole before the step."""
@@ -283,7 +303,7 @@ def test_written_shards_between_two_forwards_of_a_smaller_mesh() -> None:
     pair.train(steps=1)
 
 
-@pytest.mark.parametrize("reshard", [None, False, 2])
+@pytest.mark.parametrize("reshard", with_slow([None, False, 2], [2]))
 @ranks(4)
 def test_an_optimizer_that_would_train_nothing_says_so(reshard: bool | int | None) -> None:
     """One of before `fully_shard`, after `unshard()`, or between forward and backward."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import fsdp2
 from fsdp2._control import ControlSurface
 from tests._parity import Pair, assert_sharded, make_mesh
 from tests._pool import ranks
+from tests._slow import with_slow
 
 
 class Gather(fsdp2.AllGather):
@@ -128,24 +130,34 @@ def train(pair: Pair) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("name", SETTERS)
+WAYS = list(itertools.product(("deepcopy", "pickle"), (False, True), ((), (2, 1))))
+"""How it is copied, whether it has run before, and on what mesh."""
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    with_slow(
+        itertools.product(SETTERS, range(len(WAYS))),
+        default=[(name, index % len(WAYS)) for index, name in enumerate(SETTERS)],
+        ci=[(name, (index + 3) % len(WAYS)) for index, name in enumerate(SETTERS)],
+    ),
+)
 @ranks(2)
-def test_copies_have_the_settings(name: str) -> None:
-    for way in ("deepcopy", "pickle"):
-        for has_run in (False, True):
-            for mesh in (make_mesh(), make_mesh(2, 1)):
-                pair = Pair("stack", mesh=mesh)
-                SETTERS[name](pair.model)
-                if has_run and name not in INCOMPLETE:
-                    train(pair)
-                    pair.model.zero_grad()
-                twin = Pair("stack", mesh=mesh)
-                twin.model = copied(pair.model, way)
-                assert_sharded(twin.model)
-                if name not in INCOMPLETE:
-                    torch.manual_seed(0)
-                    gradients = train(pair)
-                    torch.manual_seed(0)
-                    for ours, theirs in zip(train(twin), gradients, strict=True):
-                        assert torch.equal(ours, theirs)
-                assert settings_of(twin.model) == settings_of(pair.model)
+def test_copies_have_the_settings(name: str, number: int) -> None:
+    way, has_run, sizes = WAYS[number]
+    mesh = make_mesh(*sizes)
+    pair = Pair("stack", mesh=mesh)
+    SETTERS[name](pair.model)
+    if has_run and name not in INCOMPLETE:
+        train(pair)
+        pair.model.zero_grad()
+    twin = Pair("stack", mesh=mesh)
+    twin.model = copied(pair.model, way)
+    assert_sharded(twin.model)
+    if name not in INCOMPLETE:
+        torch.manual_seed(0)
+        gradients = train(pair)
+        torch.manual_seed(0)
+        for ours, theirs in zip(train(twin), gradients, strict=True):
+            assert torch.equal(ours, theirs)
+    assert settings_of(twin.model) == settings_of(pair.model)

@@ -138,7 +138,7 @@ def test_a_conditional_child_that_a_rank_leaves_out(embeds: bool) -> None:
         train([kind, kind], one_rank(1), embeds=embeds, conditional=True)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["low", "fast"])
 @pytest.mark.parametrize("kind", [InPlace, Returns, Detaches])
 @ranks(2, 3)
@@ -148,7 +148,7 @@ def test_with_other_memory(kind: type[nn.Module], memory: str) -> None:
             train([kind, kind], uses, embeds=embeds, memory=memory)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [InPlace, Returns, Detaches])
 @ranks(4)
 def test_on_a_replicate_axis(kind: type[nn.Module]) -> None:
@@ -248,7 +248,7 @@ def test_a_graph_that_one_rank_cuts_inside_of_units(kind: str, how: str) -> None
     train_nest(kind, how, CUTS)
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["once", "sum"])
 @pytest.mark.parametrize("choice", [True, False, 2])
 @ranks(4)
