@@ -10,6 +10,7 @@ import gc
 import importlib
 import linecache
 import os
+import sys
 
 import torch
 import torch._dynamo
@@ -36,6 +37,15 @@ def show_values_in_asserts() -> None:
 show_values_in_asserts()
 for name in ("tests._parity", *filter(None, os.environ.get(PRELOADED, "").split(","))):
     importlib.import_module(name)
+
+if {"tests._traced", "tests.behaviour.test_composition"} & set(sys.modules):
+    # The first call of a compiler loads 600 modules and builds its tables: two seconds a rank.
+    def warm(*, backend: str) -> None:
+        compiled = torch.compile(torch.nn.Linear(2, 2), backend=backend)
+        compiled(torch.ones(2, 2)).sum().backward()
+        torch._dynamo.reset()
+
+    warm(backend="aot_eager")
 
 # DTensor plans each op on fake tensors. Their mode notes where it was made, and the standard
 # library then looks at every file on the stack for a change: a thirtieth of all that ranks do.

@@ -1,8 +1,8 @@
 """Promise: the example trains, saves, resumes bit for bit, stops cleanly and refuses nonsense.
 
-It runs on a tiny model and a small text. Once to its end, once to a Ctrl-C and once with a bad
-argument it runs as a user runs it, from the command line; else in ranks that are forked where torch
-is imported already, with the environment that torchrun gives them.
+It runs on a tiny model and a small text. Once to a Ctrl-C, once with a bad argument and, in the
+long matrix, once to its end it runs as a user runs it, from the command line; else in ranks that
+are forked where torch is imported already, with the environment that torchrun gives them.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
 @pytest.fixture(scope="module")
 def whole_run(workplace: Workplace) -> str:
     """Train all steps on two ranks under the name `whole`; return what was printed."""
-    return expect_success(workplace.run("whole"))
+    return expect_success(workplace.run_forked("whole"))
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +214,14 @@ def test_trains_saves_and_samples(workplace: Workplace, whole_run: str) -> None:
         assert expected in whole_run
     assert whole_run.count("held-out loss") == 2
     assert "--- sample ---\ndef read_lines(path):\n" in whole_run
+
+
+@pytest.mark.slow
+def test_trains_from_the_command_line(workplace: Workplace, whole_run: str) -> None:
+    printed = expect_success(workplace.run("by-hand"))
+    assert workplace.losses("by-hand") == workplace.losses("whole")
+    assert workplace.latest("by-hand") == f"step-{STEPS:08d}"
+    assert printed.splitlines()[-4:] == whole_run.splitlines()[-4:]
 
 
 def test_resume_is_bit_for_bit(workplace: Workplace, whole_run: str, half_run: str) -> None:

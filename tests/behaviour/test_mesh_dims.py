@@ -30,8 +30,9 @@ import fsdp2
 from fsdp2 import DataParallelMeshDims
 from fsdp2._mesh import DataMesh
 from tests._local_sgd import LocalSGD
+from tests._meshes import shared_mesh
 from tests._parity import assert_same, names_of
-from tests._pool import ranks
+from tests._pool import ranks_that_share as ranks
 from tests._slow import exhaustive, slow, with_slow
 
 RTOL = 1e-10  # everything is computed in float64
@@ -81,7 +82,7 @@ class Setup:
         return {*self.dims.shard_names, *self.dims.replicate_names}
 
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", self.shape, mesh_dim_names=self.names)
+        return shared_mesh(self.shape, self.names)
 
     def placements(self, name: str) -> list[Placement]:
         split = next((s for end, s in SPLIT.items() if name.endswith(end)), Replicate())
@@ -189,7 +190,7 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module, rtol: float = 
             assert isinstance(grad, DTensor)
             assert grad.placements == param.placements
             assert grad.device_mesh == param.device_mesh
-            assert_same(grad.full_tensor(), other, name, rtol)
+            assert_same(grad, other, name, rtol)
 
 
 def train(
@@ -347,7 +348,7 @@ def test_plain_parameters_are_taken_where_every_dim_is_data(rank: int, name: str
     assert kinds == {False}
 
 
-@pytest.mark.parametrize("name", with_slow(["shard", "replicate"], ["shard"]))
+@pytest.mark.parametrize("name", with_slow(["shard", "replicate", "both_turned"], ["both_turned"]))
 @ranks(4)
 def test_a_loss_over_the_data_dims_needs_no_mean(name: str) -> None:
     """A loss that is a DTensor over all ranks is whole already: sums of gradients are right."""
@@ -409,7 +410,12 @@ def test_mixed_precision(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "reduce_dtype"),
-    [slow("shard", None), slow("replicate", torch.float32), ("both", torch.float32)],
+    [
+        slow("shard", None),
+        slow("replicate", torch.float32),
+        slow("both", torch.float32),
+        ("three", torch.float32),
+    ],
 )
 @ranks(4)
 def test_accumulation_without_sync(name: str, reduce_dtype: torch.dtype | None) -> None:
@@ -427,7 +433,7 @@ def test_accumulation_without_sync(name: str, reduce_dtype: torch.dtype | None) 
     assert_same_gradients(model, reference, RTOL if reduce_dtype is None else 1e-6)
 
 
-@pytest.mark.parametrize("name", with_slow(["shard", "replicate"], ["shard"]))
+@pytest.mark.parametrize("name", with_slow(["shard", "replicate", "both_turned"], ["both_turned"]))
 @ranks(4)
 def test_frozen_and_tied_parameters(name: str) -> None:
     """A frozen parameter gets no gradient; a tied one stays one object and gets the sum."""

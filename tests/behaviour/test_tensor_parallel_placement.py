@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp2
 from tests._pool import ranks_that_share as ranks
-from tests._slow import slow
+from tests._slow import slow, with_slow
 from tests._tensor_parallel import Transformer, mesh_of, sequence_parallel
 
 SHAPES = [(16, 8), (30, 13), (13, 29), (1, 5), (3, 1), (0, 4)]
@@ -104,15 +104,16 @@ def test_replicas_hold_the_same_shard() -> None:
             assert torch.equal(weight.full_tensor(), values)
 
 
+@pytest.mark.parametrize("dim", with_slow([0, 1], [1]))
 @ranks(4)
-def test_whole_values_are_distributed_to_a_parameters_placements() -> None:
+def test_whole_values_are_distributed_to_a_parameters_placements(dim: int) -> None:
     """A full state dict loads by distributing each tensor as its parameter lies.
 
     torch's distribute_tensor scatters equal shards of a strided placement only, and says so by an
     AssertionError. Going over a replicated DTensor works for every shape.
     """
     mesh = mesh_of(data=2, tensor=2)
-    for shape, own, dim in itertools.product(SHAPES, CHOICES, (0, 1)):
+    for shape, own in itertools.product(SHAPES, CHOICES):
         weight, values = sharded(torch.zeros(shape), mesh, [own], dim, "data"), numbered(shape)
         whole = distribute_tensor(values, weight.device_mesh, [Replicate(), Replicate()])
         loaded = whole.redistribute(placements=weight.placements)
@@ -126,11 +127,12 @@ def test_whole_values_are_distributed_to_a_parameters_placements() -> None:
             assert torch.equal(scattered.to_local(), weight.to_local()), case
 
 
+@pytest.mark.parametrize("own", with_slow(CHOICES, [Shard(1)]), ids=str)
 @ranks(4)
-def test_optimizer_state_and_norms_are_of_the_whole() -> None:
+def test_optimizer_state_and_norms_are_of_the_whole(own: Placement) -> None:
     """A norm over a shard of a shard is that of the tensor; Adam's moments lie as the parameter."""
     mesh = mesh_of(data=2, tensor=2)
-    for shape, own in itertools.product(SHAPES[:5], CHOICES):
+    for shape in SHAPES[:5]:
         values = numbered(shape)
         weight = sharded(values, mesh, [own], 0, "data")
         torch.testing.assert_close(weight.norm().full_tensor(), values.norm())
@@ -152,7 +154,7 @@ def eight(rank: int) -> None:
 
 
 @pytest.mark.parametrize("names", [("data",), ("replicate", "data")])
-@pytest.mark.parametrize("global_rank", [0, 3, 6])
+@pytest.mark.parametrize("global_rank", with_slow([0, 3, 6], [3]))
 @ranks(1, with_process_group=False)
 def test_shards_and_specs_are_torchs(names: tuple[str, ...], global_rank: int) -> None:
     """Names, specs (placements, mesh, shape, stride) and local shapes are those of torch's."""

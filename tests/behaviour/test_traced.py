@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
@@ -43,7 +44,7 @@ from tests._parity import (
     shard,
 )
 from tests._pool import ranks
-from tests._slow import exhaustive
+from tests._slow import exhaustive, slow, with_slow
 from tests._tensor_parallel import (
     FeedForward,
     Transformer,
@@ -175,7 +176,7 @@ mm gather gather wait_gather mm reduce gather wait_gather mm wait_reduce reduce 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@ranks(1, exhaustive(2), 3, limit_s=200)
+@ranks(exhaustive(1), exhaustive(2), 3, limit_s=200)
 def test_every_case(name: str) -> None:
     pair = TracedPair(name)
     pair.train(steps=3)
@@ -190,7 +191,7 @@ BF16_OUT = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=t
 class EagerTwin(TracedPair):
     """A compiled sharded model beside the same one run eagerly: policies round alike."""
 
-    def __init__(self, name: str, **kwargs: Any) -> None:
+    def __init__(self, name: Case | str, **kwargs: Any) -> None:
         super().__init__(name, **kwargs)
         shard(self.reference, self.case, mesh=kwargs.get("mesh"), **without_mesh(kwargs))
         self.reference_optimizer = self._optimizers()[1]
@@ -211,14 +212,16 @@ def without_mesh(kwargs: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        ("containers", BF16),
-        pytest.param("stack", FP16, marks=pytest.mark.slow),
-        pytest.param("root_only", BF16_OUT, marks=pytest.mark.slow),
+        slow("containers", BF16),
+        slow("stack", FP16),
+        ("stack of one", BF16_OUT),
+        slow("root_only", BF16_OUT),
     ],
 )
 @ranks(2, limit_s=200)
 def test_mixed_precision(name: str, policy: fsdp2.MixedPrecisionPolicy) -> None:
-    pair = EagerTwin(name, mp_policy=policy)
+    one = Case(lambda: Stack(Block, count=1), each_block, floats)
+    pair = EagerTwin(one if name == "stack of one" else name, mp_policy=policy)
     pair.first_rtol = pair.later_rtol = 2e-2
     for _ in range(3):
         pair.backward()
@@ -273,8 +276,10 @@ backward: 5 all_gather, 5 reduce_scatter""",
 class Checkpointed(Stack):
     """Recomputes every block outside of its unit, or what is inside of it."""
 
-    def __init__(self, where: str, make_block: Callable[[], nn.Module] = Block) -> None:
-        super().__init__(InsideCheckpointed if where == "inside" else make_block)
+    def __init__(
+        self, where: str, make_block: Callable[[], nn.Module] = Block, count: int = 3
+    ) -> None:
+        super().__init__(InsideCheckpointed if where == "inside" else make_block, count)
         self.where = where
 
     def forward(self, x: Tensor) -> Tensor:
@@ -398,14 +403,14 @@ def test_a_first_call_in_inference_mode() -> None:
 @pytest.mark.parametrize("where", ["outside", pytest.param("inside", marks=pytest.mark.slow)])
 @ranks(2, limit_s=200)
 def test_activation_checkpointing(where: str) -> None:
-    pair = TracedPair(Case(lambda: Checkpointed(where), each_block, floats))
-    pair.train(steps=3)
+    pair = TracedPair(Case(lambda: Checkpointed(where, count=2), each_block, floats))
+    pair.train(steps=2)
     assert pair.graphs.counts == "1 forward, 1 backward"
     assert_expected_inline(
         pair.graphs.describe(),
         """\
-forward: 4 all_gather
-backward: 3 all_gather, 4 reduce_scatter""",
+forward: 3 all_gather
+backward: 2 all_gather, 3 reduce_scatter""",
     )
 
 
@@ -712,8 +717,13 @@ def test_overlap_with_a_backend() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"bucket": False}])
-@pytest.mark.parametrize("name", ["stack", "scalars"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    with_slow(
+        itertools.product(["stack", "scalars"], [{}, {"overlap": True}, {"bucket": False}]),
+        ci=[("stack", {}), ("scalars", {"overlap": True}), ("stack", {"bucket": False})],
+    ),
+)
 @ranks(2, limit_s=500)
 def test_inductor(name: str, options: dict[str, Any]) -> None:
     pair = TracedPair(name, backend="inductor", **options)
@@ -721,17 +731,30 @@ def test_inductor(name: str, options: dict[str, Any]) -> None:
     pair.train(steps=5)
 
 
+BACKEND_CASES = ["stack", "tied_lm", "mixed_dtypes", "kwargs", "one_group"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ["stack", "tied_lm", "mixed_dtypes", "kwargs", "one_group"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    with_slow(
+        itertools.product(BACKEND_CASES, ["eager", "aot_eager"]),
+        ci=zip(BACKEND_CASES, itertools.cycle(["aot_eager", "eager"])),
+    ),
+)
 @ranks(2, exhaustive(4), limit_s=300)
 def test_five_steps_with_backends(name: str, backend: str) -> None:
     TracedPair(name, backend=backend).train(steps=5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", [True, False])
-@pytest.mark.parametrize("name", list(CASES)[:12])
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    with_slow(
+        itertools.product(list(CASES)[:12], [True, False]),
+        ci=zip(list(CASES)[:12], itertools.cycle([True, False])),
+    ),
+)
 @ranks(2, exhaustive(4), limit_s=300)
 def test_cases_with_each_way_to_reshard(name: str, choice: bool | int) -> None:
     TracedPair(name, reshard_after_forward=choice).train(steps=2)
