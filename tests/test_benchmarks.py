@@ -149,7 +149,7 @@ def test_a_serial_link_overlaps_compute_and_nothing_else() -> None:
         assert link_.clock.now() == 20
 
 
-@pytest.mark.parametrize("library", ["fsdp1", "torch", "fsdp2"])
+@pytest.mark.parametrize("library", with_slow(["fsdp1", "torch", "fsdp2"], ["fsdp2"]))
 def test_what_goes_over_the_link_is_what_the_limit_says(library: str) -> None:
     size, link_ = Size(depth=2, width=64, hidden=64, vocabulary=64), Link(VirtualClock())
     with _noop.ranks(4, lambda rank, n: LinkGroup(rank, n, link_)) as (_, mesh), link_.clock:
@@ -162,7 +162,7 @@ def test_what_goes_over_the_link_is_what_the_limit_says(library: str) -> None:
     assert least <= link_.nbytes - before < 1.05 * least
 
 
-@pytest.mark.parametrize("library", ["torch", "fsdp2"])
+@pytest.mark.parametrize("library", with_slow(["torch", "fsdp2"], ["fsdp2"]))
 def test_emulated_collectives_carry_what_equal_ranks_would(library: str) -> None:
     gradients = {}
     for name in ("plain", library):

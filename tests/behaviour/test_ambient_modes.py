@@ -13,6 +13,7 @@ import fsdp2
 from tests._models import CASES
 from tests._parity import Pair, assert_sharded
 from tests._pool import ranks
+from tests._slow import with_slow
 
 
 @contextmanager
@@ -46,7 +47,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", with_slow(MODES, ["meta", "inference", "autocast"]))
 @ranks(2)
 def test_around_fully_shard(mode: str) -> None:
     for name in ("stack", "few_rows"):

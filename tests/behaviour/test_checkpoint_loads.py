@@ -120,7 +120,7 @@ def flip_last_byte_of_a_tensor(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    with_slow([remove, cut, flip_last_byte_of_a_tensor], [remove, flip_last_byte_of_a_tensor]),
+    with_slow([remove, cut, flip_last_byte_of_a_tensor], [flip_last_byte_of_a_tensor]),
 )
 @ranks(2)
 def test_a_missing_or_damaged_shard(
@@ -152,9 +152,7 @@ def test_ranks_that_see_other_checkpoints(tmp_path: Path, rank: int) -> None:
     assert snapshot(*target) == before
 
 
-@pytest.mark.parametrize(
-    "form", with_slow(["files", "full", "local", "sharded"], ["files", "sharded"])
-)
+@pytest.mark.parametrize("form", with_slow(["files", "full", "local", "sharded"], ["sharded"]))
 @ranks(2)
 def test_what_users_wrote_may_refuse(tmp_path: Path, form: str, rank: int) -> None:
     """`set_extra_state` raises on one rank, when the optimizer has its state: it is undone."""

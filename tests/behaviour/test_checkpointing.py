@@ -148,7 +148,7 @@ def test_nested_units_under_one_checkpoint(kind: str) -> None:
     ("where", "kind"),
     with_slow(
         itertools.product(BUILDERS, KINDS),
-        [("inside", "non_reentrant"), ("outside", "reentrant"), ("spanning", "non_reentrant")],
+        [("outside", "reentrant"), ("spanning", "non_reentrant")],
     ),
 )
 @ranks(2)
@@ -342,7 +342,6 @@ POLICIES = ["all", "none", "every_second", "matmuls"]
         [
             ("inside", "matmuls", True),
             ("outside", "every_second", False),
-            ("outside", "none", True),
             ("spanning", "all", True),
         ],
     ),

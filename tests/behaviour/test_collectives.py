@@ -16,7 +16,7 @@ import fsdp2
 from tests._models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
 from tests._parity import Pair, make_mesh, shard
 from tests._pool import ranks
-from tests._slow import slow
+from tests._slow import slow, with_slow
 
 
 def kinds(comm: CommDebugMode) -> Counter[str]:
@@ -135,7 +135,11 @@ def test_unshard_is_one_all_gather_and_reshard_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["scalars", "partly_frozen", "one_row", "tied_within", "quantised"]
+    "name",
+    with_slow(
+        ["scalars", "partly_frozen", "one_row", "tied_within", "quantised"],
+        ["scalars", "one_row", "tied_within"],
+    ),
 )
 @ranks(2)
 def test_what_a_group_holds_does_not_change_the_counts(name: str) -> None:

@@ -80,9 +80,7 @@ def test_jvp_without_gradients(reshard_after_forward: bool) -> None:
 
 @pytest.mark.parametrize(
     ("way", "what"),
-    with_slow(
-        itertools.product(["jvp", "dual"], [0, 1, None]), [("jvp", 0), ("dual", 1), ("dual", None)]
-    ),
+    with_slow(itertools.product(["jvp", "dual"], [0, 1, None]), [("jvp", 0), ("dual", 1)]),
 )
 @ranks(2)
 def test_reverse_through_jvp(way: str, what: int | None) -> None:
@@ -112,9 +110,7 @@ def test_reverse_through_jvp(way: str, what: int | None) -> None:
 
 @pytest.mark.parametrize(
     "transform",
-    with_slow(
-        ["grad", "vjp", "vmap", "jacrev", "jacfwd", "hessian"], ["vjp", "vmap", "jacfwd", "hessian"]
-    ),
+    with_slow(["grad", "vjp", "vmap", "jacrev", "jacfwd", "hessian"], ["vjp", "vmap", "jacfwd"]),
 )
 @ranks(2)
 def test_function_transforms_over_inputs(transform: str) -> None:
@@ -210,7 +206,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, ["adamw_fused", "sgd_momentum"]))
+@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, ["adamw_fused"]))
 @ranks(2)
 def test_optimizers(name: str) -> None:
     """Every implementation of an optimizer steps on shards as on whole parameters."""
@@ -351,7 +347,6 @@ def compile_block(model: Any, index: int, how: str, **kwargs: Any) -> None:
             ["method", "wrapper", "forward"], ["eager", "aot_eager"], ["before", "after"]
         ),
         [
-            ("method", "eager", "before"),
             ("wrapper", "aot_eager", "before"),
             ("forward", "eager", "before"),
         ],

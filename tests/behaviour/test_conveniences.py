@@ -235,7 +235,13 @@ def test_averages_are_refused_inside_a_step() -> None:
 # --- units ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["one_row", "few_rows", "scalars", "nested_units", "one_group"])
+@pytest.mark.parametrize(
+    "case",
+    with_slow(
+        ["one_row", "few_rows", "scalars", "nested_units", "one_group"],
+        ["one_row", "scalars", "nested_units"],
+    ),
+)
 @ranks(3)
 def test_what_units_say_is_what_lies_there(case: str, rank: int) -> None:
     """Every parameter once, and bytes at its offset that are this rank's shard."""

@@ -25,7 +25,7 @@ from tests._parity import (
     whole,
 )
 from tests._pool import ranks
-from tests._slow import slow, with_slow
+from tests._slow import exhaustive, slow, with_slow
 from tests.behaviour import test_divergence as divergence
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -87,7 +87,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", with_slow(["few_rows", "tied_lm", "mixed_dtypes"], ["few_rows", "mixed_dtypes"])
+    "name", with_slow(["few_rows", "tied_lm", "mixed_dtypes"], ["mixed_dtypes"])
 )
 @ranks(slow(2), 3)
 def test_trains_with_every_parameter_by_itself(name: str) -> None:
@@ -115,7 +115,7 @@ def test_many_ranks_exchange_in_one_operation() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@ranks(2, 3, 4)
+@ranks(exhaustive(2), 3, exhaustive(4))
 def test_every_case_with_every_parameter_by_itself(name: str) -> None:
     with large_from(1):
         straight(Pair(name)).train(steps=2)

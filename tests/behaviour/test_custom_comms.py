@@ -155,7 +155,13 @@ def test_custom_collectives(library: str, blocking: bool, world_size: int) -> No
     assert all(comm.in_flight == 0 and all(comm.asynchronous) for comm in comms)
 
 
-@pytest.mark.parametrize("name", ["few_rows", "mixed_dtypes", "non_contiguous", "tied_lm"])
+@pytest.mark.parametrize(
+    "name",
+    with_slow(
+        ["few_rows", "mixed_dtypes", "non_contiguous", "tied_lm"],
+        ["mixed_dtypes", "non_contiguous"],
+    ),
+)
 @ranks(2)
 def test_custom_collectives_that_keep_one_buffer_each(name: str) -> None:
     """A unit asks for memory again only when it has done with what it got before."""
@@ -276,7 +282,7 @@ def test_fp16_is_always_summed() -> None:
 # --- buffers in flight, groups of their own -------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", with_slow([1, 2, 3], [2]))
 @ranks(2, slow(4))
 def test_how_many_reductions_hold_their_inputs(count: int, world_size: int) -> None:
     """Never more than said, and as many as said if there are units enough."""
@@ -304,8 +310,8 @@ def test_two_reductions_hold_their_inputs_by_default() -> None:
     assert comm.most_in_flight <= 4
 
 
-@pytest.mark.parametrize("world", ["FSDP", "HSDP"])
-@ranks(2, 4)
+@pytest.mark.parametrize("world", with_slow(["FSDP", "HSDP"], ["HSDP"]))
+@ranks(slow(2), 4)
 def test_reductions_over_a_group_of_their_own(world: str, world_size: int) -> None:
     """One more group over the same ranks, shared by all units; and back again."""
     if world == "HSDP" and world_size == 2:

@@ -176,7 +176,7 @@ def test_a_rank_may_not_need_what_all_prefetched(rank: int) -> None:
         [("ab", True), ("ac", False), ("bc", False), ("c", True)],
     ),
 )
-@ranks(2, 3, limit_s=30)
+@ranks(slow(2), 3, limit_s=30)
 def test_one_rank_does_not_use_an_output(
     used: str, reshard_after_forward: bool, rank: int, world_size: int
 ) -> None:
@@ -246,7 +246,7 @@ def assert_told(model: nn.Module, match: str, steps: int = 3) -> None:
             assert waiting or group._full is None or not group._full.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("steps", with_slow([0, 3], [3]))
 @pytest.mark.parametrize("name", list(SETTINGS))
 @ranks(slow(2), 3, limit_s=30)
 def test_one_rank_sends_differently(name: str, steps: int, rank: int) -> None:
@@ -396,7 +396,7 @@ class Chosen:
         assert_same_parameters(self.model, self.reference, 1e-5)
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", with_slow([False, True], [True]))
 @ranks(slow(2), 3, limit_s=30)
 def test_ranks_choose_blocks(nested: bool, rank: int) -> None:
     """Declared, any rank may skip any block; a block that no rank ran has no gradient."""

@@ -64,7 +64,7 @@ def assert_all(model: nn.Module, reference: nn.Module, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("mesh", [(), slow((2, 2)), slow((1, 3))])
-@ranks(2, 3, slow(4))
+@ranks(slow(2), 3, slow(4))
 def test_every_kind_of_parameter(mesh: tuple[int, ...], world_size: int) -> None:
     if mesh and mesh[0] * mesh[1] != world_size:
         pytest.skip("another world size")

@@ -234,7 +234,22 @@ def assert_names(said: str, operation: str) -> None:
 
 
 @pytest.mark.parametrize("number", with_slow([0, 1, 2, 3, 5, 8], [2]))
-@pytest.mark.parametrize("operation", list(OPERATIONS))
+@pytest.mark.parametrize(
+    "operation",
+    with_slow(
+        list(OPERATIONS),
+        [
+            "clip_grad_norm_",
+            "EMA.load_state_dict",
+            "forward",
+            "full_params",
+            "hybrid_mesh",
+            "load_sharded_state",
+            "materialize",
+            "save",
+        ],
+    ),
+)
 @ranks(1, with_process_group=False, limit_s=90)
 def test_a_rank_that_is_killed(operation: str, number: int) -> None:
     """Before its first collective of the operation, or a later one."""
@@ -341,7 +356,9 @@ INTERRUPTED: dict[str, Callable[[World, bool], None]] = {
 }
 
 
-@pytest.mark.parametrize("operation", list(INTERRUPTED))
+@pytest.mark.parametrize(
+    "operation", with_slow(list(INTERRUPTED), ["load", "materialize", "save, extra"])
+)
 @ranks(1, with_process_group=False, limit_s=90)
 def test_a_rank_that_is_interrupted(operation: str) -> None:
     """It goes on with its KeyboardInterrupt; the others hear of it, and go on together."""

@@ -103,7 +103,7 @@ def gradients_of(pair: Pair, *heads: str) -> None:
 # --- the same training ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", with_slow(SETTINGS, ["balanced", 64_000_000]))
+@pytest.mark.parametrize("memory", with_slow(SETTINGS, ["balanced"]))
 @ranks(3)
 def test_every_setting_trains_as_the_plain_model(memory: str | int) -> None:
     pair = Pair(CASE)
@@ -225,7 +225,7 @@ def test_two_forwards_before_backward(order: str) -> None:
 
 
 @pytest.mark.parametrize("reshard", with_slow([None, True, False], [True]))
-@ranks(slow(2), 3)
+@ranks(2, slow(3))
 def test_a_head_that_is_a_unit_runs_twice_before_a_backward(reshard: bool | None) -> None:
     """When its gradient is complete was learnt from steps with one forward."""
     case = Case(lambda: Language(1), lambda m: [*m.blocks, m.head], batch)
@@ -349,7 +349,7 @@ def test_the_head_is_reduced_before_the_blocks() -> None:
         pair.step()
 
 
-@ranks(slow(2), 3)
+@ranks(2, slow(3))
 def test_ranks_may_differ_in_their_use_of_a_part(rank: int, world_size: int) -> None:
     """One rank does not use the head, or uses it late: gradients are right in every step."""
     pair = Pair(CASE)

@@ -90,7 +90,10 @@ def check_bf16_with_fp32_reduction(mesh: DeviceMesh, reshard_after_forward: bool
 
 @pytest.mark.parametrize(
     "name",
-    [n for n in ("stack", "partly_frozen", "containers", "untied_lm") if CASES[n].in_torch],
+    with_slow(
+        [n for n in ("stack", "partly_frozen", "containers", "untied_lm") if CASES[n].in_torch],
+        ["partly_frozen", "untied_lm"],
+    ),
 )
 @ranks(2)
 def test_bf16_with_fp32_reduction_trains_like_torch(name: str) -> None:

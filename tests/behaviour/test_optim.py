@@ -34,7 +34,7 @@ import fsdp2
 from tests._models import CASES, Block, Case, each_block, floats, loss_of, seeded, stack
 from tests._parity import ROWS, bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks_that_share as ranks
-from tests._slow import slow, with_slow
+from tests._slow import exhaustive, slow, with_slow
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}],
@@ -156,7 +156,7 @@ class Twins:
 # --- every class, every model ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, ("SGD", "AdamW", "Rprop")))
+@pytest.mark.parametrize("name", with_slow(OPTIMIZERS, ("Adagrad", "Rprop")))
 @ranks(2)
 def test_every_class_computes_the_same_bits(name: str) -> None:
     """Loop, foreach and fused of every element-wise class equal the plain ones in every bit."""
@@ -191,9 +191,7 @@ ODD = [
         itertools.product(["loop", "fused"], HARD + ODD),
         [
             ("loop", "scalars"),
-            ("loop", "non_contiguous"),
             ("loop", "one_row"),
-            ("loop", "unused_parts"),
             ("fused", "few_rows"),
             ("fused", "mixed_dtypes"),
         ],
@@ -210,7 +208,7 @@ def test_every_kind_of_parameter(case: str, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HARD)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@ranks(2, 3)
+@ranks(exhaustive(2), 3)
 def test_every_class_on_hard_models(case: str, name: str) -> None:
     """The long matrix of classes and models, which all compute the same bits."""
     modes = [{}, {"foreach": True}, *([{"fused": True}] if name in WITH_FUSED else [])]
@@ -221,14 +219,14 @@ def test_every_class_on_hard_models(case: str, name: str) -> None:
         twins.check()
 
 
+@pytest.mark.parametrize("case", with_slow(["few_rows", "stack"], ["few_rows"]))
 @pytest.mark.parametrize("shape", [(2, 2), slow((4,))])
 @ranks(4)
-def test_replicate_axis_and_many_ranks(shape: tuple[int, ...]) -> None:
+def test_replicate_axis_and_many_ranks(shape: tuple[int, ...], case: str) -> None:
     """A replicate axis changes nothing, and neither does a rank that holds no rows."""
-    for case in ("few_rows", "stack"):
-        twins = Twins(case, options={"mesh": make_mesh(*shape)}, lr=0.1)
-        twins.step(3)
-        twins.check()
+    twins = Twins(case, options={"mesh": make_mesh(*shape)}, lr=0.1)
+    twins.step(3)
+    twins.check()
 
 
 class FeedForward(nn.Module):

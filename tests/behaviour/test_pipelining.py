@@ -240,7 +240,17 @@ def test_one_stage_a_rank(schedule: Any) -> None:
 NEEDS_2_13 = pytest.mark.skipif(not TORCH_2_13, reason="the schedule needs torch 2.13")
 
 V_SHAPED = [n for n, (_, placed) in SEVERAL.items() if placed is v_shaped]
-NAMES = [pytest.param(n, marks=NEEDS_2_13 if n in V_SHAPED else ()) for n in SEVERAL]
+IN_DEFAULT = ["zero-bubble", "dual-pipe"]
+NAMES = [
+    pytest.param(
+        name,
+        marks=[
+            *([NEEDS_2_13] if name in V_SHAPED else []),
+            *([pytest.mark.slow] if name not in IN_DEFAULT else []),
+        ],
+    )
+    for name in SEVERAL
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -263,7 +273,7 @@ def test_shapes_given_by_the_user(name: str) -> None:
     ("schedule", "reshard"),
     with_slow(
         itertools.product([ScheduleGPipe, Schedule1F1B], [None, True]),
-        [(ScheduleGPipe, True), (Schedule1F1B, None)],
+        [(Schedule1F1B, True)],
     ),
 )
 @ranks(4)
@@ -417,9 +427,7 @@ def test_evaluation_between_steps(schedule: Any) -> None:
     run.run(through=run.schedule.eval)
 
 
-@pytest.mark.parametrize(
-    "name", with_slow(["1f1b", "interleaved", "zero-bubble"], ["1f1b", "zero-bubble"])
-)
+@pytest.mark.parametrize("name", with_slow(["1f1b", "interleaved", "zero-bubble"], ["zero-bubble"]))
 @ranks(4)
 def test_what_a_step_communicates(name: str) -> None:
     """A step gathers each unit once and reduces it once, whatever the number of microbatches."""

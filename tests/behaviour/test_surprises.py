@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from tests._parity import make_mesh
 from tests._pool import ranks
+from tests._slow import slow
 
 WIDTH = 8
 
@@ -389,7 +390,7 @@ def test_a_forward_that_casts_its_own_parameters(reshard_after_forward: bool | N
     assert losses[-1] < losses[0] / 2, "the steps must show in what the router computes"
 
 
-@ranks(1, 2)
+@ranks(1, slow(2))
 def test_many_units_inside_each_other() -> None:
     """As deep as torch's own goes: what we add to the stack is one frame a unit."""
 

@@ -27,7 +27,7 @@ def ties(model: nn.Module) -> set[frozenset[str]]:
     return {frozenset(group) for group in names.values() if len(group) > 1}
 
 
-@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("name", with_slow(TIED, ["tied_lm", "shared_block"]))
 @ranks(2)
 def test_tied_names_are_one_object_before_and_after_steps(name: str) -> None:
     pair = Pair(name)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fsdp2._param import Piece
 from fsdp2._runs import Member, _follows
 from fsdp2.optim import ELEMENTWISE, _granule
+from tests._slow import slow
 
 ODD = (5, 7, 33, 1, 100, 64, 3000, 17)
 ALIGNED = (16, 48, 64, 3008, 7)  # only the last one ends inside a cache line (of floats)
@@ -38,7 +39,7 @@ def step_apart_and_joined(
     return torch.cat(apart), joined
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)])
 @pytest.mark.parametrize("cls", ELEMENTWISE)
 def test_joining_changes_no_bit_of_the_loop(
     cls: type[torch.optim.Optimizer], dtype: torch.dtype
@@ -51,7 +52,7 @@ def test_joining_changes_no_bit_of_the_loop(
             assert torch.equal(apart, joined), (kwargs, foreach)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.float64)])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_joining_whole_cache_lines_changes_no_bit_of_fused_kernels(
     name: str, dtype: torch.dtype
