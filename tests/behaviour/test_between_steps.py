@@ -210,10 +210,21 @@ def test_every_kind_of_unit(kind: str, action: str) -> None:
     check(action, case, **kwargs)
 
 
+LEFT_SMALLER = [(2, "fails backward"), (2, "root fails backward")]
+NOT_YET = pytest.mark.xfail(
+    strict=True, reason="after a failed backward parameters() gives shards of the smaller mesh"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "action"),
-    with_slow(itertools.product([None, 2], ACTIONS), ci=zip(itertools.cycle([2, None]), ACTIONS)),
+    [
+        pytest.param(*case.values, marks=[*case.marks, *[NOT_YET] * (case.values in LEFT_SMALLER)])
+        for case in with_slow(
+            itertools.product([None, 2], ACTIONS), ci=zip(itertools.cycle([2, None]), ACTIONS)
+        )
+    ],
 )
 @ranks(4)
 def test_with_a_replicate_axis_and_smaller_meshes(choice: int | None, action: str) -> None:

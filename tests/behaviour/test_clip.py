@@ -98,7 +98,7 @@ def test_any_order(order: float) -> None:
             "one_row",
             "one_group",
         ],
-        ["few_rows", "scalars", "partly_frozen", "tied_blocks", "unused_parts"],
+        ["few_rows", "scalars", "tied_blocks"],
     ),
 )
 @ranks(3)

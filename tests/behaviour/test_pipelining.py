@@ -240,7 +240,7 @@ def test_one_stage_a_rank(schedule: Any) -> None:
 NEEDS_2_13 = pytest.mark.skipif(not TORCH_2_13, reason="the schedule needs torch 2.13")
 
 V_SHAPED = [n for n, (_, placed) in SEVERAL.items() if placed is v_shaped]
-IN_DEFAULT = ["zero-bubble", "dual-pipe"]
+IN_DEFAULT = ["zero-bubble"]
 NAMES = [
     pytest.param(
         name,

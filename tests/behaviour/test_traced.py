@@ -214,7 +214,7 @@ def without_mesh(kwargs: dict[str, Any]) -> dict[str, Any]:
     [
         slow("containers", BF16),
         slow("stack", FP16),
-        ("stack of one", BF16_OUT),
+        ("stack of one", BF16),
         slow("root_only", BF16_OUT),
     ],
 )
