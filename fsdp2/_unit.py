@@ -187,7 +187,9 @@ class Unit:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
         for group in self.groups:
             group.forget_stand_ins()
-            if not group.is_gathering:
+            if group.is_gathering:  # from shards on a smaller mesh, which may be registered
+                group.show_shards()
+            else:
                 group.reshard()
 
     def reshard_post_forward(self) -> None:
