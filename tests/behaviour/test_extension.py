@@ -720,7 +720,7 @@ def has_codes(local: Tensor) -> bool:
 @pytest.mark.parametrize(
     ("how", "reshard_after_forward"), [("method", True), ("partial", False), ("padded", None)]
 )
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_a_subclass_gets_its_extension_after_sharding(
     how: str, reshard_after_forward: bool | None
 ) -> None:
@@ -768,7 +768,7 @@ def test_torchs_own_takes_a_bare_subclass_too(how: str, world_size: int) -> None
 
 
 @pytest.mark.parametrize("where", ["everywhere", "one rank", "half"])
-@ranks(2, 3)
+@ranks(2, slow(3))
 def test_a_subclass_that_has_no_extension_when_it_is_gathered(where: str, rank: int) -> None:
     """Every rank says so with the full name, at the first unshard; later it works."""
     model = shard(make(kind=Bare))

@@ -23,6 +23,7 @@ import fsdp2
 from tests._models import HIDDEN, WIDTH, Batch, Block, Case, Scalars, Stack, floats, loss_of, seeded
 from tests._parity import Pair, assert_same_gradients, assert_sharded, make_mesh
 from tests._pool import ranks
+from tests._slow import slow, with_slow
 from tests._tensor_parallel import FeedForward, Twin, colwise_then_rowwise, mesh_of
 from tests._traced import TracedPair
 
@@ -151,7 +152,7 @@ class Uncompiled(Pair):
 
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("name", MODELS)
-@ranks(2, 3)
+@ranks(2, slow(3))
 def test_what_is_recomputed(name: str, reentrant: bool) -> None:
     """Gradients are those of the unsharded model; in between and afterwards there are shards."""
     pair = Uncompiled(case_of(name, reentrant))
@@ -161,7 +162,7 @@ def test_what_is_recomputed(name: str, reentrant: bool) -> None:
     pair.train(steps=2)
 
 
-@pytest.mark.parametrize("reentrant", KINDS)
+@pytest.mark.parametrize("reentrant", with_slow(KINDS, default=[True]))
 @ranks(4)
 def test_over_replicas_and_neighbours(reentrant: bool) -> None:
     for name in ("first_of_a_list", "layer_with_units_in_it"):
@@ -171,7 +172,7 @@ def test_over_replicas_and_neighbours(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("name", ["conditional", "inside_a_conditional", "inside_a_unit"])
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_conditional_units(name: str, reentrant: bool) -> None:
     """What the unit above moves is there when a conditional one is recomputed."""
     case = case_of("nested", reentrant)
@@ -214,7 +215,7 @@ class CheckpointedFeedForward(FeedForward):
         return checkpoint(super().forward, self.first(x), use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("reentrant", KINDS)
+@pytest.mark.parametrize("reentrant", with_slow(KINDS, default=[False]))
 @ranks(4)
 def test_dtensor_parameters(reentrant: bool) -> None:
     """Over their own axes they are DTensors in a recomputation, too."""
@@ -293,7 +294,7 @@ def test_parameters_are_shards_for_hooks_and_copies() -> None:
         pair.check()
 
 
-@pytest.mark.parametrize("reentrant", KINDS)
+@pytest.mark.parametrize("reentrant", with_slow(KINDS, default=[False]))
 @ranks(2)
 def test_one_backward_through_an_eager_and_a_compiled_forward(reentrant: bool) -> None:
     """The engine moves units in the same backward; every gradient arrives once."""
