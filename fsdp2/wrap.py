@@ -37,6 +37,7 @@ from fsdp2._arguments import (
     wrong_value,
 )
 from fsdp2._checks import has_forward
+from fsdp2._collect import collect
 from fsdp2._errors import ConfigError, ConfigTypeError
 from fsdp2._grid import carrying, operation
 from fsdp2._hooks import unit_of
@@ -83,7 +84,8 @@ def shard_model(
               min_num_params=...)``.
         fully_shard_kwargs: keywords of ``fully_shard`` for all units, and for the root.
             ``ignored_params`` and ``ignored_states`` hold for every unit, and the policy is not
-            asked about ignored modules.
+            asked about ignored modules. ``shard_placement_fn`` is asked twice about a parameter:
+            all are checked before the first is sharded.
 
     Returns:
         What was chosen: the name of each unit (its first; ``""`` is the root) in the order in which
@@ -96,7 +98,7 @@ def shard_model(
 
     Raises:
         ConfigError: not a policy; keywords that ``fully_shard`` does not have; what ``fully_shard``
-            raises.
+            raises. Nothing was changed.
 
     Source: what ``auto_wrap_policy`` means in torch's ``FullyShardedDataParallel``.
     """
@@ -114,9 +116,15 @@ def shard_model(
     order = [m for m in _post_order(model) if m in chosen and unit_of(m) is None]
     if kwargs.get("mesh") is None:
         kwargs = {**kwargs, "mesh": default_mesh()}
+    taken = ignored.modules
     for module in (*order, model):  # before the first of them changes
+        given = {**kwargs, **chosen.get(module, {})}
         with _naming(names[module]):
-            check_arguments(**{**kwargs, **chosen.get(module, {})})
+            data = check_arguments(**given)
+            own = Ignored.of(given.get("ignored_params"), given.get("ignored_states"))
+            left = Ignored(own.tensors, own.modules | taken)
+            collect([module], data, given.get("shard_placement_fn"), left)
+        taken |= {module}
     for module in (*order, model):
         with _naming(names[module]):
             fully_shard(module, **{**kwargs, **chosen.get(module, {})})

@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2.wrap import hybrid_mesh, shard_model, strategy
@@ -283,3 +283,28 @@ def test_batch_norm_in_full_precision() -> None:
     model[1].register_forward_pre_hook(lambda m, args: seen.append(m.weight.dtype))
     assert model(torch.randn(4, 13)).dtype == torch.float32
     assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("wrong", ["dim", "lazy", "meta"])
+@ranks(2)
+def test_a_parameter_of_a_late_unit_that_cannot_be_sharded(wrong: str) -> None:
+    """The units before it are left as they were."""
+    model = seeded(lambda: nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)], nn.Linear(5, 3)))
+    if wrong == "lazy":
+        model[2] = nn.LazyLinear(5)
+    if wrong == "meta":
+        model[2].bias = nn.Parameter(torch.empty(5, device="meta"))
+
+    def place(param: nn.Parameter) -> Shard:
+        return Shard(1 if wrong == "dim" and param is model[2].bias else 0)
+
+    classes = [type(module) for module in model.modules()]
+    values = [(p, p.detach().clone()) for p in model.parameters() if wrong == "dim"]
+    for _ in range(2):
+        with pytest.raises(fsdp2.ConfigError, match=r"\b2\b"):
+            shard_model(model, {nn.Linear, nn.LazyLinear}, shard_placement_fn=place)
+        assert [type(module) for module in model.modules()] == classes
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+    for (param, before), now in zip(values, model.parameters(), strict=False):
+        assert param is now
+        assert torch.equal(now, before)
