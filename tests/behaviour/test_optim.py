@@ -205,9 +205,13 @@ def test_every_kind_of_parameter(case: str, mode: str) -> None:
     twins.check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", HARD)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    with_slow(
+        itertools.product(OPTIMIZERS, HARD),
+        ci=[(name, HARD[(i + j) % 4]) for i, name in enumerate(OPTIMIZERS) for j in (0, 2)],
+    ),
+)
 @ranks(exhaustive(2), 3)
 def test_every_class_on_hard_models(case: str, name: str) -> None:
     """The long matrix of classes and models, which all compute the same bits."""

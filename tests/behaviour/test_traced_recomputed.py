@@ -225,9 +225,16 @@ def test_dtensor_parameters(reentrant: bool) -> None:
     twin.train(steps=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reentrant", KINDS)
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("unit",)])
+BROKEN = [name for name in MODELS if name != "unit"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    with_slow(
+        [(name, reentrant) for name in BROKEN for reentrant in KINDS],
+        ci=zip(BROKEN, itertools.cycle(KINDS)),
+    ),
+)
 @ranks(2, limit_s=300)
 def test_after_graph_breaks(name: str, reentrant: bool) -> None:
     """What is in graphs runs in forward only, and what they hold is recomputed outside of them."""
