@@ -6,8 +6,8 @@ happen in a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch.nn as nn
 from torch import Tensor
@@ -112,11 +112,9 @@ def fully_shard(
     )
     classes = {target: sharded_class(type(target)) for target in modules}
     ignored = Ignored.of(ignored_params, ignored_states)
-    collected = collect(modules, data, shard_placement_fn, ignored)
-    smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
-
-    if any(smaller.values()):
-        refuse_extensions(collected)
+    collected, smaller = check_parameters(
+        modules, data, shard_placement_fn, reshard_after_forward, ignored
+    )
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
@@ -212,6 +210,25 @@ def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> Da
         if dims is None:
             return DataMesh.of(check_mesh(mesh if mesh is not None else default_mesh()))
         return DataMesh.named(check_mesh(mesh, dims), dims)
+
+
+def check_parameters(
+    modules: Sequence[nn.Module],
+    data: DataMesh,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    reshard_after_forward: bool | int | None,
+    ignored: Ignored,
+) -> tuple[Collected, dict[DataMesh, int | None]]:
+    """Find what a unit takes, and how many ranks of each mesh keep it between forward and backward.
+
+    Raises:
+        ConfigError: a parameter cannot be sharded so. Nothing was changed.
+    """
+    collected = collect(modules, data, placement_fn, ignored)
+    smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
+    if any(smaller.values()):
+        refuse_extensions(collected)
+    return collected, smaller
 
 
 def _make_params(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:

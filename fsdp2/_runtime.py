@@ -208,7 +208,7 @@ class Runtime:
         if visit.opened_in == self.backward_number:
             return
         order = visit.order
-        if order is not None:
+        if order is not None:  # inline, here and in depart: no call where nothing was missed
             if order is not self._order or order.place != visit.left + 1:
                 self._catch_up(order, visit.left)
             order.place = visit.left

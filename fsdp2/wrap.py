@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2 import _torch
-from fsdp2._api import check_arguments, fully_shard
+from fsdp2._api import check_arguments, check_parameters, fully_shard
 from fsdp2._arguments import (
     check_count,
     check_device_type,
@@ -37,7 +37,6 @@ from fsdp2._arguments import (
     wrong_value,
 )
 from fsdp2._checks import has_forward
-from fsdp2._collect import collect
 from fsdp2._errors import ConfigError, ConfigTypeError
 from fsdp2._grid import carrying, operation
 from fsdp2._hooks import unit_of
@@ -105,7 +104,10 @@ def shard_model(
     check_module("shard_model", "model", model)
     _check_keywords(fully_shard_kwargs, "fully_shard_kwargs")
     names = {module: name for name, module in reversed(list(model.named_modules()))}
-    kwargs = fully_shard_kwargs
+    kwargs = {  # what can be read once only, as `model.head.parameters()`, is read for every unit
+        name: list(value) if isinstance(value, Iterator) else value
+        for name, value in fully_shard_kwargs.items()
+    }
     ignored = Ignored.of(kwargs.get("ignored_params"), kwargs.get("ignored_states"))
     chosen: Chosen = {}
     for module, choice in _run(policy, model, ignored).items():
@@ -123,7 +125,8 @@ def shard_model(
             data = check_arguments(**given)
             own = Ignored.of(given.get("ignored_params"), given.get("ignored_states"))
             left = Ignored(own.tensors, own.modules | taken)
-            collect([module], data, given.get("shard_placement_fn"), left)
+            placement_fn, reshard = map(given.get, ("shard_placement_fn", "reshard_after_forward"))
+            check_parameters([module], data, placement_fn, reshard, left)
         taken |= {module}
     for module in (*order, model):
         with _naming(names[module]):

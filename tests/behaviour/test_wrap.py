@@ -285,6 +285,26 @@ def test_batch_norm_in_full_precision() -> None:
     assert seen == [torch.float32]
 
 
+@ranks(4)
+def test_a_late_unit_that_cannot_wait_on_fewer_ranks() -> None:
+    """A parameter with an all-gather extension is refused there before others are sharded."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    model[1].weight.fsdp_pre_all_gather = model[1].weight.fsdp_post_all_gather = print
+    with pytest.raises(fsdp2.ConfigError, match="extension"):
+        shard_model(model, {nn.Linear}, reshard_after_forward=2)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+
+
+@ranks(2)
+def test_ignored_parameters_may_be_read_once_only() -> None:
+    """What `parameters()` returns is used up by the first unit that asks."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    shard_model(model, {nn.Linear}, ignored_params=model[1].parameters())
+    assert [isinstance(p, DTensor) for p in model.parameters()] == [True] * 2 + [False] * 2 + [
+        True
+    ] * 2
+
+
 @pytest.mark.parametrize("wrong", ["dim", "lazy", "meta"])
 @ranks(2)
 def test_a_parameter_of_a_late_unit_that_cannot_be_sharded(wrong: str) -> None:
