@@ -268,7 +268,7 @@ class FSDPParam:
         self.trainable = not self.trainable
         for form in (self.sharded, self.unsharded, self.post_forward):
             if form is not None:
-                form.requires_grad_(self.trainable)
+                form.requires_grad = self.trainable  # the method is refused under functorch
 
     def replace(self, new: torch.Tensor | None) -> None:
         """Take over what the user registered; ``set_shard`` follows."""

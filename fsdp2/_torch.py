@@ -94,7 +94,8 @@ def as_parameter(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     if not isinstance(tensor, DTensor):
         return nn.Parameter(tensor, requires_grad=requires_grad)
     tensor._is_param = True  # what `isinstance` looks for; tried on 2.13.0 only
-    return cast(nn.Parameter, tensor.requires_grad_(requires_grad))
+    tensor.requires_grad = requires_grad  # the method is refused under functorch's transforms
+    return cast(nn.Parameter, tensor)
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

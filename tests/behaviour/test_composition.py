@@ -45,7 +45,7 @@ from tests._parity import (
     whole,
 )
 from tests._pool import ranks
-from tests._slow import with_slow
+from tests._slow import slow, with_slow
 
 # --- torch.func and forward-mode differentiation --------------------------------------------------
 
@@ -182,6 +182,31 @@ def test_functional_grad_of_shards() -> None:
     with pytest.raises(fsdp2.UnsupportedError, match=r"inp\.weight: a DTensor stands in"):
         torch.func.grad(loss)(values)
     pair.train(steps=2)
+
+
+@ranks(2, slow(4))
+def test_changes_are_seen_under_a_transform() -> None:
+    """What the user did to the parameters counts in a forward under `torch.func.grad` too."""
+    smaller = 2 if torch.distributed.get_world_size() == 4 else True
+    pair = Pair("stack", reshard_after_forward=smaller)
+
+    def change(name: str) -> None:
+        for model in (pair.model, pair.reference):
+            param = model.get_parameter("inp.weight")
+            if name == "replace":
+                model.get_submodule("inp").weight = nn.Parameter(param.detach() * 0.5)
+            else:
+                param.requires_grad_(name == "thaw")
+
+    for name in ("freeze", "thaw", "replace"):
+        x = rows_of_this_rank(pair)
+        change(name)
+        actual = torch.func.grad(lambda y: pair.model(y).square().sum())(x)
+        expected = torch.func.grad(lambda y: pair.reference(y).square().sum())(x)
+        assert_same(actual, expected, name, 5e-6)
+        reshard_all(pair.model)
+        assert_sharded(pair.model)
+        assert pair.model.get_parameter("inp.weight").requires_grad is (name != "freeze")
 
 
 @ranks(2)
