@@ -19,8 +19,10 @@ weights of a pipeline stage on their own) may be about a few nodes, and in anoth
 the way of the first, and so makes up for what the first had to make up for.
 
 *Entered first.* A backward leaves the first unit of a forward, and those around it, at its end if
-their inputs need no gradient: nothing marks the place. They stay open until then. If another
-forward's backward follows in the same one (a sum of two losses), they need not be gathered twice.
+their inputs need no gradient: nothing marks the place. They stay open until then, or until the
+backward of another forward begins in the same one (a sum of two losses). The outermost is whole in
+between: the other forward begins with it as a rule, and where backward leaves it is not on all
+ranks the same.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class Order:
             yield visit, at == visit.left
 
     def rest(self) -> Iterator[tuple[Visit, bool]]:
-        """Go to the beginning. See *entered first* in [Note: the order of backward]."""
+        """Go to the end of a backward. See *entered first* in [Note: the order of backward]."""
         first = next((at for at, visit in enumerate(self.events) if visit.left == at), 0)
         for visit, opens in self.missed(-1):
             if opens or visit.entered > first or visit.marks_input:

@@ -240,7 +240,8 @@ class Runtime:
         self._count_closed(visit)
         if unit.in_backward:
             return
-        if unit.settings.reshard_after_backward:
+        is_needed_again = unit.open_calls and visit.entered == 0
+        if unit.settings.reshard_after_backward and not is_needed_again:
             unit.reshard()
         if not unit.open_calls:
             self.reduce(unit)
@@ -255,7 +256,8 @@ class Runtime:
     def _catch_up(self, order: Order, place: int) -> None:
         """Do first what backward missed before a place of a forward's order."""
         if order is not self._order:
-            self._go_through_rest()
+            if self._order is not None:
+                self._go_through(self._order.missed(-1))
             order.begin(self.backward_number)
             self._order = order
         self._go_through(order.missed(place))
@@ -267,11 +269,6 @@ class Runtime:
                 self.arrive(visit)
             else:
                 self.depart(visit)
-
-    def _go_through_rest(self) -> None:
-        """Do what backward missed before the beginning of the forward that it is in."""
-        if self._order is not None:
-            self._go_through(self._order.rest())
 
     def remember(self, unit: Unit) -> tuple[Unit, ...]:
         """Note that a unit's forward is over; return those before it, the last one first."""
@@ -389,7 +386,8 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Reduce what no post-backward reduced, finish what is in flight, reshard."""
-        self._go_through_rest()
+        if self._order is not None:
+            self._go_through(self._order.rest())
         ran = {unit for unit in self.units if unit.open_calls or unit.active_calls}
         for visit in self._open:
             if visit.closed_in != self.backward_number:

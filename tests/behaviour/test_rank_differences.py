@@ -256,6 +256,54 @@ def test_a_cut_graph_on_a_replicate_axis(choice: bool | int, how: str) -> None:
     train_nest("units", how, CUTS, mesh=make_mesh(2, 2), reshard_after_forward=choice)
 
 
+class EnteredFirst(nn.Module):
+    """A unit that is entered before any is left, and whose input may need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.inner = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, uses_body: bool) -> Tensor:
+        return x + self.inner(self.body(x) if uses_body else x * 1)
+
+
+class BeginsWithIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = EnteredFirst(), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor, uses_body: bool) -> Tensor:
+        return self.last(self.first(x, uses_body))
+
+
+@pytest.mark.parametrize("differs", ["body", "input"])
+@pytest.mark.parametrize("choice", with_slow([True, False], default=[True]))
+@ranks(2, slow(3))
+def test_a_sum_of_forwards_that_one_rank_begins_otherwise(choice: bool, differs: str) -> None:
+    """A gradient leaves the units that were entered first on one rank, and ends there on others."""
+    reference, model = (seeded(BeginsWithIt).double() for _ in range(2))
+    for unit in (model.first.inner, model.first, model):
+        fsdp2.fully_shard(unit, reshard_after_forward=choice)
+    count, own = dist.get_world_size(), dist.get_rank()
+    for calls in itertools.product([True, False], repeat=3):  # does rank 0 differ in this call?
+        sums = []
+        for trained, its_ranks in ((reference, range(count)), (model, [own])):
+            torch.manual_seed(0)
+            xs = torch.randn(3, count, 2, WIDTH, dtype=torch.double)
+            losses = []
+            for is_other, parts in zip(calls, xs, strict=True):
+                for rank in its_ranks:
+                    is_here = is_other and rank == 0
+                    x = parts[rank].clone().requires_grad_(is_here and differs == "input")
+                    y = trained(x, not (is_here and differs == "body"))
+                    losses.append(loss_of(y) / len(its_ranks))
+            sums.append(torch.stack(losses).sum())
+            sums[-1].backward()
+        assert_same_gradients(model, reference, 1e-10)
+        for module in (model, reference):
+            module.zero_grad()
+
+
 @ranks(2)
 def test_outputs_that_no_rank_uses_have_no_gradient() -> None:
     """As in a plain model: None, not zeros; and each first backward moves what the forward did."""

@@ -120,7 +120,9 @@ class Choices:
         self.recomputed: set[int] = set()
         self.is_recomputed = any(block.checkpoint != "no" for block in self.layers)
         place = 0
-        for block in model.blocks:
+        for index, block in enumerate(model.blocks):
+            # Where no gradient goes further, a graph through two roots is cut: see the README.
+            self._cuts_roots = index < model.cut < len(model.blocks) and model.gain == "last"
             place = self._add(block, place, False, "no", False)
 
     def _add(self, block: Block, place: int, free: bool, checkpoint: str, several: bool) -> int:
@@ -141,7 +143,7 @@ class Choices:
         own = ["around"] * is_always_called
         own += ["other"] * (2 * other * (is_always_called or block.kind != "linear"))
         own += ["skip", "twice"] if skippable else []
-        if several:  # ranks may begin to recompute at other places, see the README
+        if several or self._cuts_roots:  # ranks may begin to recompute at other places
             own = []
         elif not self.is_recomputed and self.model.roots == 1:  # as the README says
             own += ["detach", *in_place] if is_always_called else []

@@ -106,8 +106,7 @@ class Net(nn.Module):
         super().__init__()
         places = iter(range(10**6))
         layers = [Layer(block, model.width, places) for block in model.blocks]
-        cut = (len(layers) + 1) // 2 if model.roots == 2 else len(layers)
-        parts = [layers[:cut], layers[cut:]] if model.roots == 2 else [layers]
+        parts = [part for part in (layers[: model.cut], layers[model.cut :]) if part]
         self.trees = nn.ModuleList(Tree(part, model) for part in parts)
         every = self.layers()
         for one, two in model.tied:

@@ -73,6 +73,11 @@ class Model(Literal):
     tied: tuple[tuple[int, int], ...] = ()  # layers of the same kind that share a first parameter
     roots: int = 1  # 2: the second half of the layers has a root of its own
 
+    @property
+    def cut(self) -> int:
+        """How many blocks the first root has."""
+        return (len(self.blocks) + 1) // 2 if self.roots == 2 else len(self.blocks)
+
     def layers(self) -> tuple[Block, ...]:
         """Return all layers, each before those inside it: programs name them by their place."""
         return tuple(_walk(self.blocks))

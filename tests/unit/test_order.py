@@ -482,9 +482,6 @@ backward: unshard a
 backward: reshard b
 backward: wait_for_unshard a
 backward: reshard a
-backward: reshard <root>
-backward: unshard <root>
-backward: wait_for_unshard <root>
 backward: prefetch b
 backward: unshard b
 backward: wait_for_unshard b
