@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from fsdp2._arguments import check_flag, check_module
+from fsdp2._cast_buffers import CastBuffers
 from fsdp2._checks import (
     check_method,
     check_modules,
@@ -25,7 +26,7 @@ from fsdp2._checks import (
 from fsdp2._collect import Collected, collect, find_parts, refuse_extensions, take_ties
 from fsdp2._grid import carrying, named
 from fsdp2._group import ParamGroup
-from fsdp2._hooks import UNIT_ATTRIBUTE, ForwardMethod, register_hooks, unit_of
+from fsdp2._hooks import ForwardMethod, register_hooks
 from fsdp2._ignored import Ignored
 from fsdp2._mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._module import FSDPModule, register_names, sharded_class
@@ -38,9 +39,9 @@ from fsdp2._policy import (
     Settings,
     ShardPlacementResult,
 )
-from fsdp2._precision import CastBuffers, policy_for
+from fsdp2._precision import policy_for
 from fsdp2._steps import watch_optimizers
-from fsdp2._unit import Unit
+from fsdp2._unit import UNIT_ATTRIBUTE, Unit, unit_of
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 ShardPlacementFn = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]

@@ -16,9 +16,9 @@ import torch.nn as nn
 from fsdp2 import _torch
 from fsdp2._arguments import check_function, described, wrong_type
 from fsdp2._errors import ConfigError, ConfigTypeError
-from fsdp2._hooks import unit_of
 from fsdp2._mesh import DataMesh
 from fsdp2._policy import MixedPrecisionPolicy, OffloadPolicy
+from fsdp2._unit import unit_of
 
 
 def check_modules(module: object) -> list[nn.Module]:

@@ -25,12 +25,11 @@ from fsdp2 import _torch
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._extension import brings_extension, check_extension, smaller_mesh_refused
 from fsdp2._group import ParamGroup
-from fsdp2._hooks import unit_of
 from fsdp2._ignored import Ignored
 from fsdp2._mesh import DataMesh
 from fsdp2._param import SUMMONED, FSDPParam, OwnerMark, Site
 from fsdp2._placement import ParamPlacement, place, shard_dim, shard_mesh
-from fsdp2._unit import Unit
+from fsdp2._unit import Unit, unit_of
 
 PART_NBYTES = 1 << 20
 """Unsharded bytes from which on a submodule of a root is a group of its own. See ``_parts``."""

@@ -20,7 +20,6 @@ from fsdp2._arguments import check_flag, check_mapping, check_module, translated
 from fsdp2._errors import ConfigError, StateError, UnsupportedError
 from fsdp2._events import IDLE
 from fsdp2._group import ParamGroup
-from fsdp2._hooks import unit_of
 from fsdp2._idle import units_below
 from fsdp2._policy import CPUOffloadPolicy
 from fsdp2._runtime import Runtime, attach
@@ -28,6 +27,7 @@ from fsdp2._traced import TracedUnit
 from fsdp2._traced_backward import FunctionalBackward
 from fsdp2._traced_pass import overlap as overlap_collectives
 from fsdp2._traced_plan import outer_gather, plan_of, unshard
+from fsdp2._unit import unit_of
 
 
 def compile(  # noqa: A001  # torch's name for it
@@ -187,11 +187,11 @@ class FunctionalStep:
         for module in self.model.modules():
             unit = unit_of(module)
             if unit is not None and unit.runtime is None:
-                attach(unit, unit_of)
+                attach(unit)
         self._units = [TracedUnit(unit, self.choices.bucket) for unit in units]
         self._several = [unit for unit in self._units if unit.has_several_modules]
         self._backward = FunctionalBackward(self._units)
-        runtimes = [unit.runtime for unit in units if unit.runtime is not None]
+        runtimes = [unit.runtime for unit in units if isinstance(unit.runtime, Runtime)]
         self._runtimes = list(dict.fromkeys(runtimes))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -203,18 +203,19 @@ class FunctionalStep:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._begin()
+        outer = [unit.unit.runner for unit in self._units]  # a backward may be running
         try:
             for unit in self._units:
                 unit.take_parameters_off()
-                unit.unit.traced, unit.unit.is_called_outside = unit, True
+                unit.unit.runner = unit
             with self._may_write:
                 output = self._compiled(self.model, self._several, *args, **kwargs)
             if self._may_break or any(unit.ran_outside for unit in self._units):
                 self._backward.watch(output)
             return output
         finally:
-            for unit in self._units:
-                unit.unit.traced, unit.unit.is_called_outside = None, False
+            for unit, runner in zip(self._units, outer, strict=True):
+                unit.unit.runner = runner
                 unit.put_parameters_back()
 
     def _begin(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -29,13 +29,9 @@ from fsdp2._comm import AllGather, ReduceScatter
 from fsdp2._errors import ConfigError, ConfigTypeError
 from fsdp2._grid import carrying, operation
 from fsdp2._group import ParamGroup
-from fsdp2._hooks import unit_of
 from fsdp2._memory import overlap_for
 from fsdp2._streams import streams_for
-from fsdp2._unit import Unit
-
-if TYPE_CHECKING:
-    from fsdp2._module import FSDPModule
+from fsdp2._unit import Unit, unit_of
 
 
 def own_unit(module: object) -> Unit:
@@ -413,7 +409,7 @@ class ControlSurface:
         root.post_optim_event = event
 
 
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
+def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
     """Let several roots use the same streams, as the stages of a pipeline on one rank should.
 
     On a CPU there are no streams, and this changes nothing that can be seen.

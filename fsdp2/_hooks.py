@@ -62,15 +62,7 @@ from fsdp2._order import Visit
 from fsdp2._precision import stale_call
 from fsdp2._runtime import Runtime, attach
 from fsdp2._tree import map_tensors, visit_tensors
-from fsdp2._unit import Unit
-
-UNIT_ATTRIBUTE = "_fsdp2_unit"
-
-
-@_torch.always_eager
-def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that ``fully_shard`` made of a module."""
-    return module.__dict__.get(UNIT_ATTRIBUTE)
+from fsdp2._unit import UNIT_ATTRIBUTE, Unit, unit_of
 
 
 class Call:
@@ -149,9 +141,8 @@ class Call:
 
 def _enter(unit: Unit) -> None:
     """Make parameters whole."""
-    runtime = unit.runtime
-    if runtime is None:
-        runtime = attach(unit, unit_of)
+    runtime = unit.runtime or attach(unit)
+    assert isinstance(runtime, Runtime)
     if unit.governor is not None and not unit.is_governed_now:
         raise StateError(
             f"{unit.fqn}: is conditional, and was called outside of the module above it, "
@@ -178,7 +169,7 @@ def pre_forward(
     else:
         _enter(unit)
     runtime = unit.runtime
-    assert runtime is not None
+    assert isinstance(runtime, Runtime)
     call = None
     if torch.is_grad_enabled() and unit.groups:
         order = runtime.order if runtime.clock.phase is FORWARD else None
@@ -207,12 +198,12 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Prepare the outputs and give parameters back."""
     call = unit.calls.pop() if unit.calls else None
     runtime = unit.runtime
-    assert runtime is not None
+    assert isinstance(runtime, Runtime)
     dtype = unit.policy.output_dtype
     if dtype is not None:
         output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
     recomputing = runtime.is_recomputing
-    if call is not None and (call.mark_outputs(output) or (unit.trains and not recomputing)):
+    if isinstance(call, Call) and (call.mark_outputs(output) or (unit.trains and not recomputing)):
         if not recomputing or unit.open_calls == 0:  # else it repeats a call that is open
             unit.open_calls += 1
         if not recomputing:
@@ -245,7 +236,7 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
         return
     unit.ran.clear()
     runtime = unit.runtime
-    assert runtime is not None
+    assert isinstance(runtime, Runtime)
     if runtime.parts is not None:
         runtime.end_parts(unit, with_grad)
     if unit.keeps_after_forward(with_grad):
@@ -268,13 +259,25 @@ def forward_raised(unit: Unit, depth: int) -> None:
     """
     del unit.calls[depth:]
     runtime = unit.runtime
-    if runtime is None or unit.calls or runtime.is_recomputing:
+    if not isinstance(runtime, Runtime) or unit.calls or runtime.is_recomputing:
         return
     unit.ran.clear()
     if runtime.forward_root is unit:
         runtime.fail()
     elif not unit.in_backward:
         unit.reshard_unless_gathering()
+
+
+class _AsItIs:
+    """Runs a module inside of another of its unit, whose hooks made the parameters whole."""
+
+    is_traced = False
+
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run(*args, **kwargs)
+
+
+AS_IT_IS = _AsItIs()
 
 
 @_torch.never_traced
@@ -287,11 +290,11 @@ def call_compiled(
 ) -> Any:
     """Run a module on which ``compile()`` was called. See [Note: compiled modules]."""
     args, kwargs = pre_forward(unit, args, kwargs)
-    unit.is_called_outside = True
+    unit.runner = AS_IT_IS
     try:
         output = compiled(*args, **kwargs)
     finally:
-        unit.is_called_outside = False
+        unit.runner = None
     return post_forward(unit, module, output)
 
 
@@ -305,13 +308,13 @@ class ForwardHooks:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self.unit.is_called_outside:
+        if self.unit.runner is not None:
             return None
         return pre_forward(self.unit, args, kwargs)
 
     @_torch.eager_unless_inlined
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self.unit.is_called_outside:
+        if self.unit.runner is not None:
             return None
         return post_forward(self.unit, module, output)
 
@@ -327,9 +330,9 @@ class ForwardMethod:
     @_torch.inlined_or_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.module.__dict__[UNIT_ATTRIBUTE]
-        if unit.traced is None:
-            return self._call_eagerly(args, kwargs)
-        return unit.traced.call(self._run, args, kwargs)
+        if unit.runner is not None and unit.runner.is_traced:
+            return unit.runner.call(self._run, args, kwargs)
+        return self._call_eagerly(args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.replaced is not None:
@@ -340,8 +343,8 @@ class ForwardMethod:
     def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, unit = self.module, unit_of(self.module)
         assert unit is not None
-        if unit.recomputed is not None:
-            return unit.recomputed.call(unit, self._run, args, kwargs)
+        if unit.runner is not None:
+            return unit.runner.call(self._run, args, kwargs)
         depth = len(unit.calls)
         try:
             args, kwargs = pre_forward(unit, args, kwargs)

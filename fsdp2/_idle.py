@@ -12,8 +12,7 @@ from fsdp2 import _torch
 from fsdp2._arguments import check_module
 from fsdp2._errors import StateError
 from fsdp2._events import IDLE
-from fsdp2._hooks import unit_of
-from fsdp2._unit import Unit
+from fsdp2._unit import Unit, unit_of
 
 
 def units_below(module: nn.Module) -> list[Unit]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdp2._arguments import described
 from fsdp2._errors import ConfigError, ConfigTypeError
-from fsdp2._hooks import unit_of
+from fsdp2._unit import unit_of
 
 
 @dataclass(frozen=True)

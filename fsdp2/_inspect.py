@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2._arguments import check_module
 from fsdp2._control import units_in
 from fsdp2._group import ParamGroup
-from fsdp2._hooks import unit_of
 from fsdp2._param import FSDPParam
-from fsdp2._unit import Unit
+from fsdp2._unit import Unit, unit_of
 
 
 @dataclass(frozen=True)

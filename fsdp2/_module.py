@@ -22,10 +22,10 @@ from fsdp2._arguments import check_flag, check_mapping
 from fsdp2._control import ControlSurface, own_unit, units_in
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._group import ParamGroup
-from fsdp2._hooks import UNIT_ATTRIBUTE, call_compiled, forward_raised, unit_of
+from fsdp2._hooks import call_compiled, forward_raised
 from fsdp2._pipelining import StageState
 from fsdp2._precision import check_mode_change, follow_mode
-from fsdp2._unit import Unit, refuse_whole
+from fsdp2._unit import UNIT_ATTRIBUTE, Unit, refuse_whole, unit_of
 
 COMPOSABLE_NAME = "fully_shard"
 
@@ -86,8 +86,8 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
     @_torch.inlined_or_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.__dict__.get(UNIT_ATTRIBUTE)
-        if unit is not None and unit.traced is not None:
-            return unit.traced.call(super().__call__, args, kwargs)
+        if unit is not None and unit.runner is not None and unit.runner.is_traced:
+            return unit.runner.call(super().__call__, args, kwargs)
         return self._call_eagerly(args, kwargs)
 
     @_torch.never_traced
@@ -95,8 +95,8 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
         unit = unit_of(self)
         if unit is None:  # an empty instance, see __new__
             return super().__call__(*args, **kwargs)
-        if unit.recomputed is not None:
-            return unit.recomputed.call(unit, super().__call__, args, kwargs)
+        if unit.runner is not None:
+            return unit.runner.call(super().__call__, args, kwargs)
         depth = len(unit.calls)
         try:
             compiled = _torch.compiled_call(self)

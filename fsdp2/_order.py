@@ -28,11 +28,9 @@ ranks the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fsdp2._policy import MixedPrecisionPolicy
-    from fsdp2._unit import Unit
+from fsdp2._policy import MixedPrecisionPolicy
+from fsdp2._unit import Unit
 
 
 class Visit:

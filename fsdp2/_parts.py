@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
@@ -38,9 +38,7 @@ from fsdp2._group import ParamGroup
 from fsdp2._layout import STAMP_NUMEL
 from fsdp2._mesh import DataMesh, MeshAxis
 from fsdp2._streams import Streams
-
-if TYPE_CHECKING:
-    from fsdp2._unit import Unit
+from fsdp2._unit import Unit
 
 UNREAD, UNKNOWN, READ = 0, 1, 2
 FACTS = 3

@@ -19,6 +19,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from fsdp2._errors import StateError
+from fsdp2._runtime import Runtime
 from fsdp2._unit import Unit
 
 
@@ -37,7 +38,7 @@ class StageState:
             StateError: a unit's part of the gradient is lost. See ``Unit.note_unsynced_backward``.
         """
         runtime = self._unit.runtime
-        if runtime is None:
+        if not isinstance(runtime, Runtime):  # no forward yet
             return
         lost = [
             unit

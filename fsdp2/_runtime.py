@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.nn as nn
@@ -38,7 +38,7 @@ from fsdp2._parts import Part, Parts
 from fsdp2._reduction import Reduction
 from fsdp2._schedule import Schedule
 from fsdp2._streams import Streams, streams_for
-from fsdp2._unit import Unit
+from fsdp2._unit import Unit, unit_of
 
 _CPU = torch.device("cpu")
 
@@ -532,7 +532,7 @@ class Runtime:
         self.clock.phase = IDLE
 
 
-def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
+def attach(root: Unit) -> Runtime:
     """Make ``root`` the root of every unit below it, and plan what only the whole tree shows.
 
     Raises:
@@ -565,7 +565,7 @@ def attach(root: Unit, unit_of: Callable[[nn.Module], Unit | None]) -> Runtime:
             f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "
             "model.to_empty(device=...) and initialise them before the first forward."
         )
-    governed = _governors(root, names, unit_of)
+    governed = _governors(root, names)
     runtime = Runtime(root, list(names))
     for unit, name in names.items():
         unit.runtime, unit.fqn = runtime, name
@@ -594,9 +594,7 @@ def _reduces(unit: Unit) -> bool:
     return any(g.settings.reduce_grads and g.reducer.plan().members for g in unit.groups)
 
 
-def _governors(
-    root: Unit, names: dict[Unit, str], unit_of: Callable[[nn.Module], Unit | None]
-) -> dict[Unit, list[Unit]]:
+def _governors(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
     """Return the conditional units below each unit that is not. See [Note: conditional units].
 
     Raises:

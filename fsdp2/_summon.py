@@ -26,11 +26,10 @@ from fsdp2 import _torch
 from fsdp2._arguments import check_flag
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._grid import operation
-from fsdp2._hooks import unit_of
 from fsdp2._idle import require_idle
 from fsdp2._param import SUMMONED, OwnerMark, Site
 from fsdp2._stream import Grids, Held, Target, gather
-from fsdp2._unit import Unit
+from fsdp2._unit import Unit, unit_of
 
 STAGED_NBYTES = 64 << 20
 

@@ -14,8 +14,8 @@ from fsdp2._arguments import check_module
 from fsdp2._errors import ConfigError
 from fsdp2._grid import operation
 from fsdp2._group import ParamGroup
-from fsdp2._hooks import unit_of
 from fsdp2._stream import Grids, scatter
+from fsdp2._unit import unit_of
 
 SYNC_NBYTES = 64 << 20
 

@@ -81,10 +81,10 @@ class FunctionalBackward:
         _torch.queue_end_of_backward(_EndOfBackward(self, self._number))
         for traced in self._units:
             unit = traced.unit
-            if unit.recomputed is None:  # else another step of the same units is in its backward
+            if unit.runner is None:  # else another step of the same units is in its backward
                 if unit.runtime is None or unit.runtime.clock.phase is IDLE:
                     unit.reshard()  # somebody made it whole since
-                unit.recomputed, self._open[unit] = self, traced
+                unit.runner, self._open[unit] = _Again(self, traced), traced
         owners = [
             _Owner(traced, group) for traced in self._open.values() for group in traced.groups
         ]
@@ -132,7 +132,7 @@ class FunctionalBackward:
             return
         self._take_readers_off()
         for unit in self._open:
-            unit.recomputed = None
+            unit.runner = None
         for owner in self._owners.values():
             owner.group.forget_again()
         self._open.clear()
@@ -140,13 +140,16 @@ class FunctionalBackward:
         self._kept, self._depth = None, 0
 
     def call(
-        self, unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        traced: TracedUnit,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run a module of a unit again, as it ran in the step."""
-        traced = self._open[unit]
+        unit = traced.unit
         owners = [self._owners[group] for group in unit.groups or unit.own_groups]
         gathered = [owner for owner in owners if not owner.group.is_whole_again]
-        was_called, unit.is_called_outside = unit.is_called_outside, True
         self._depth += 1
         try:
             for owner in gathered:
@@ -154,7 +157,6 @@ class FunctionalBackward:
             return traced.compute(run, args, kwargs)
         finally:
             self._depth -= 1
-            unit.is_called_outside = was_called
             for owner in gathered:
                 if traced.has_several_modules:  # the next one may follow
                     self._keep(owner.traced)
@@ -178,6 +180,18 @@ class FunctionalBackward:
     def is_recomputing(self) -> bool:
         """True if this is no hook, as far as one can tell."""
         return self._depth > 0 or torch.is_grad_enabled()
+
+
+@dataclass(frozen=True, eq=False)
+class _Again:
+    """Runs a unit's modules while a backward of a functional step runs them again."""
+
+    backward: FunctionalBackward
+    traced: TracedUnit
+    is_traced = False
+
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.backward.call(self.traced, run, args, kwargs)
 
 
 class _EndOfBackward:

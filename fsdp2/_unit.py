@@ -14,28 +14,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2 import _torch
+from fsdp2._cast_buffers import CastBuffers
 from fsdp2._errors import ConfigError, StateError
-from fsdp2._events import IDLE
+from fsdp2._events import IDLE, Clock
 from fsdp2._group import ParamGroup
 from fsdp2._names import clean
 from fsdp2._param import SHARDED
 from fsdp2._policy import MixedPrecisionPolicy, Settings
 from fsdp2._streams import Streams
 
-if TYPE_CHECKING:
-    from fsdp2._hooks import Call
-    from fsdp2._precision import CastBuffers
-    from fsdp2._runtime import Runtime
-    from fsdp2._traced import TracedUnit
-    from fsdp2._traced_backward import FunctionalBackward
+UNIT_ATTRIBUTE = "_fsdp2_unit"
+
+
+class Tree(Protocol):
+    """The units below one root, as a unit knows them. ``Runtime`` is what it is."""
+
+    root: Unit
+    units: list[Unit]
+    clock: Clock
+    streams: Streams
+    failed: bool  # a forward raised, and nothing recovered yet
+
+    def recover_if_failed(self) -> None: ...
+
+    def recover(self) -> None: ...
+
+    def use(self, streams: Streams) -> None: ...
+
+
+class Runner(Protocol):
+    """What runs a unit's modules in place of the engine's hooks, for a while."""
+
+    is_traced: bool  # a compiler may trace the call
+
+    def call(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
 
 
 class Unit:
@@ -58,7 +80,7 @@ class Unit:
         self.groups: list[ParamGroup] = self.own_groups
         self.governor: Unit | None = None
         self.fqn = ""
-        self.runtime: Runtime | None = None
+        self.runtime: Tree | None = None  # from the first forward on
         self.input_dtype: torch.dtype | None = None
         self.choose_input_dtype()
         self.streams: Streams | None = None
@@ -66,14 +88,12 @@ class Unit:
         self.forward_prefetch: tuple[Unit, ...] | None = None
         self.backward_prefetch: tuple[Unit, ...] | None = None
         self.ran: set[nn.Module] = set()
-        self.calls: list[Call | None] = []
+        self.calls: list[object] = []  # forwards that are running, see _hooks
         self.active_calls = 0
         self.open_calls = 0
         self.recorded_calls = 0  # whose graph lives: a backward through them may come
         self.may_lose_gradients = False
-        self.is_called_outside = False  # around the compiled call, see _hooks
-        self.traced: TracedUnit | None = None  # while a functional step runs, see _traced
-        self.recomputed: FunctionalBackward | None = None  # in a backward of one, see there
+        self.runner: Runner | None = None  # None: the hooks
         self.is_summoned = False  # whole parameters are registered, see _summon
         self.is_summoned_on_first = False  # on the first rank only
 
@@ -272,6 +292,12 @@ class Unit:
         vars(self).update(state)
         self.choose_input_dtype()
         self.groups = self.own_groups
+
+
+@_torch.always_eager
+def unit_of(module: nn.Module) -> Unit | None:
+    """Return the unit that ``fully_shard`` made of a module."""
+    return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
 def refuse_whole(

@@ -39,9 +39,9 @@ from fsdp2._arguments import (
 from fsdp2._checks import has_forward
 from fsdp2._errors import ConfigError, ConfigTypeError
 from fsdp2._grid import carrying, operation
-from fsdp2._hooks import unit_of
 from fsdp2._ignored import Ignored
 from fsdp2._mesh import default_device_type, default_mesh, require_process_group
+from fsdp2._unit import unit_of
 
 __all__ = ["hybrid_mesh", "shard_model", "strategy"]
 

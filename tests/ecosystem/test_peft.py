@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp2._events import Event, listen
-from fsdp2._hooks import unit_of
 from fsdp2._layout import STAMP_NUMEL
+from fsdp2._unit import unit_of
 from tests._models import Case, seeded
 from tests._parity import assert_same, bits, names_of, whole
 from tests._pool import ranks
