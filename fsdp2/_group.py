@@ -27,8 +27,8 @@ is another matter: a group may keep its whole parameters for the next forward or
 choice, or because a recorded graph reads them). Then it *shows* its shards: they are registered,
 and the state stays UNSHARDED. The next forward compares the versions of the shards with those that
 were gathered, however the parameters came to be whole, and gathers again if somebody wrote to the
-shards. Only ``unshard()`` by hand *holds* whole parameters registered: until ``reshard()`` or the
-unit's next forward.
+shards. Only ``unshard()`` by hand *holds* whole parameters registered: until ``reshard()``, the
+unit's next forward, or the end of a backward of its root.
 
 [Note: what is registered]
 A form of ours is put in the place of a form of ours only. Anything else there is the user's; it

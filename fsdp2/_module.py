@@ -173,6 +173,8 @@ class FSDPModule(nn.Module, ControlSurface, _torch.FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters (not those of units below it).
 
+        They stay registered until ``reshard()``, the unit's next forward, or the end of a backward.
+
         Args:
             async_op: return at once; the parameters are whole after ``wait()`` of the result, or
                 once the unit's forward begins.

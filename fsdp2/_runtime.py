@@ -437,6 +437,7 @@ class Runtime:
             unit.reshard()
             return
         for group in unit.groups:
+            group.is_held = False
             if group.is_unsharded:
                 group.note_values()
         if is_last and self.forward_root is None:  # else the step goes on

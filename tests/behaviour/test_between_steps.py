@@ -349,6 +349,23 @@ def test_a_held_unit_stays_whole_until_its_forward() -> None:
 
 
 @ranks(2)
+def test_a_backward_ends_what_unshard_holds() -> None:
+    """Also where the unit keeps its memory: an optimizer that is made next holds shards."""
+    for choice in (True, False):
+        pair = Pair("stack")
+        pair.model.set_reshard_after_backward(choice)
+        for _ in range(2):
+            loss, expected = pair.losses(pair.batch())
+            pair.model.blocks[0].unshard()
+            assert not isinstance(pair.model.blocks[0].up.weight, DTensor)
+            loss.backward()
+            expected.backward()
+            assert_sharded(pair.model)
+            pair.step()
+        pair.check()
+
+
+@ranks(2)
 def test_a_replaced_parameter_is_never_overwritten() -> None:
     """Between forward and backward, in the forward, while it is whole: the next forward has it."""
 
