@@ -211,6 +211,8 @@ def replace_parameter(pair: Pair, op: Replace) -> None:
         else:
             if any(p is expected for n, p in names_of(pair.reference).items() if n != name):
                 return  # tied: the other name keeps the old one
+            if "tensor" in (param.device_mesh.mesh_dim_names or ()):
+                return  # a plain tensor cannot take its place, and it says so
             owner, _, last = name.rpartition(".")
             new = nn.Parameter(expected.detach() * 0.5, requires_grad=expected.requires_grad)
             setattr(pair.model.get_submodule(owner), last, new)
