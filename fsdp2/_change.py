@@ -217,15 +217,20 @@ def check_optimizer(
 
 
 def state_like(
-    param: Tensor, current: object, shape: tuple[int, ...], dtype: torch.dtype
+    param: Tensor,
+    current: object,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    is_number: bool = False,
 ) -> Tensor:
     """Return an empty tensor for a value of a parameter's state, placed as it will be used.
 
-    Values of the parameter's shape lie as the parameter does; others as what is there now, or whole
-    on every rank (numbers of steps on the CPU).
+    A value lies as what is there now. If that has another shape, or is not there yet, a value of
+    the parameter's shape lies as the parameter does, unless it ``is_number``: a number of steps of
+    a 0-dim parameter has its shape too. Others are whole on every rank, numbers on the CPU.
     """
-    like = param
-    if isinstance(current, DTensor) and tuple(current.shape) == shape:
+    like: Tensor | None = None if is_number else param
+    if isinstance(current, Tensor) and tuple(current.shape) == shape:
         like = current
     if isinstance(like, DTensor) and tuple(like.shape) == shape:
         local = torch.empty_like(_torch.local_tensor(like), dtype=dtype)

@@ -37,6 +37,7 @@ from fsdp2._blocks import Region
 from fsdp2._change import Change, Rooms, Told, check_optimizer, compare, state_like
 from fsdp2._errors import ConfigError, StateError
 from fsdp2._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
+from fsdp2._fit import numbers_of
 from fsdp2._idle import require_idle
 from fsdp2._names import clean, named_parameters
 from fsdp2._optim_state import keys_of, names_in_groups, rekey, with_clean_names
@@ -359,7 +360,7 @@ class _Content:
             )
         ordered = [name for names in names_in_groups(model, optimizer) for name in names]
         params = named_parameters(model)
-        now = optimizer.state
+        now, numbers = optimizer.state, numbers_of(optimizer)
         values: dict[str, Any] = {}
         own = [_with_ids(entry, params) for entry in own]
         for entry in own:
@@ -374,7 +375,8 @@ class _Content:
                 name = ordered[path[2]]
             if name in params:
                 current = now.get(params[name], {}).get(path[3]) if len(path) == 4 else None
-                room = state_like(params[name], current, entry.shape, entry.dtype)
+                is_number = path[3] in numbers
+                room = state_like(params[name], current, entry.shape, entry.dtype, is_number)
                 self.rooms.append((entry, room))
             else:
                 room = torch.empty(entry.shape, dtype=entry.dtype, device="meta")

@@ -180,6 +180,12 @@ def _kept_after_a_step(cls: type[Optimizer], group: Mapping[str, Any], dim: int)
     return {key: _is_like(param, value) for key, value in found.items() if value is not None}
 
 
+def numbers_of(optimizer: Optimizer) -> frozenset[str]:
+    """Return the fields of its state that a class of torch keeps as one number a parameter."""
+    kept = _kept_after_a_step(_class_of(optimizer), optimizer.param_groups[0], 1) or {}
+    return frozenset(field for field, is_like in kept.items() if is_like is False)
+
+
 def _is_like(param: Tensor, value: Any) -> bool | None:
     if not isinstance(value, Tensor):
         return None

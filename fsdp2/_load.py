@@ -31,7 +31,7 @@ from fsdp2._change import (
     tell,
 )
 from fsdp2._errors import ConfigError
-from fsdp2._fit import require_representable
+from fsdp2._fit import numbers_of, require_representable
 from fsdp2._idle import require_idle
 from fsdp2._materialize import allocate
 from fsdp2._names import cleaned, named_parameters
@@ -154,9 +154,12 @@ def _optimizer_rooms(
     now = optimizer.state
     helds: list[Held] = []
 
+    numbers = numbers_of(optimizer)
+
     def make_room(full: str, value: Tensor) -> Tensor:
-        held = current.get(full[len(name) + 1 :])
-        made = state_like(param, held, tuple(value.shape), value.dtype)
+        field = full[len(name) + 1 :]
+        is_number = field in numbers
+        made = state_like(param, current.get(field), tuple(value.shape), value.dtype, is_number)
         helds.append(grids.hold(full, made))
         return made
 

@@ -154,7 +154,7 @@ class LocalOptimizer:
         """Place states of 0-dim parameters as these are: torch's checkpoints bring them plain.
 
         What has a counter's shape is no counter if it is a state of a known class that is none, or
-        has the shape of another parameter.
+        has the shape of another parameter. Counters are plain, whatever brought them.
         """
         entries = [(p, e) for p, e in self._table.items() if isinstance(p, DTensor) and not p.dim()]
         if not entries:
@@ -168,9 +168,13 @@ class LocalOptimizer:
         is_known = self._plain_class in ELEMENTWISE
         for param, entry in entries:
             for key, value in entry.items():
-                if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.dim():
+                if not isinstance(value, Tensor) or value.dim():
                     continue
-                if key in shaped or (is_known and key not in COUNTERS):
+                is_counter = key in COUNTERS if is_known else key not in shaped
+                if isinstance(value, DTensor):
+                    if is_known and is_counter:
+                        entry[key] = value.to_local()
+                elif not is_counter:
                     entry[key] = DTensor.from_local(
                         value, param.device_mesh, param.placements, run_check=False
                     )

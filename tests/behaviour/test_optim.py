@@ -634,6 +634,38 @@ def test_whole_states_of_scalars_are_placed_as_these_are(name: str) -> None:
     twins.step(2)
 
 
+@pytest.mark.parametrize("name", with_slow(["AdamW", "SGD", "NAdam", "ASGD"], ["AdamW"]))
+@ranks(2)
+def test_our_checkpoints_keep_counters_of_scalars_plain(name: str, tmp_path: Path) -> None:
+    """A number of steps has the shape of a 0-dim parameter, and is not placed as that is."""
+    cls, options = getattr(torch.optim, name), OPTIMIZERS[name][-1]
+    twins = Twins("scalars", cls, **options)
+    twins.step(2)
+
+    def kinds(optimizer: Optimizer) -> list[dict[str, type]]:
+        return [{k: type(v) for k, v in entry.items()} for entry in optimizer.state.values()]
+
+    states = []
+    for index, (model, optimizer) in enumerate(twins.pairs):
+        states.append(fsdp2.checkpoint.full_state(model, optimizer, rank0_only=False))
+        fsdp2.checkpoint.save(tmp_path / str(index), model, optimizer)
+    fresh, from_files = Twins("scalars", cls, **options), Twins("scalars", cls, **options)
+    for index, (model, optimizer) in enumerate(fresh.pairs):
+        fsdp2.checkpoint.load_full_state(model, states[index], optimizer, from_rank0=False)
+    for index, (model, optimizer) in enumerate(from_files.pairs):
+        fsdp2.checkpoint.load(tmp_path / str(index), model, optimizer)
+    for index, (model, optimizer) in enumerate(twins.pairs):  # over a state that is there
+        fsdp2.checkpoint.load_full_state(model, states[index], optimizer, from_rank0=False)
+    for loaded in (fresh, from_files, twins):
+        assert kinds(loaded.optimizer) == kinds(loaded.plain_optimizer) == kinds(twins.optimizer)
+        assert not any(
+            "step" in kind and kind["step"] is DTensor for kind in kinds(loaded.optimizer)
+        )
+        torch.manual_seed(0)
+        loaded.step(2)
+        loaded.check()
+
+
 @ranks(2)
 def test_checkpoint_files(tmp_path: Path) -> None:
     """A checkpoint on disk that one optimizer wrote is read in place by the other."""
