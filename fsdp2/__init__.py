@@ -4,27 +4,27 @@ from fsdp2 import checkpoint as checkpoint
 from fsdp2 import debug as debug
 from fsdp2 import optim as optim
 from fsdp2 import wrap as wrap
-from fsdp2._api import fully_shard, register_fsdp_forward_method
-from fsdp2._clip import clip_grad_norm_
-from fsdp2._comm import AllGather, Comm, ReduceScatter
-from fsdp2._comm_hooks import Compress, register_comm_hook
-from fsdp2._compile import CompiledModel, compile  # noqa: A004  # torch's name for it
-from fsdp2._control import share_comm_ctx
-from fsdp2._errors import ConfigError, FSDPError, StateError, UnsupportedError
-from fsdp2._full_params import full_params
-from fsdp2._inspect import GroupInfo, ShardInfo, UnitInfo, units
-from fsdp2._materialize import materialize
-from fsdp2._module import FSDPModule, UnshardHandle
-from fsdp2._no_sync import no_sync
-from fsdp2._policy import (
+from fsdp2._api.comm_hooks import Compress, register_comm_hook
+from fsdp2._api.fully_shard import fully_shard, register_fsdp_forward_method
+from fsdp2._api.inspect import GroupInfo, ShardInfo, UnitInfo, units
+from fsdp2._api.module import FSDPModule, UnshardHandle
+from fsdp2._api.no_sync import no_sync
+from fsdp2._api.settings import share_comm_ctx
+from fsdp2._base.errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._base.policy import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
 )
-from fsdp2._summon import summon_full_params
-from fsdp2._sync import sync_from_rank0
+from fsdp2._comm.collectives import AllGather, Comm, ReduceScatter
+from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
+from fsdp2._transfer.full_params import full_params
+from fsdp2._transfer.materialize import materialize
+from fsdp2._transfer.summon import summon_full_params
+from fsdp2._transfer.sync import sync_from_rank0
+from fsdp2.optim._clip import clip_grad_norm_
 
 __all__ = [
     "AllGather",

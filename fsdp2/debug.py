@@ -15,15 +15,15 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2 import _torch
-from fsdp2._arguments import check_count, check_flag, check_module, check_process_group
-from fsdp2._comm import Wire
-from fsdp2._control import groups_in, units_in
-from fsdp2._errors import ConfigError, StateError
-from fsdp2._events import IDLE
-from fsdp2._grid import carrying, named
-from fsdp2._mesh import MeshAxis
-from fsdp2._unit import Unit
+from fsdp2._api.settings import groups_in, units_in
+from fsdp2._base import torch_autograd, torch_compiler
+from fsdp2._base.arguments import check_count, check_flag, check_module, check_process_group
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.events import IDLE
+from fsdp2._comm.collectives import Wire
+from fsdp2._comm.mesh import MeshAxis
+from fsdp2._comm.process_mesh import carrying, named
+from fsdp2._engine.unit import Unit
 
 __all__ = ["OrderCheck", "check_order", "without_communication"]
 
@@ -91,7 +91,7 @@ class OrderCheck:
 
     def _enter(self, unit: Unit, name: str) -> None:
         """A unit is about to run."""
-        if _torch.graph_task_id() != -1:  # recomputation
+        if torch_autograd.graph_task_id() != -1:  # recomputation
             return
         if self._entered is None:
             self._entered, self._running = unit, []
@@ -103,7 +103,7 @@ class OrderCheck:
 
     def _leave(self, unit: Unit) -> None:
         """A unit's forward is over, or raised."""
-        if self._entered is not unit or _torch.graph_task_id() != -1:
+        if self._entered is not unit or torch_autograd.graph_task_id() != -1:
             return
         self._entered = None
         if self._forwards < self._steps:
@@ -145,7 +145,7 @@ class _Before:
     def __init__(self, check: OrderCheck, unit: Unit, name: str) -> None:
         self._check, self._unit, self._name = check, unit, name
 
-    @_torch.never_traced
+    @torch_compiler.never_traced
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._check._enter(self._unit, self._name)
 
@@ -154,7 +154,7 @@ class _After:
     def __init__(self, check: OrderCheck, unit: Unit) -> None:
         self._check, self._unit = check, unit
 
-    @_torch.never_traced
+    @torch_compiler.never_traced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._check._leave(self._unit)
 

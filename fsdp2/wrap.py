@@ -26,9 +26,11 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2 import _torch
-from fsdp2._api import check_arguments, check_parameters, fully_shard
-from fsdp2._arguments import (
+from fsdp2._api.checks import has_forward
+from fsdp2._api.fully_shard import check_arguments, check_parameters, fully_shard
+from fsdp2._api.ignored import Ignored
+from fsdp2._base import torch_modules
+from fsdp2._base.arguments import (
     check_count,
     check_device_type,
     check_module,
@@ -36,12 +38,10 @@ from fsdp2._arguments import (
     wrong_type,
     wrong_value,
 )
-from fsdp2._checks import has_forward
-from fsdp2._errors import ConfigError, ConfigTypeError
-from fsdp2._grid import carrying, operation
-from fsdp2._ignored import Ignored
-from fsdp2._mesh import default_device_type, default_mesh, require_process_group
-from fsdp2._unit import unit_of
+from fsdp2._base.errors import ConfigError, ConfigTypeError
+from fsdp2._comm.mesh import default_device_type, default_mesh, require_process_group
+from fsdp2._comm.process_mesh import carrying, operation
+from fsdp2._engine.unit import unit_of
 
 __all__ = ["hybrid_mesh", "shard_model", "strategy"]
 
@@ -49,7 +49,7 @@ Choice = dict[str, Any]
 Chosen = dict[nn.Module, Choice]
 WrapPolicy = (
     Collection[type[nn.Module]]
-    | _torch.CustomPolicy
+    | torch_modules.CustomPolicy
     | Callable[[nn.Module], bool | Choice]
     | Callable[[nn.Module, bool, int], bool]
 )
@@ -185,8 +185,8 @@ def _choose(module: nn.Module, choice: Choice, ignored: Ignored, chosen: Chosen)
 
 def _run(policy: object, model: nn.Module, ignored: Ignored) -> Chosen:
     """Ask the policy about every module below the root."""
-    if isinstance(policy, _torch.CustomPolicy):
-        return _ask(_torch.custom_policy_function(policy), model, ignored)
+    if isinstance(policy, torch_modules.CustomPolicy):
+        return _ask(torch_modules.custom_policy_function(policy), model, ignored)
     is_text = isinstance(policy, str | bytes | Tensor)
     if isinstance(policy, Iterable) and not is_text and not callable(policy):
         classes = tuple(policy)
@@ -258,7 +258,7 @@ def _recurse(
 
 
 def strategy(
-    name: str | _torch.ShardingStrategy,
+    name: str | torch_modules.ShardingStrategy,
     mesh: DeviceMesh | None = None,
     *,
     device_type: str | None = None,
@@ -289,8 +289,8 @@ def strategy(
 
     Source: the meaning of ``torch.distributed.fsdp.ShardingStrategy``.
     """
-    key = name.name if isinstance(name, _torch.ShardingStrategy) else name
-    known = _torch.ShardingStrategy.__members__
+    key = name.name if isinstance(name, torch_modules.ShardingStrategy) else name
+    known = torch_modules.ShardingStrategy.__members__
     expected = f"a ShardingStrategy or its name, one of {', '.join(known)}"
     if not isinstance(key, str):
         raise wrong_type("strategy", "name", expected, name)

@@ -26,7 +26,7 @@ class Fault:
 FAULTS = [
     Fault(
         "toggle-of-whole-parameter-unseen",
-        "fsdp2/_adoption.py",
+        "fsdp2/_param_group/replaced_params.py",
         """\
         if sharded.requires_grad is not trainable or (
             unsharded is not None and unsharded.requires_grad is not trainable
@@ -40,15 +40,15 @@ FAULTS = [
     ),
     Fault(
         "agreement-never-uncertain",
-        "fsdp2/_agreement.py",
+        "fsdp2/_comm/consistency.py",
         "certain = predicted is None or self.is_silent",
         "certain = predicted is None or predicted != UNCERTAIN",
         "A place where two programs alternate is never marked uncertain: each alternation issues a whole stand-in collective of the other program instead of the tiny exchange of numbers.",
-        near=("unit/test_agreement.py",),
+        near=("unit/test_consistency.py",),
     ),
     Fault(
         "reshard-to-one-rank-frees",
-        "fsdp2/_api.py",
+        "fsdp2/_api/fully_shard.py",
         "reshard_after_forward is True or reshard_after_forward > 1",
         "reshard_after_forward is True or reshard_after_forward >= 1",
         "reshard_after_forward=1 means True instead of False: parameters are freed after forward and gathered again in backward (one reshard and one unshard event more for each unit).",
@@ -56,7 +56,7 @@ FAULTS = [
     ),
     Fault(
         "dim-cut-twice-loses-first-offset",
-        "fsdp2/_blocks.py",
+        "fsdp2/_transfer/chunk_plan.py",
         """\
             starts[dim] += first
 """,
@@ -68,7 +68,7 @@ FAULTS = [
     ),
     Fault(
         "stand-in-no-replicate-sum",
-        "fsdp2/_borrowed.py",
+        "fsdp2/_param_group/functional_call.py",
         "if data.replicate.size > 1:",
         "if data.replicate.size > 1 and data.shard.size == 1:",
         "On a 2-D (HSDP) mesh the gradient of a shard that stands in (functional_call) is not averaged over the replicas: replicas get different, wrong gradients.",
@@ -76,7 +76,7 @@ FAULTS = [
     ),
     Fault(
         "nested-modules-of-a-list-kept",
-        "fsdp2/_checks.py",
+        "fsdp2/_api/checks.py",
         "    return [top for top in unique if top not in inner]",
         "    return unique",
         "fully_shard([block, block.linear]) makes the inner module an FSDPModule with hooks of its own too, instead of dropping a module that lies inside another one of the list.",
@@ -84,7 +84,7 @@ FAULTS = [
     ),
     Fault(
         "clip-scales-small-gradients-up",
-        "fsdp2/_clip.py",
+        "fsdp2/optim/_clip.py",
         "(max_norm / (total + 1e-6)).clamp(max=1.0)",
         "max_norm / (total + 1e-6)",
         "clip_grad_norm_ with a max_norm above the total norm multiplies gradients up to it instead of leaving them as they are.",
@@ -92,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "collect-fqn-loses-prefix",
-        "fsdp2/_collect.py",
+        "fsdp2/_api/collect.py",
         'yield from walk(f"{prefix}.{name}" if prefix else name, child)',
         "yield from walk(name, child)",
         "A parameter two or more modules below its unit is named by its last module alone: errors say 'lin.weight' for 'inner.lin.weight'.",
@@ -104,7 +104,7 @@ FAULTS = [
     ),
     Fault(
         "shard-inside-summon-accepted",
-        "fsdp2/_collect.py",
+        "fsdp2/_api/collect.py",
         "if param.__dict__.get(SUMMONED) is not None:",
         "if param.__dict__.get(SUMMONED) is not None and isinstance(param, DTensor):",
         "fully_shard inside summon_full_params is not refused: it shards the temporary whole parameters of another unit, which leaving the context then takes away.",
@@ -112,15 +112,15 @@ FAULTS = [
     ),
     Fault(
         "mean-divided-twice",
-        "fsdp2/_comm.py",
+        "fsdp2/_comm/collectives.py",
         "return GradientScale(1.0, 1.0, dist.ReduceOp.AVG)",
         "return GradientScale(1.0, 1.0 / factor, dist.ReduceOp.AVG)",
         "Gradients that the backend averages are divided by the number of ranks once more: with two ranks every gradient is half of the right one.",
-        near=("unit/test_comm.py",),
+        near=("unit/test_collectives.py",),
     ),
     Fault(
         "comm-hook-stays-on-replicate-axis",
-        "fsdp2/_comm_hooks.py",
+        "fsdp2/_api/comm_hooks.py",
         "group.wire.scatter, group.wire.sum_replicas = DefaultReduceScatter(), None",
         "group.wire.scatter = DefaultReduceScatter()",
         "After register_comm_hook(model, None) on an HSDP mesh the hook that was taken away is still called for the sum over replicas.",
@@ -128,7 +128,7 @@ FAULTS = [
     ),
     Fault(
         "compiled-model-lost-by-chaining",
-        "fsdp2/_compile.py",
+        "fsdp2/_compiled/compile.py",
         "return self if result is model else result",
         "return result",
         "compiled.train(), .eval(), .to() return the eager model: model = model.eval() silently runs without the compiler from then on.",
@@ -136,7 +136,7 @@ FAULTS = [
     ),
     Fault(
         "reshard-setting-keeps-smaller-mesh",
-        "fsdp2/_control.py",
+        "fsdp2/_api/settings.py",
         "            group.reshard_to(None)",
         "            group.reshard()",
         "After fully_shard(reshard_after_forward=2) a call of set_reshard_after_forward(True) still reshards to the smaller mesh: memory and the registered DTensors' mesh show it.",
@@ -144,7 +144,7 @@ FAULTS = [
     ),
     Fault(
         "mean-of-two-ranks-not-divided",
-        "fsdp2/_direct.py",
+        "fsdp2/_comm/gloo_p2p.py",
         """\
         if self._is_mean:
 """,
@@ -156,7 +156,7 @@ FAULTS = [
     ),
     Fault(
         "ema-decay-function-off-by-one",
-        "fsdp2/_ema.py",
+        "fsdp2/optim/_ema.py",
         "_check_decay(self.decay(self.updates) if callable",
         "_check_decay(self.decay(self.updates + 1) if callable",
         "A decay function is called with 1 at the first update, not 0: a warm-up of the decay is one step ahead and the averages differ.",
@@ -164,7 +164,7 @@ FAULTS = [
     ),
     Fault(
         "count-takes-a-bool",
-        "fsdp2/_arguments.py",
+        "fsdp2/_base/arguments.py",
         "if isinstance(value, bool) or not isinstance(value, int):",
         "if not isinstance(value, int):",
         "A flag in the place of a count is taken for 1: max_bytes=True streams byte by byte.",
@@ -172,7 +172,7 @@ FAULTS = [
     ),
     Fault(
         "interrupt-in-together-unheard",
-        "fsdp2/_grid.py",
+        "fsdp2/_comm/process_mesh.py",
         """\
         except BaseException as caught:
             error = caught
@@ -188,7 +188,7 @@ FAULTS = [
     ),
     Fault(
         "config-error-is-no-value-error",
-        "fsdp2/_errors.py",
+        "fsdp2/_base/errors.py",
         "class ConfigError(FSDPError, ValueError):",
         "class ConfigError(FSDPError):",
         "A user's `except ValueError` around fully_shard no longer catches a wrong argument.",
@@ -196,7 +196,7 @@ FAULTS = [
     ),
     Fault(
         "listener-stays-after-an-exception",
-        "fsdp2/_events.py",
+        "fsdp2/_base/events.py",
         """\
     try:
         yield
@@ -212,7 +212,7 @@ FAULTS = [
     ),
     Fault(
         "extension-failure-of-one-parameter-unsaid",
-        "fsdp2/_extension.py",
+        "fsdp2/_param_group/extension.py",
         "failed = any(item.error is not None for item in self.items)",
         "failed = all(item.error is not None for item in self.items)",
         "Where a group has two extended parameters and fsdp_pre_all_gather of one fails in a later step, no rank raises: all go on with what happened to be in the buffer.",
@@ -220,7 +220,7 @@ FAULTS = [
     ),
     Fault(
         "extension-inner-tensors-never-freed",
-        "fsdp2/_extension.py",
+        "fsdp2/_param_group/extension.py",
         """\
         for storage, _ in self._storages:
             storage.resize_(0)""",
@@ -232,7 +232,7 @@ FAULTS = [
     ),
     Fault(
         "extra-tensors-renumbered",
-        "fsdp2/_extra.py",
+        "fsdp2/checkpoint/_extra.py",
         "plain = {n: t for n, t in numbered if not isinstance(t, DTensor)}",
         "plain = dict(enumerate(t for _, t in numbered if not isinstance(t, DTensor)))",
         "A checkpoint's extra in which a plain tensor follows a DTensor cannot be loaded (KeyError), or comes back with the wrong tensors in its places.",
@@ -240,7 +240,7 @@ FAULTS = [
     ),
     Fault(
         "other-files-in-checkpoint-folder-lost",
-        "fsdp2/_files.py",
+        "fsdp2/checkpoint/_dcp.py",
         "if not is_ours and not (heir / entry.name).exists():",
         "if not is_ours and (heir / entry.name).exists():",
         "Saving over a checkpoint deletes what the user had put into its folder (a config, a tokenizer) instead of moving it to the new one.",
@@ -248,7 +248,7 @@ FAULTS = [
     ),
     Fault(
         "full-params-keeps-last-tensor",
-        "fsdp2/_full_params.py",
+        "fsdp2/_transfer/full_params.py",
         """\
             yield name, result
             del result""",
@@ -258,7 +258,7 @@ FAULTS = [
     ),
     Fault(
         "fused-counter-given-to-first-run-only",
-        "fsdp2/_fused.py",
+        "fsdp2/optim/_fused.py",
         """\
         for run in self._runs:
             run.state""",
@@ -270,7 +270,7 @@ FAULTS = [
     ),
     Fault(
         "placed-user-gradient-not-kept",
-        "fsdp2/_gradients.py",
+        "fsdp2/_param_group/gradient_buffer.py",
         """\
         param.grad = existing
     own, new =""",
@@ -284,7 +284,7 @@ FAULTS = [
     ),
     Fault(
         "together-forgets-kind-of-error",
-        "fsdp2/_grid.py",
+        "fsdp2/_comm/process_mesh.py",
         "raise _KINDS[told.kind](told.text) from error",
         "raise StateError(told.text) from error",
         "A ConfigError or UnsupportedError that one rank met is raised as a StateError: 'except ConfigError' does not catch it any more.",
@@ -297,7 +297,7 @@ FAULTS = [
     ),
     Fault(
         "own-rows-of-rank-zero",
-        "fsdp2/_group.py",
+        "fsdp2/_param_group/group.py",
         "rows = own_rows(param, param.sharded, self.data.shard.rank)",
         "rows = own_rows(param, param.sharded, 0)",
         "fully_shard copies the first rank's rows on every rank: full parameters are the first chunk repeated, and uneven parameters raise.",
@@ -305,7 +305,7 @@ FAULTS = [
     ),
     Fault(
         "zero-grad-forgets-half-reduced",
-        "fsdp2/_group.py",
+        "fsdp2/_param_group/group.py",
         "if self.reducer.is_waiting or self.owes_reduction:",
         "if self.owes_reduction:",
         "HSDP: gradients of a backward under set_requires_all_reduce(False) survive model.zero_grad() and are added to those of the next backward that all-reduces.",
@@ -313,7 +313,7 @@ FAULTS = [
     ),
     Fault(
         "backward-prefetch-record-inverted",
-        "fsdp2/_hooks.py",
+        "fsdp2/_engine/hooks.py",
         "visit.previous = runtime.remember(unit)",
         "runtime.remember(unit)",
         "A plain backward prefetches nothing, because no call knows the one before it: the events `backward: prefetch` are gone, and each all-gather is exposed.",
@@ -321,7 +321,7 @@ FAULTS = [
     ),
     Fault(
         "base-of-output-view-unmarked",
-        "fsdp2/_hooks.py",
+        "fsdp2/_engine/hooks.py",
         "for made in (tensor,) if base is None else (tensor, base):",
         "for made in (tensor,):",
         "If a unit returns a view and the caller updates it in place (x.mul_(2)), pre-backward never runs: backward meets freed parameters and fails, or the unit is not gathered.",
@@ -329,7 +329,7 @@ FAULTS = [
     ),
     Fault(
         "idle-does-not-recover",
-        "fsdp2/_idle.py",
+        "fsdp2/_engine/between_steps.py",
         """\
         runtime.recover_if_failed()
 """,
@@ -339,7 +339,7 @@ FAULTS = [
     ),
     Fault(
         "ignored-modules-without-their-children",
-        "fsdp2/_ignored.py",
+        "fsdp2/_api/ignored.py",
         "inside = {child for module in modules for child in module.modules()}",
         "inside = set(modules)",
         "ignored_states=[module]: a parameter of a submodule of it that is tied to a module outside is sharded all the same, and an already sharded submodule in it raises no ConfigError.",
@@ -347,7 +347,7 @@ FAULTS = [
     ),
     Fault(
         "inspect-names-of-shared-module-lost",
-        "fsdp2/_inspect.py",
+        "fsdp2/_api/inspect.py",
         "model.named_modules(remove_duplicate=False)",
         "model.named_modules()",
         "fsdp2.units() gives a parameter of a module that is registered under two names only the first one.",
@@ -355,7 +355,7 @@ FAULTS = [
     ),
     Fault(
         "layout-no-room-for-other-axis",
-        "fsdp2/_layout.py",
+        "fsdp2/_param_group/layout.py",
         "for size in (shard.size, *full_sizes):",
         "for size in (shard.size,):",
         "With an int for reshard_after_forward and rows that do not divide evenly, the layouts of the two axes put the unsharded parameters at different offsets of the one full buffer: backward gathers to the wrong places, or fails.",
@@ -363,7 +363,7 @@ FAULTS = [
     ),
     Fault(
         "layout-transposed-taken-for-row-major",
-        "fsdp2/_layout.py",
+        "fsdp2/_param_group/layout.py",
         "return self.dim == 0 and self.stride == contiguous_stride(self.shape)",
         "return self.dim == 0",
         "A parameter that is not contiguous (a transposed weight, channels_last) is gathered as if it were row-major: its unsharded values are in wrong places, the output is wrong.",
@@ -371,7 +371,7 @@ FAULTS = [
     ),
     Fault(
         "materialize-parents-first",
-        "fsdp2/_materialize.py",
+        "fsdp2/_transfer/materialize.py",
         """\
         for child_name, child in module.named_children():
             yield from walk(f"{name}.{child_name}" if name else child_name, child)
@@ -385,7 +385,7 @@ FAULTS = [
     ),
     Fault(
         "materialize-unfreezes",
-        "fsdp2/_materialize.py",
+        "fsdp2/_transfer/materialize.py",
         "new = nn.Parameter(tensor, requires_grad=old.requires_grad)",
         "new = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())",
         "Parameters that were frozen on meta require gradients after materialize, and are trained.",
@@ -393,7 +393,7 @@ FAULTS = [
     ),
     Fault(
         "budget-ignores-reduce-dtype",
-        "fsdp2/_memory.py",
+        "fsdp2/_engine/memory_budget.py",
         "dtype: torch.dtype = group.policy.reduce_dtype or param.grad_dtype",
         "dtype: torch.dtype = param.grad_dtype",
         "With bf16 parameters and an fp32 reduce dtype the inputs of reductions are counted half: set_memory(bytes) accepts budgets that are too small, and picks more overlap than fits.",
@@ -401,7 +401,7 @@ FAULTS = [
     ),
     Fault(
         "mesh-roles-of-2d-swapped",
-        "fsdp2/_mesh.py",
+        "fsdp2/_comm/mesh.py",
         "else (REPLICATE, SHARD)",
         "else (SHARD, REPLICATE)",
         "A 2-D mesh is read as (shard, replicate): placements and local shapes are swapped, and parameters are sharded over the wrong ranks.",
@@ -409,7 +409,7 @@ FAULTS = [
     ),
     Fault(
         "forward-interrupt-not-noticed",
-        "fsdp2/_module.py",
+        "fsdp2/_api/module.py",
         """\
         except BaseException:
             forward_raised(unit, depth)""",
@@ -421,7 +421,7 @@ FAULTS = [
     ),
     Fault(
         "no-sync-exit-forces-sync-on",
-        "fsdp2/_no_sync.py",
+        "fsdp2/_api/no_sync.py",
         """\
                 reduce_grads=settings.reduce_grads, all_reduce_grads=settings.all_reduce_grads
 """,
@@ -433,7 +433,7 @@ FAULTS = [
     ),
     Fault(
         "load-named-keeps-own-options",
-        "fsdp2/_optim_state.py",
+        "fsdp2/checkpoint/_optimizer_state.py",
         'groups.append({**kept, **(options[0] if options else {}), "params": ids})',
         'groups.append({**(options[0] if options else {}), **kept, "params": ids})',
         "Loading an optimizer's state leaves the options of its param groups (lr, betas, weight decay) as they were in the new optimizer, instead of those that were saved.",
@@ -441,7 +441,7 @@ FAULTS = [
     ),
     Fault(
         "replicated-gradient-of-first-rank",
-        "fsdp2/_packing.py",
+        "fsdp2/_param_group/packing.py",
         "return slots.sum(0).view(shard.shape)",
         "return slots[0].view(shard.shape)",
         "A scalar or Replicate() parameter gets the first rank's part of its gradient only; the other ranks' parts are lost.",
@@ -449,7 +449,7 @@ FAULTS = [
     ),
     Fault(
         "uneven-tail-unpacked-by-columns",
-        "fsdp2/_packing.py",
+        "fsdp2/_param_group/packing.py",
         "tail.copy_(pieces[whole].flatten()[: tail.numel()].view(tail.shape))",
         "tail.copy_(pieces[whole].narrow(dim, 0, rest))",
         "A parameter sharded on dim 1 (or higher) whose size the ranks do not divide has wrong values in the last rank's columns after the all-gather.",
@@ -457,15 +457,15 @@ FAULTS = [
     ),
     Fault(
         "users-parameter-hooks-not-moved",
-        "fsdp2/_param.py",
-        "self._parameter(_torch.new_dtensor(local, self.spec), self.sharded)",
-        "self._parameter(_torch.new_dtensor(local, self.spec), None)",
+        "fsdp2/_param_group/param.py",
+        "self._parameter(made, self.sharded)",
+        "self._parameter(made, None)",
         "Hooks that the user registered on a parameter before fully_shard (register_hook, register_post_accumulate_grad_hook) are silently never called.",
         near=("behaviour/test_any_parameter.py",),
     ),
     Fault(
         "part-of-one-parameter-never-late",
-        "fsdp2/_parts.py",
+        "fsdp2/_engine/root_groups.py",
         "is_late = self.is_reduced and self._present > 0",
         "is_late = self.is_reduced and self._present > 1",
         "The gradient of a part with one parameter (an embedding, a head) that comes after the part was reduced early, because backward took another way, is missing in that step.",
@@ -473,7 +473,7 @@ FAULTS = [
     ),
     Fault(
         "pipeline-lone-lost-gradient-passes",
-        "fsdp2/_pipelining.py",
+        "fsdp2/_engine/pipelining.py",
         "        if lost:",
         "        if len(lost) > 1:",
         "A pipeline stage in which exactly one unit lost its gradient raises no StateError, and that unit is silently not trained.",
@@ -481,7 +481,7 @@ FAULTS = [
     ),
     Fault(
         "post-forward-placement-always-rows",
-        "fsdp2/_placement.py",
+        "fsdp2/_param_group/placement.py",
         "split: Placement = Replicate() if old.dim is None else Shard(old.dim)",
         "split: Placement = Replicate() if old.dim is None else Shard(0)",
         "With an int for reshard_after_forward, a parameter sharded on dim 1 says Shard(0) between forward and backward: its placements, and full_tensor() of it, are wrong.",
@@ -489,7 +489,7 @@ FAULTS = [
     ),
     Fault(
         "mesh-dims-overlap-accepted",
-        "fsdp2/_policy.py",
+        "fsdp2/_base/policy.py",
         "        if both:",
         "        if both and self.shard == self.replicate:",
         "DataParallelMeshDims(shard=('a', 'b'), replicate='b') is taken without an error.",
@@ -497,7 +497,7 @@ FAULTS = [
     ),
     Fault(
         "cast-buffer-gives-stale-original",
-        "fsdp2/_precision.py",
+        "fsdp2/_engine/cast_buffers.py",
         "        if self._is_unchanged():",
         "        if self._original is not None:",
         "state_dict of a batch norm under buffer_dtype gives the running statistics from before training: what was written to the cast buffer is lost.",
@@ -505,7 +505,7 @@ FAULTS = [
     ),
     Fault(
         "first-gradient-not-taken-off",
-        "fsdp2/_reduction.py",
+        "fsdp2/_param_group/reduction.py",
         """\
         for param in plan.members:
             if param.unsharded is not None:
@@ -515,11 +515,11 @@ FAULTS = [
             if param.unsharded is not None:
 """,
         "The local gradient of the first trainable parameter of every group stays on the unsharded parameter after its reduction, so each later step reduces it again: wrong gradients from the second step on, and memory.",
-        near=("unit/test_group.py", "unit/test_gradients.py"),
+        near=("unit/test_group.py", "unit/test_gradient_buffer.py"),
     ),
     Fault(
         "partial-reduction-added-again",
-        "fsdp2/_reduction.py",
+        "fsdp2/_param_group/reduction.py",
         """\
             self._reduced.add_(owner.partial)
             owner.partial = None
@@ -532,7 +532,7 @@ FAULTS = [
     ),
     Fault(
         "scale-cached-over-settings",
-        "fsdp2/_reduction.py",
+        "fsdp2/_param_group/reduction.py",
         "if scaled is None or plan is None or scaled[0] is not plan or scaled[1] is not settings:",
         "if scaled is None or plan is None or scaled[0] is not plan:",
         "set_gradient_divide_factor (or a change to sums only) after the first backward has no effect: the scale of the first settings is used for ever.",
@@ -540,7 +540,7 @@ FAULTS = [
     ),
     Fault(
         "runs-join-different-step-counters",
-        "fsdp2/_runs.py",
+        "fsdp2/optim/_runs.py",
         'items.append((key, "counter", value.dtype, value.device, value.item()))',
         'items.append((key, "counter", value.dtype, value.device))',
         "Neighbours of which one had no gradient in some steps are stepped with one counter: Adam's bias correction and state_dict()'s step are wrong for all but the first.",
@@ -548,7 +548,7 @@ FAULTS = [
     ),
     Fault(
         "missed-events-not-made-up",
-        "fsdp2/_order.py",
+        "fsdp2/_engine/backward_order.py",
         "            if self.is_first:\n",
         "            if self.is_first and visit.marks_input:\n",
         "A rank whose graph is cut gathers and reduces nothing for the unit that needs no gradient of its input there: ranks are out of step, a StateError on all.",
@@ -556,7 +556,7 @@ FAULTS = [
     ),
     Fault(
         "first-units-left-too-early",
-        "fsdp2/_order.py",
+        "fsdp2/_engine/backward_order.py",
         "if opens or visit.entered > first or visit.marks_input:",
         "if True:",
         "The root is resharded between the backwards of two forwards whose losses are summed, and gathered again: one all-gather of the root more for each further forward.",
@@ -564,7 +564,7 @@ FAULTS = [
     ),
     Fault(
         "gather-by-hand-keeps-its-number",
-        "fsdp2/_group.py",
+        "fsdp2/_param_group/group.py",
         "if self._gathering is not None:  # by hand, without a number",
         "if False:",
         "unshard(async_op=True) before the first forward turns the check of the ranks' order off: a rank that goes another way hangs the others.",
@@ -572,7 +572,7 @@ FAULTS = [
     ),
     Fault(
         "end-of-backward-reshard-inverted",
-        "fsdp2/_runtime.py",
+        "fsdp2/_engine/runtime.py",
         "keeps = not unit.settings.reshard_after_backward\n",
         "keeps = unit.settings.reshard_after_backward\n",
         "The root and the first block stay whole after backward: memory is not freed, parameters() are no DTensors, and the next forward may use values from before the optimizer step. With set_reshard_after_backward(False) they are freed instead.",
@@ -580,7 +580,7 @@ FAULTS = [
     ),
     Fault(
         "failed-backward-leaves-gradients",
-        "fsdp2/_runtime.py",
+        "fsdp2/_engine/runtime.py",
         """\
                 group.forget_step()
         self.streams.reset()""",
@@ -592,7 +592,7 @@ FAULTS = [
     ),
     Fault(
         "half-reduced-gradients-never-flushed",
-        "fsdp2/_runtime.py",
+        "fsdp2/_engine/runtime.py",
         """\
             self.wait_for_reductions()
             self._flush_partial()""",
@@ -602,7 +602,7 @@ FAULTS = [
     ),
     Fault(
         "index-of-several-files-stays",
-        "fsdp2/_safetensors.py",
+        "fsdp2/checkpoint/_safetensors.py",
         """\
             os.replace(self._files[0][0], self._folder / SINGLE)
             self._replace_index({})
@@ -615,15 +615,15 @@ FAULTS = [
     ),
     Fault(
         "schedule-record-never-renewed",
-        "fsdp2/_schedule.py",
+        "fsdp2/_engine/prefetch_order.py",
         "self._recorded[self._entry] = self._running",
         "self._recorded.setdefault(self._entry, self._running)",
         "The first forward's order is predicted for ever: once the order of units changes, there are no prefetches (or those of units that do not follow) in every later forward.",
-        near=("unit/test_order.py", "unit/test_schedule.py"),
+        near=("unit/test_order.py", "unit/test_prefetch_order.py"),
     ),
     Fault(
         "cast-inputs-of-first-gather-sent-again",
-        "fsdp2/_shards.py",
+        "fsdp2/_param_group/shard_buffer.py",
         "is_kept = self._views is not None and sent is self._views[1]",
         "is_kept = self._views is not None",
         "With param_dtype=bf16, parameters of at least 128 KiB are gathered from the first step's cast copy for ever: forwards never see an optimizer step, and the copy stays in memory.",
@@ -631,15 +631,15 @@ FAULTS = [
     ),
     Fault(
         "loaded-local-state-shares-memory",
-        "fsdp2/_load.py",
-        "return _torch.new_dtensor(value.clone(), made)",
-        "return _torch.new_dtensor(value, made)",
+        "fsdp2/checkpoint/_load.py",
+        "return torch_dtensor.new_dtensor(value.clone(), made)",
+        "return torch_dtensor.new_dtensor(value, made)",
         "After load_local_state the optimizer steps in the memory of the state that was loaded: going back to the same state a second time restores trained moments.",
         near=("behaviour/test_checkpoint_api.py",),
     ),
     Fault(
         "tie-needs-all-its-names",
-        "fsdp2/_change.py",
+        "fsdp2/checkpoint/_change.py",
         "if n not in offered and id(tensor) not in given]",
         "if n not in offered]",
         "Loading a state that has a tied parameter under one of its names only (as safetensors files have it) raises ConfigError about missing names.",
@@ -647,7 +647,7 @@ FAULTS = [
     ),
     Fault(
         "scatter-skips-first-replicate-axis",
-        "fsdp2/_stream.py",
+        "fsdp2/_transfer/redistribute.py",
         "for position, index in enumerate(others):",
         "for position, index in enumerate(others[1:], 1):",
         "What is loaded from rank 0 does not reach the ranks along an axis that does not cut the tensor: replicas of HSDP, and replicated parameters, get whatever the buffer held.",
@@ -655,7 +655,7 @@ FAULTS = [
     ),
     Fault(
         "post-optim-event-not-waited-for",
-        "fsdp2/_streams.py",
+        "fsdp2/_comm/streams.py",
         """\
         event.synchronize()
 
@@ -669,7 +669,7 @@ FAULTS = [
     ),
     Fault(
         "summon-skips-ties-outside",
-        "fsdp2/_summon.py",
+        "fsdp2/_transfer/summon.py",
         """\
             sites[key] = list(owner.sites)
 """,
@@ -681,7 +681,7 @@ FAULTS = [
     ),
     Fault(
         "post-accumulate-hook-alone-unseen",
-        "fsdp2/_torch.py",
+        "fsdp2/_base/torch_autograd.py",
         "if param._backward_hooks or param._post_accumulate_grad_hooks:",
         "if param._backward_hooks:",
         "register_post_accumulate_grad_hook on sharded parameters is never called, unless some parameter of the group has a register_hook hook too (optimizer in backward does nothing).",
@@ -689,15 +689,15 @@ FAULTS = [
     ),
     Fault(
         "version-counts-first-write-only",
-        "fsdp2/_group.py",
-        "return [steps_so_far(), *map(_torch.version_of, self._versioned)]",
-        "return [min(n, 1) for n in (steps_so_far(), *map(_torch.version_of, self._versioned))]",
+        "fsdp2/_param_group/group.py",
+        "return [steps_so_far(), *map(torch_autograd.version_of, self._versioned)]",
+        "return [min(n, 1) for n in (steps_so_far(), *map(torch_autograd.version_of, self._versioned))]",
         "Parameters that stay whole after a forward or a backward (reshard_after_backward off, a root after an evaluation) are not gathered again after the second optimizer step: later forwards compute with stale weights.",
         near=("behaviour/test_control.py", "behaviour/test_optim.py"),
     ),
     Fault(
         "compiled-gradients-pile-up",
-        "fsdp2/_traced.py",
+        "fsdp2/_compiled/functional.py",
         """\
         reduced, sink.grad = sink.grad, None
 """,
@@ -709,7 +709,7 @@ FAULTS = [
     ),
     Fault(
         "failed-traced-backward-stays-open",
-        "fsdp2/_traced_backward.py",
+        "fsdp2/_compiled/backward.py",
         "        if not self._was_called:",
         "        if self._was_called:",
         "After a backward of a compiled step that failed, weights that are read by name are gathered: on a rank alone that waits for the others.",
@@ -717,7 +717,7 @@ FAULTS = [
     ),
     Fault(
         "traced-gather-in-the-mode-of-the-call",
-        "fsdp2/_traced.py",
+        "fsdp2/_compiled/functional.py",
         "        if gathers and not torch.is_grad_enabled() and self._is_recorded:",
         "        if gathers and not torch.is_grad_enabled() and not self._is_recorded:",
         "In a compiled step a list of modules of which the first is called under no_grad, or recomputed by reentrant checkpointing, has no gradients for the others.",
@@ -725,7 +725,7 @@ FAULTS = [
     ),
     Fault(
         "waits-sink-to-last-reduction",
-        "fsdp2/_traced_pass.py",
+        "fsdp2/_compiled/passes.py",
         """\
         if is_reduction(node):
 """,
@@ -737,7 +737,7 @@ FAULTS = [
     ),
     Fault(
         "traced-missing-gradient-unnoticed",
-        "fsdp2/_traced_plan.py",
+        "fsdp2/_compiled/ops.py",
         "if any(grad is None for grad in found):",
         "if all(grad is None for grad in found):",
         "In a compiled model a parameter that took no part in the loss gets a gradient of zeros instead of None, so weight decay and momentum move it.",
@@ -745,15 +745,15 @@ FAULTS = [
     ),
     Fault(
         "attributes-of-containers-not-visited",
-        "fsdp2/_tree.py",
+        "fsdp2/_base/containers.py",
         'for child in (*children, *getattr(value, "__dict__", {}).values()):',
         'for child in children or getattr(value, "__dict__", {}).values():',
         "An output that is a subclass of list or dict, or a dataclass, with a tensor in an attribute beside its items gets no mark there: a backward from it reads freed parameters.",
-        near=("unit/test_tree.py",),
+        near=("unit/test_containers.py",),
     ),
     Fault(
         "every-unit-stays-whole-after-forward",
-        "fsdp2/_unit.py",
+        "fsdp2/_engine/unit.py",
         "(choice is None and self.is_root and with_grad)",
         "(choice is None and with_grad)",
         "On default settings all units, not the root alone, keep their whole parameters from forward to backward: no reshard events in forward, no gathers in backward, and the memory of the whole model.",
@@ -761,7 +761,7 @@ FAULTS = [
     ),
     Fault(
         "load-full-ids-by-model-order",
-        "fsdp2/_change.py",
+        "fsdp2/checkpoint/_change.py",
         'return rekey(named, "name", model=model, optimizer=optimizer)',
         'return rekey(named, "name", model=model)',
         "load_full_state of an optimizer state under ids takes them in the order of model.parameters(): with param groups in another order, states go to wrong parameters (or an error about shapes).",
@@ -777,7 +777,7 @@ FAULTS = [
     ),
     Fault(
         "fused-step-does-not-bump-versions",
-        "fsdp2/optim.py",
+        "fsdp2/optim/_local.py",
         """\
             for plan in self._plans:
                 increment_version(plan.written)
@@ -801,7 +801,7 @@ FAULTS = [
     ),
     Fault(
         "ctrl-c-not-kept",
-        "fsdp2/_interrupts.py",
+        "fsdp2/_base/interrupts.py",
         "    _plain.signal(signal.SIGINT, _keep)\n",
         "",
         "Ctrl-C between two collectives of a save leaves the other ranks in the second one, and the next operation meets theirs.",

@@ -38,7 +38,7 @@ for _ in range(5):
 
 
 def test_a_program_may_end_right_after_a_gather(tmp_path: Path) -> None:
-    """Threads of the backend still hold what was gathered last; see `_torch.pause_at_exit`.
+    """Threads of the backend still hold what was gathered last; see `torch_comm.pause_at_exit`.
 
     Without the pause about one rank in three aborts. The ranks are forks of one interpreter, and
     each ends as an interpreter does.

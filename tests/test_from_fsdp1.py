@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp import wrap as torch_wrap
 
 import fsdp2
-from fsdp2._events import listen
+from fsdp2._base.events import listen
 from tests._pool import ranks
 
 ROOT = Path(__file__).parent.parent

@@ -1,7 +1,7 @@
-"""The layer table of `docs/architecture.md` stays true: read from the source, nothing is imported.
+"""The floors of `docs/architecture.md` are those of the source: it is parsed, nothing is imported.
 
-Three rules: a module imports only from lower layers; every file is in the table; private torch
-names appear in `_torch.py` alone.
+A folder imports only from folders on lower floors, and no file is in a circle, whether the import
+runs or only a type checker reads it; private torch names appear in `_base/torch_*.py` alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -17,17 +18,27 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdp2"
 TABLE = ROOT / "docs" / "architecture.md"
-FILES = sorted(path.name for path in PACKAGE.glob("*.py"))
+FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
+OF_TORCH = {name for name in FILES if name.startswith("_base/torch_")}
 
 # Where `module._parameters[name] = ...` is what registering means, and a type's own field names.
 AGREED = {"_parameters", "_buffers", "_fields"}
 
 
 @cache
-def layers() -> dict[str, int]:
-    """Read the rows `| L | `file` | owns |`."""
-    rows = re.findall(r"^\| *(\d+) *\| *`(\w+\.py)`", TABLE.read_text(), re.MULTILINE)
-    return {name: int(layer) for layer, name in rows}
+def floors() -> dict[str, int]:
+    """Read the rows `| floor | `folder/`, `file.py` | what is there |`."""
+    found = {}
+    for floor, names in re.findall(
+        r"^\| *(\d+) *\| *(`[^|]*`) *\|", TABLE.read_text(), re.MULTILINE
+    ):
+        found |= {name.rstrip("/"): int(floor) for name in re.findall(r"`([^`]+)`", names)}
+    return found
+
+
+def place_of(name: str) -> str:
+    """Return what has a floor: a file's folder, or a file beside the folders."""
+    return name.partition("/")[0]
 
 
 @cache
@@ -35,27 +46,20 @@ def parse(name: str) -> ast.Module:
     return ast.parse((PACKAGE / name).read_text())
 
 
-def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Walk everything that runs, functions included: not what only a type checker reads."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from runtime_nodes(node)
-
-
+@cache
 def imported_files(name: str) -> set[str]:
-    """Return the files of this package that a file imports."""
-    modules = set()
-    for node in runtime_nodes(parse(name)):
+    """Return the files of this package that a file imports, also for a type checker alone."""
+    modules: set[str] = set()
+    for node in ast.walk(parse(name)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: relative import"
             assert node.module is not None
             modules |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    parts = [module.split(".") for module in modules]
-    return {f"{p[1]}.py" for p in parts if p[0] == "fsdp2" and len(p) > 1} & set(FILES)
+    paths = {module.removeprefix("fsdp2.").replace(".", "/") for module in modules}
+    files = {f"{path}.py" for path in paths} | {f"{path}/__init__.py" for path in paths}
+    return (files & set(FILES)) - {name}
 
 
 def torch_imports(name: str) -> Iterator[str]:
@@ -108,16 +112,22 @@ def foreign_private_names(name: str) -> set[str]:
     return {attr for attr in used if is_private(attr)} - own_private_names() - AGREED
 
 
-def test_every_file_is_in_the_table_and_the_other_way_round() -> None:
-    assert len(FILES) > 20
-    assert sorted(layers()) == FILES
+def test_everything_has_one_of_seven_floors() -> None:
+    assert {place_of(name) for name in FILES} == set(floors())
+    assert set(floors().values()) == set(range(1, 8))
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_imports_come_from_lower_layers_only(name: str) -> None:
-    table = layers()
-    upward = [other for other in imported_files(name) if table[other] >= table[name]]
-    assert not upward, f"{name} (layer {table[name]}) imports {upward}"
+def test_imports_come_from_lower_floors_only(name: str) -> None:
+    place = place_of(name)
+    others = {other for other in imported_files(name) if place_of(other) != place}
+    upward = {other for other in others if floors()[place_of(other)] >= floors()[place]}
+    beside = {"wrap.py", "debug.py"} if name == "__init__.py" else set()  # what it makes public
+    assert upward <= beside, f"{name} (floor {floors()[place]}) imports {upward}"
+
+
+def test_no_file_is_in_a_circle() -> None:
+    TopologicalSorter({name: imported_files(name) for name in FILES}).prepare()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -131,12 +141,12 @@ def test_nothing_comes_from_torchs_own_fsdp(name: str) -> None:
         "fully_shard",
         "wrap.CustomPolicy",
     )
-    names = allowed if name == "_torch.py" else ()
+    names = allowed if name == "_base/torch_modules.py" else ()
     assert found == {f"torch.distributed.fsdp.{n}" for n in names}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name != "_torch.py"])
-def test_private_torch_names_stay_in_one_file(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in FILES if name not in OF_TORCH])
+def test_private_torch_names_stay_in_their_files(name: str) -> None:
     private = [n for n in torch_imports(name) if any(is_private(part) for part in n.split("."))]
     assert not private
     assert not foreign_private_names(name)
@@ -168,11 +178,11 @@ def test_no_tensor_of_ours_depends_on_ambient_modes(name: str) -> None:
 
 
 def test_the_rules_see_what_they_look_for() -> None:
-    """The one file that may use private names shows that they are found."""
-    assert {"_dtensor_spec", "_StridedShard"} <= {
-        part for name in torch_imports("_torch.py") for part in name.split(".")
-    }
-    assert {"_local_tensor", "_base", "_execution_engine"} <= foreign_private_names("_torch.py")
-    assert {"_layout.py", "_torch.py"} <= imported_files("_packing.py")
-    assert "_hooks.py" not in imported_files("_runtime.py")  # under TYPE_CHECKING
-    assert "_hooks" in (PACKAGE / "_runtime.py").read_text()
+    """The files that may use private names show that they are found."""
+    imported = {part for n in OF_TORCH for name in torch_imports(n) for part in name.split(".")}
+    assert {"_dtensor_spec", "_StridedShard"} <= imported
+    used = {name for n in OF_TORCH for name in foreign_private_names(n)}
+    assert {"_local_tensor", "_base", "_execution_engine"} <= used
+    packing = imported_files("_param_group/packing.py")
+    assert {"_param_group/layout.py", "_base/torch_tensors.py"} <= packing
+    assert "_engine/unit.py" in imported_files("_engine/hooks.py")

@@ -15,7 +15,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_api as torch_fsdp_api
 from expecttest import assert_expected_inline
 
 import fsdp2
-from fsdp2._control import ControlSurface
+from fsdp2._api.settings import ControlSurface
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -20,7 +20,8 @@ import torch
 import torch.nn as nn
 
 import fsdp2
-from fsdp2 import _saved, checkpoint
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import _saved
 from tests._models import seeded
 from tests._slow import slow
 

@@ -23,7 +23,8 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 import fsdp2
-from fsdp2 import _files, _publish, checkpoint
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import _dcp, _publish
 from tests._models import seeded
 from tests._parity import make_mesh
 from tests._pool import ranks
@@ -177,7 +178,10 @@ def test_another_save_begins_at_any_moment_of_one(tmp_path: Path, form: str) -> 
         other.remove()
         begun += 1
 
-    with at_every_line({"fsdp2._publish", "fsdp2._files", "fsdp2._safetensors"}, begin):
+    with at_every_line(
+        {"fsdp2.checkpoint._publish", "fsdp2.checkpoint._dcp", "fsdp2.checkpoint._safetensors"},
+        begin,
+    ):
         save(place, model_of(1))
     assert begun > 20
     assert values_at(place, load) == {1.0}
@@ -216,21 +220,21 @@ def test_what_stands_there_is_renamed_while_a_save_looks(tmp_path: Path) -> None
     for is_there in (False, True):
         if place.exists() is not is_there:
             move()
-        with at_every_line({"fsdp2._files"}, move):
-            _files._require_room(place)
+        with at_every_line({"fsdp2.checkpoint._dcp"}, move):
+            _dcp._require_room(place)
     assert moves > 4
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     (place / "thesis.tex").write_text("all of it")
     with pytest.raises(fsdp2.ConfigError, match="a folder with other files, and no checkpoint"):
-        _files._require_room(place)
+        _dcp._require_room(place)
 
 
 def test_files_of_others_stay_if_their_heir_is_renamed(tmp_path: Path) -> None:
     old, heir = tmp_path / ".saved.old-1", tmp_path / "saved"
     checkpoint.save(old, model_of(0))
     (old / "config.json").write_text("{}")
-    _files._retire(old, heir)
+    _dcp._retire(old, heir)
     assert (old / "config.json").exists()
     checkpoint.save(heir, model_of(1))
     assert os.listdir(tmp_path) == ["saved"]

@@ -24,8 +24,8 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2._plain import RefusedError, Unpickler, plain_names
-from fsdp2._sums import tail_of
+from fsdp2.checkpoint._checksums import tail_of
+from fsdp2.checkpoint._unpickling import RefusedError, Unpickler, plain_names
 from tests._models import seeded
 from tests._parity import make_mesh
 from tests._pool import ranks

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 
 import fsdp2
-from fsdp2 import _events
 from tests._models import (
     Batch,
     Block,
@@ -410,7 +409,7 @@ def check_compiled_blocks(how: str, backend: str, when: str) -> None:
     assert names == list(names_of(pair.reference))
     for _ in range(3):
         events: list[str] = []
-        with _events.listen(lambda event, events=events: events.append(str(event))):
+        with events.listen(lambda event, events=events: events.append(str(event))):
             batch = pair.batch()
             loss, expected = pair.losses(batch)
             loss.backward()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp2
-from fsdp2._control import ControlSurface
+from fsdp2._api.settings import ControlSurface
 from tests._parity import Pair, assert_sharded, make_mesh
 from tests._pool import ranks
 from tests._slow import with_slow

@@ -13,7 +13,8 @@ import torch.nn as nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, _direct
+from fsdp2 import MixedPrecisionPolicy
+from fsdp2._comm import gloo_p2p
 from tests._local_sgd import LocalSGD
 from tests._models import CASES, loss_of, seeded
 from tests._parity import (
@@ -32,11 +33,11 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 @contextmanager
-def large_from(nbytes: int, max_ranks: int = _direct.MAX_RANKS) -> Iterator[None]:
+def large_from(nbytes: int, max_ranks: int = gloo_p2p.MAX_RANKS) -> Iterator[None]:
     """Send buffers of at least so many bytes directly, or in an all-to-all between more ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_direct, "LARGE_NBYTES", nbytes)
-        patch.setattr(_direct, "MAX_RANKS", max_ranks)
+        patch.setattr(gloo_p2p, "LARGE_NBYTES", nbytes)
+        patch.setattr(gloo_p2p, "MAX_RANKS", max_ranks)
         yield
 
 
@@ -292,7 +293,7 @@ def test_a_narrow_wire_and_a_reduction_of_the_users_own_are_refused() -> None:
     model = fsdp2.fully_shard(seeded(Wide))
     model.set_gradient_wire_dtype(torch.bfloat16)
     with pytest.raises(fsdp2.ConfigError, match="set_gradient_wire_dtype"):
-        model.set_custom_reduce_scatter(fsdp2._comm.DefaultAllGather())
+        model.set_custom_reduce_scatter(fsdp2._comm.collectives.DefaultAllGather())
     model.set_gradient_wire_dtype(None)
     model.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(fsdp2.ConfigError, match="one or the other"):

@@ -14,7 +14,8 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, _torch
+from fsdp2 import MixedPrecisionPolicy
+from fsdp2._base import torch_comm
 from tests._models import Case, each_block, floats, loss_of, stack
 from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh
 from tests._pool import ranks
@@ -90,7 +91,7 @@ class Gather(Recorder):
         own = output_tensor[rank * numel : (rank + 1) * numel]
         assert input_tensor.data_ptr() == own.data_ptr(), "the input is a slice of the output"
         assert output_tensor.numel() == numel * dist.get_world_size(group)
-        work = _torch.all_gather_single(output_tensor, input_tensor, group, True)
+        work = torch_comm.all_gather_single(output_tensor, input_tensor, group, True)
         return self.finish(work, group, async_op)
 
 
@@ -106,7 +107,7 @@ class Scatter(Recorder):
         assert self.owns(input_tensor)
         assert input_tensor.numel() == output_tensor.numel() * dist.get_world_size(group)
         self.ops.append(op)
-        work = _torch.reduce_scatter_single(output_tensor, input_tensor, op, group, True)
+        work = torch_comm.reduce_scatter_single(output_tensor, input_tensor, op, group, True)
         return self.finish(work, group, async_op)
 
 
@@ -364,7 +365,7 @@ def test_memory_of_the_process_group(has_allocator: bool) -> None:
         return torch.full((numel,), 9.0, dtype=dtype, device=device) if has_allocator else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_torch, "allocate_from_group", allocate)
+        patch.setattr(torch_comm, "allocate_from_group", allocate)
         pair.model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)
         pair.train(steps=2)
         assert {group for group, _ in asked} == {group_of(pair.model)}

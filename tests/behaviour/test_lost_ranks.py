@@ -24,7 +24,8 @@ import torch.nn as nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import fsdp2
-from fsdp2 import _torch, checkpoint
+from fsdp2 import checkpoint
+from fsdp2._base import torch_comm
 from fsdp2.optim import EMA
 from tests._pool import ranks
 from tests._slow import with_slow
@@ -155,7 +156,7 @@ def before_collective(number: int, act: Callable[[], None]) -> Callable[[], None
         return call
 
     places: list[tuple[Any, str]] = [(dist, name) for name in COLLECTIVES]
-    places += [(_torch, name) for name in ("all_gather_single", "reduce_scatter_single")]
+    places += [(torch_comm, name) for name in ("all_gather_single", "reduce_scatter_single")]
     before = [(place, name, getattr(place, name)) for place, name in places]
     for place, name, function in before:
         setattr(place, name, wrapped(function))

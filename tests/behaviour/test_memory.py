@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import _events
-from fsdp2._events import Event
+from fsdp2._base import events
+from fsdp2._base.events import Event
 from tests._models import Batch, Case, loss_of
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
 from tests._pool import ranks
@@ -81,7 +81,7 @@ CASE = Case(Language, lambda m: list(m.blocks), batch)
 @contextmanager
 def recording() -> Iterator[list[Event]]:
     events: list[Event] = []
-    with _events.listen(events.append):
+    with events.listen(events.append):
         yield events
 
 
@@ -499,7 +499,7 @@ def test_never_more_units_are_whole_than_the_setting_says(memory: str, limit: in
     for block in pair.model.blocks:
         block.up.register_forward_pre_hook(count)
         block.up.register_full_backward_hook(count)
-    with _events.listen(count):
+    with events.listen(count):
         pair.train(steps=3)
     assert max(counts) == limit
 
@@ -520,7 +520,7 @@ def test_never_more_reductions_hold_their_inputs(memory: str, running: int) -> N
         counts.append(len(runtime._reductions))
         large.append(sum(reduction.nbytes >= 1 << 20 for reduction in runtime._reductions))
 
-    with _events.listen(count):
+    with events.listen(count):
         pair.backward()
     assert max(counts) == (running + 1 if running else 0)
     assert max(large) <= max(1, running) if running else not any(large)

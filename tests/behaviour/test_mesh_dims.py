@@ -28,7 +28,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import DataParallelMeshDims
-from fsdp2._mesh import DataMesh
+from fsdp2._comm.mesh import DataMesh
 from tests._local_sgd import LocalSGD
 from tests._meshes import shared_mesh
 from tests._parity import assert_same, names_of

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleLoopedBFS
 
 import fsdp2
-from fsdp2._events import Event, listen
+from fsdp2._base.events import Event, listen
 from tests._local_sgd import LocalSGD
 from tests._models import HIDDEN, TORCH_2_13, WIDTH, seeded
 from tests._parity import assert_same, assert_sharded

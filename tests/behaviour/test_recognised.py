@@ -17,9 +17,9 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from fsdp2._control import ControlSurface
-from fsdp2._pipelining import StageState
-from fsdp2._unit import Unit
+from fsdp2._api.settings import ControlSurface
+from fsdp2._engine.pipelining import StageState
+from fsdp2._engine.unit import Unit
 from tests._models import CASES, WIDTH, Block, seeded
 from tests._parity import assert_same_gradients, shard
 from tests._pool import ranks

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-from fsdp2._mesh import DataMesh
+from fsdp2._comm.mesh import DataMesh
 from tests._parity import assert_same, assert_same_gradients, assert_same_parameters, whole
 from tests._pool import ranks_that_share as ranks
 from tests._slow import slow, with_slow

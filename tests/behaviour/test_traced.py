@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._compile import check_mode
-from fsdp2._traced_pass import overlap
+from fsdp2._compiled.compile import check_mode
+from fsdp2._compiled.passes import overlap
 from tests._models import (
     CASES,
     HIDDEN,

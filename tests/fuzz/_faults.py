@@ -30,7 +30,7 @@ NAMED = (
 OWN = (
     Fault(
         "gather-not-waited-for",
-        "fsdp2/_group.py",
+        "fsdp2/_param_group/group.py",
         """\
         self._gathering.wait()
         buffers, self._gathering""",
@@ -41,7 +41,7 @@ OWN = (
     ),
     Fault(
         "unsynced-gradients-dropped",
-        "fsdp2/_reduction.py",
+        "fsdp2/_param_group/reduction.py",
         """\
         if self.is_waiting and plan.accumulates_in_place:
             return None
@@ -56,7 +56,7 @@ OWN = (
     ),
     Fault(
         "sum-of-accumulated-lost",
-        "fsdp2/_reduction.py",
+        "fsdp2/_param_group/reduction.py",
         "            packed.add_(waiting)\n",
         "",
         "What was accumulated in the reduce dtype without sync is lost.",

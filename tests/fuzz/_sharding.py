@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fsdp2
-import fsdp2._collect
+import fsdp2._api.collect
 from tests._meshes import shared_mesh
 from tests.fuzz._layers import Layer, Net, Tree
 from tests.fuzz._program import Setup
@@ -47,15 +47,15 @@ def shard(net: Net, setup: Setup) -> None:
         kwargs["dp_mesh_dims"] = fsdp2.DataParallelMeshDims(shard="shard", replicate=replicate)
     if setup.offload:
         kwargs["offload_policy"] = fsdp2.CPUOffloadPolicy(pin_memory=False)
-    usual = fsdp2._collect.PART_NBYTES
-    fsdp2._collect.PART_NBYTES = setup.part_nbytes
+    usual = fsdp2._api.collect.PART_NBYTES
+    fsdp2._api.collect.PART_NBYTES = setup.part_nbytes
     try:
         for tree in net.trees:
             assert isinstance(tree, Tree)
             shard_layers(list(tree.blocks), kwargs)
             fsdp2.fully_shard(tree, **kwargs)
     finally:
-        fsdp2._collect.PART_NBYTES = usual
+        fsdp2._api.collect.PART_NBYTES = usual
 
 
 def shard_layers(layers: list[nn.Module], kwargs: dict[str, Any]) -> None:

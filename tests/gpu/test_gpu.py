@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
-from fsdp2._group import ParamGroup
-from fsdp2._policy import MixedPrecisionPolicy
-from fsdp2._streams import DeviceStreams, streams_for
-from fsdp2._tree import map_tensors
+from fsdp2._base.containers import map_tensors
+from fsdp2._base.policy import MixedPrecisionPolicy
+from fsdp2._comm.streams import DeviceStreams, streams_for
+from fsdp2._param_group.group import ParamGroup
 from tests._models import CASES, Case, loss_of, seeded
 from tests._parity import assert_same
 from tests.unit._loopback import LoopbackGroup, chunk_of, fake_process_group, local_of

@@ -21,14 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2._comm import Wire as Sender
-from fsdp2._group import ParamGroup
-from fsdp2._mesh import ABSENT_AXIS, DataMesh, MeshAxis
-from fsdp2._param import FSDPParam, Site
-from fsdp2._placement import place, shard_dim
-from fsdp2._policy import MixedPrecisionPolicy, Settings
-from fsdp2._reduction import Reduction
-from fsdp2._streams import Streams
+from fsdp2._base.policy import MixedPrecisionPolicy, Settings
+from fsdp2._comm.collectives import Wire as Sender
+from fsdp2._comm.mesh import ABSENT_AXIS, DataMesh, MeshAxis
+from fsdp2._comm.streams import Streams
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.param import FSDPParam, Site
+from fsdp2._param_group.placement import place, shard_dim
+from fsdp2._param_group.reduction import Reduction
 
 
 @contextmanager

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2._errors import ConfigError, ConfigTypeError, FSDPError, StateError, UnsupportedError
+from fsdp2._base.errors import ConfigError, ConfigTypeError, FSDPError, StateError, UnsupportedError
 
 TREE = {ConfigError: ValueError, StateError: RuntimeError, UnsupportedError: NotImplementedError}
 

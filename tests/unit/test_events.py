@@ -5,20 +5,20 @@ import logging
 import pytest
 import torch
 
-from fsdp2 import _events
-from fsdp2._events import Event, emit, follow, listen, log_event, profile_event
+from fsdp2._base import events
+from fsdp2._base.events import Event, emit, follow, listen, log_event, profile_event
 
 
 def test_listen_hears_what_happens_inside_only() -> None:
     heard: list[Event] = []
-    before = list(_events.listeners)
+    before = list(events.listeners)
     emit("unshard", "a", "forward")
     with listen(heard.append):
         emit("unshard", "b", "forward", 12)
         emit("reduce", "", "backward")
     emit("unshard", "c", "forward")
     assert heard == [Event("unshard", "b", "forward", 12), Event("reduce", "", "backward", 0)]
-    assert _events.listeners == before
+    assert events.listeners == before
 
 
 def test_every_listener_hears_in_order_even_if_one_leaves() -> None:
@@ -26,9 +26,9 @@ def test_every_listener_hears_in_order_even_if_one_leaves() -> None:
 
     def first(event: Event) -> None:
         heard.append("first")
-        _events.listeners.remove(first)
+        events.listeners.remove(first)
 
-    _events.listeners.append(first)
+    events.listeners.append(first)
     with listen(lambda event: heard.append("second")):
         emit("reshard", "a", "idle")
         emit("reshard", "a", "idle")

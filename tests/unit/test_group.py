@@ -13,11 +13,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import _events
-from fsdp2._errors import StateError
-from fsdp2._group import ParamGroup
-from fsdp2._param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED
-from fsdp2._policy import MixedPrecisionPolicy, Settings
+from fsdp2._base import events
+from fsdp2._base.errors import StateError
+from fsdp2._base.policy import MixedPrecisionPolicy, Settings
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED
 from tests.unit._loopback import (
     LoopbackGroup,
     chunk_of,
@@ -286,8 +286,8 @@ def test_reshard_while_gathering_finishes_and_drops_the_gather() -> None:
 
 def test_reshard_of_sharded_parameters_does_nothing() -> None:
     ranks = linear(2)
-    events: list[_events.Event] = []
-    with _events.listen(events.append):
+    events: list[events.Event] = []
+    with events.listen(events.append):
         ranks.reshard()
     assert events == []
     assert states(ranks) == {SHARDED}
@@ -303,14 +303,14 @@ def test_an_empty_group_moves_without_a_collective() -> None:
 
 def test_events_carry_the_name_and_the_bytes() -> None:
     ranks = linear(2)
-    events: list[_events.Event] = []
+    events: list[events.Event] = []
     for group in ranks.groups:
         group.fqn = "layer"
-    with _events.listen(events.append):
+    with events.listen(events.append):
         ranks.gather()
         ranks.reshard()
     padded = 2 * 4 * (3 * 4 + 3)  # 2 ranks, 4 bytes, pieces of 3 rows of 4 and of 3
-    assert events[:2] == [_events.Event("unshard", "layer", "idle", padded)] * 2
+    assert events[:2] == [events.Event("unshard", "layer", "idle", padded)] * 2
     assert [event.kind for event in events[2:]] == ["wait_for_unshard"] * 2 + ["reshard"] * 2
 
 
@@ -590,7 +590,7 @@ def test_replaced_parameters_are_adopted(how: str) -> None:
         replace_everything(module, how)
     registered = [ranks.parameters(rank) for rank in range(3)]
     events: list[str] = []
-    with _events.listen(lambda event: events.append(event.kind)):
+    with events.listen(lambda event: events.append(event.kind)):
         ranks.gather()
     assert events[:3] == ["adopt"] * 3
     expected = {
@@ -608,7 +608,7 @@ def test_replaced_parameters_are_adopted(how: str) -> None:
         if how != "whole parameters":  # the optimizer may hold what `.to()` left
             assert all(new is old for new, old in zip(now, params, strict=True))
     events.clear()
-    with _events.listen(lambda event: events.append(event.kind)):
+    with events.listen(lambda event: events.append(event.kind)):
         ranks.gather()
     assert "adopt" not in events
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2._layout import (
+from fsdp2._param_group.layout import (
     ALIGN_NBYTES,
     MAX_SLOTTED_NUMEL,
     GatherItem,

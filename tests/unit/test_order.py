@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fsdp2
-from fsdp2 import _events
+from fsdp2._base import events
 from tests._models import seeded
 from tests._parity import make_mesh
 from tests._pool import ranks
@@ -53,7 +53,7 @@ def inputs(grad: bool = True) -> Tensor:
 def trace() -> Iterator[list[str]]:
     """Collect one line an event."""
     lines: list[str] = []
-    with _events.listen(lambda event: lines.append(str(event))):
+    with events.listen(lambda event: lines.append(str(event))):
         yield lines
 
 
@@ -624,8 +624,8 @@ forward: prefetch a""",
 def test_bytes_of_a_step() -> None:
     """Received: padded. Freed: aligned. Contributed: padded, with a count for each parameter."""
     model = sharded()
-    events: list[_events.Event] = []
-    with _events.listen(events.append):
+    events: list[events.Event] = []
+    with events.listen(events.append):
         model(inputs()).sum().backward()
     lines = [f"{e.kind} {e.fqn or '<root>'} {e.nbytes}" for e in events if e.nbytes]
     assert_expected_inline(

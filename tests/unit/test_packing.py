@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp2 import _packing
-from fsdp2._layout import GatherLayout, ReduceLayout
+from fsdp2._param_group import packing
+from fsdp2._param_group.layout import GatherLayout, ReduceLayout
 from tests.unit._loopback import chunk_of, same_bits
 from tests.unit._strategies import (
     Spec,
@@ -36,8 +36,8 @@ def shard_buffers(wholes: list[Tensor], layout: GatherLayout) -> list[Tensor]:
     for rank in range(layout.size):
         buffer = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
         for index, (whole, item) in enumerate(zip(wholes, layout.items, strict=True)):
-            mine = _packing.shard_of(whole, item.shard, rank)
-            _packing.own_shard(buffer, layout, index, rank).copy_(mine)
+            mine = packing.shard_of(whole, item.shard, rank)
+            packing.own_shard(buffer, layout, index, rank).copy_(mine)
         buffers.append(buffer)
     return buffers
 
@@ -47,24 +47,24 @@ def send_buffers(buffers: list[Tensor], layout: GatherLayout) -> list[Tensor]:
         return buffers
     sends = [garbage(layout.send_nbytes) for _ in buffers]
     for buffer, send in zip(buffers, sends, strict=True):
-        _packing.cast_shards(buffer, send, layout)
+        packing.cast_shards(buffer, send, layout)
     return sends
 
 
 def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout, apart: bool) -> None:
     """Do what a gather does: one collective, or one for each straight piece too."""
     packed = layout.packed if apart else layout.whole
-    targets = _packing.gather_targets(full, layout, packed.order)
+    targets = packing.gather_targets(full, layout, packed.order)
     parts = [send[: packed.nbytes].view(layout.wire_dtype) for send in sends]
-    _packing.unpack(torch.stack(parts), layout, packed, targets)
+    packing.unpack(torch.stack(parts), layout, packed, targets)
     straight = layout.straight if apart else ()
-    landing = _packing.gather_targets(full, layout, straight)
+    landing = packing.gather_targets(full, layout, straight)
     for index, target in zip(straight, landing, strict=True):
         start, nbytes = layout.send_offsets[index], layout.piece_nbytes(index)
         pieces = [send[start : start + nbytes].view(layout.wire_dtype) for send in sends]
         target.copy_(torch.stack(pieces))
-    replicated = _packing.gather_targets(full, layout, layout.replicated)
-    _packing.unpack_replicated(sends[rank], layout, replicated)
+    replicated = packing.gather_targets(full, layout, layout.replicated)
+    packing.unpack_replicated(sends[rank], layout, replicated)
 
 
 # --- gather ---------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_gathered_parameters_are_the_original_ones(
     sends = send_buffers(shard_buffers(wholes, layout), layout)
     for rank in {0, size - 1}:
         full = garbage(layout.full_nbytes)
-        tensors = _packing.full_tensors(full, layout)
+        tensors = packing.full_tensors(full, layout)
         versions = [tensor._version for tensor in tensors]
         fill(full, sends, rank, layout, apart)
         for tensor, whole, spec in zip(tensors, wholes, group, strict=True):
@@ -106,7 +106,7 @@ def test_both_meshes_fill_one_full_buffer(group: list[Spec], sizes: tuple[int, i
         full = garbage(home.full_nbytes)
         sends = send_buffers(shard_buffers(values, layout), layout)
         fill(full, sends, 0, layout, apart=True)
-        for tensor, expected in zip(_packing.full_tensors(full, home), computed, strict=True):
+        for tensor, expected in zip(packing.full_tensors(full, home), computed, strict=True):
             assert same_bits(tensor, expected)
 
 
@@ -117,11 +117,11 @@ def test_shards_are_chunks_on_memory_of_the_buffer(group: list[Spec], size: int)
     for rank, buffer in enumerate(shard_buffers(wholes, layout)):
         begin, end = buffer.data_ptr(), buffer.data_ptr() + layout.shard_nbytes
         for index, (whole, spec) in enumerate(zip(wholes, group, strict=True)):
-            own = _packing.own_shard(buffer, layout, index, rank)
+            own = packing.own_shard(buffer, layout, index, rank)
             assert same_bits(own, chunk_of(whole, spec.dim, rank, size))
             assert own.is_contiguous()
             assert own.storage_offset() == 0
-            view = _packing.shard_view(buffer, layout, index, rank)
+            view = packing.shard_view(buffer, layout, index, rank)
             assert same_bits(view, own)
             if own.numel():
                 assert begin <= own.data_ptr() < end
@@ -133,17 +133,17 @@ def test_shards_are_chunks_on_memory_of_the_buffer(group: list[Spec], size: int)
 def test_writing_a_shard_writes_what_is_sent() -> None:
     layout = GatherLayout.plan([Spec((4, 3), (0, 1), 0, torch.float32, torch.float32).item(2)], 2)
     buffer = torch.zeros(layout.shard_nbytes, dtype=torch.uint8)
-    _packing.own_shard(buffer, layout, 0, 0).fill_(2.5)
+    packing.own_shard(buffer, layout, 0, 0).fill_(2.5)
     assert buffer.view(torch.float32).tolist() == [2.5] * 6
 
 
 def test_shards_of_a_meta_buffer_are_meta() -> None:
     layout = GatherLayout.plan([Spec((4, 3), (0, 1), 0, torch.float32, torch.float32).item(3)], 3)
     buffer = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device="meta")
-    shard = _packing.own_shard(buffer, layout, 0, 1)
+    shard = packing.own_shard(buffer, layout, 0, 1)
     assert shard.is_meta
     assert shard.shape == (2, 3)
-    assert _packing.own_shard(buffer, layout, 0, 2).shape == (0, 3)
+    assert packing.own_shard(buffer, layout, 0, 2).shape == (0, 3)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -157,7 +157,7 @@ def test_a_replicated_matrix_beside_a_sharded_one_of_its_dtype(size: int) -> Non
     sends = shard_buffers(wholes, layout)
     full = garbage(layout.full_nbytes)
     fill(full, sends, 0, layout, apart=True)
-    for tensor, whole in zip(_packing.full_tensors(full, layout), wholes, strict=True):
+    for tensor, whole in zip(packing.full_tensors(full, layout), wholes, strict=True):
         assert same_bits(tensor, whole)
 
 
@@ -168,7 +168,7 @@ def test_the_cast_rounds_as_torch_does() -> None:
     sends = send_buffers(shard_buffers([whole], layout), layout)
     full = garbage(layout.full_nbytes)
     fill(full, sends, 0, layout, apart=True)
-    (tensor,) = _packing.full_tensors(full, layout)
+    (tensor,) = packing.full_tensors(full, layout)
     assert same_bits(tensor, whole.bfloat16())
     assert not torch.equal(tensor.float(), whole)
 
@@ -181,10 +181,10 @@ def pack(
 ) -> Tensor:
     """Return one rank's inputs of the reduce-scatters, side by side as `[W, numel]`."""
     present = [grad is not None for grad in grads]
-    counts = _packing.tail(present, (), layout, dtype, CPU)
+    counts = packing.tail(present, (), layout, dtype, CPU)
     packed = torch.full((layout.size, layout.packed_numel), math.nan, dtype=layout.dtype)
-    _packing.pack_gradients(grads, layout, rank, counts, packed)
-    straight = _packing.straight_gradients(grads, layout, CPU)
+    packing.pack_gradients(grads, layout, rank, counts, packed)
+    straight = packing.straight_gradients(grads, layout, CPU)
     return torch.cat([*(grad.view(layout.size, -1) for grad in straight), packed], 1)
 
 
@@ -236,9 +236,9 @@ def test_reduced_gradients_are_chunks_of_the_sum(
                 if present[other][index]:
                     total += grads[other][index].to(reduce_dtype)
             if layout.slotted[index]:
-                mine = _packing.sum_of_slots(reduced, layout, index)
+                mine = packing.sum_of_slots(reduced, layout, index)
             else:
-                mine = _packing.gradient_view(reduced, layout, index, rank)
+                mine = packing.gradient_view(reduced, layout, index, rank)
             expected = chunk_of(total, spec.dim, rank, size)
             assert mine.shape == expected.shape
             assert torch.equal(mine, expected)
@@ -249,7 +249,7 @@ def test_gradient_views_share_the_buffers_memory(spec: Spec, size: int) -> None:
     layout = ReduceLayout.plan([0], [spec.over(size)], size, torch.float32)
     for rank in range(size):
         reduced = torch.zeros(layout.numel)
-        _packing.gradient_view(reduced, layout, 0, rank).fill_(1.0)
+        packing.gradient_view(reduced, layout, 0, rank).fill_(1.0)
         assert reduced.sum() == math.prod(spec.over(size).shard_shape(rank))
         assert reduced[layout.tail_start :].sum() == 0
 

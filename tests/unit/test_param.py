@@ -11,8 +11,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._errors import StateError
-from fsdp2._param import (
+from fsdp2._base.errors import StateError
+from fsdp2._param_group.param import (
     SHARDED,
     SHARDED_POST_FORWARD,
     TRANSITIONS,

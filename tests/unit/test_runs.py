@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2._param import Piece
-from fsdp2._runs import Member, _follows
+from fsdp2._param_group.param import Piece
 from fsdp2.optim import ELEMENTWISE, _granule
+from fsdp2.optim._runs import Member, _follows
 from tests._slow import slow
 
 ODD = (5, 7, 33, 1, 100, 64, 3000, 17)

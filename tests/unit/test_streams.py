@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp2._streams import InFlight, Launched, Streams, streams_for
+from fsdp2._comm.streams import InFlight, Launched, Streams, streams_for
 
 
 class Work:

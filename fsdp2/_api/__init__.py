@@ -1,0 +1,1 @@
+"""What users call on a model: sharding it, its settings, what it looks like."""

@@ -1,0 +1,133 @@
+"""Checks of what ``fully_shard`` and its relatives are given. Each raises, or returns.
+
+Owns the messages for what only sharded modules are given; ``_base.arguments`` has those for single
+values. It must not know how arguments are used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fsdp2._base import torch_modules
+from fsdp2._base.arguments import check_function, described, wrong_type
+from fsdp2._base.errors import ConfigError, ConfigTypeError
+from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy
+from fsdp2._comm.mesh import DataMesh
+from fsdp2._engine.unit import unit_of
+
+
+def check_modules(module: object) -> list[nn.Module]:
+    candidates = list(module) if isinstance(module, list | tuple) else [module]
+    if not candidates:
+        raise ConfigError("fully_shard: found an empty list of modules. Pass at least one.")
+    modules: list[nn.Module] = []
+    for candidate in candidates:
+        if not isinstance(candidate, nn.Module):
+            raise ConfigTypeError(
+                f"fully_shard: expected an nn.Module or a list of them, found "
+                f"{type(candidate).__name__}. Pass the module itself."
+            )
+        if isinstance(candidate, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"fully_shard: found a ScriptModule, {candidate.original_name}, whose class cannot "
+                "change. Shard the module that it was scripted from."
+            )
+        modules.append(candidate)
+    modules = _outermost(modules)
+    for target in modules:
+        if isinstance(target, nn.ModuleList | nn.ModuleDict) and not has_forward(target):
+            raise ConfigError(
+                f"fully_shard: {type(target).__name__} has no forward, so nothing would gather "
+                "its parameters. Apply fully_shard to each of its modules, or to its parent."
+            )
+        if unit_of(target) is not None or "fully_shard" in torch_modules.composable_names(target):
+            raise ConfigError(
+                f"fully_shard: was already applied to this {type(target).__name__}. Apply it "
+                "once to each module."
+            )
+        if "replicate" in torch_modules.composable_names(target):
+            raise ConfigError(
+                f"fully_shard: replicate was already applied to this {type(target).__name__}, and "
+                "manages its parameters. Apply one of the two to a module."
+            )
+    return modules
+
+
+def has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _outermost(modules: Sequence[Any]) -> list[nn.Module]:
+    """Drop repeated modules, and modules inside another of the list."""
+    unique = list(dict.fromkeys(modules))
+    inner = {child for top in unique for child in top.modules() if child is not top}
+    return [top for top in unique if top not in inner]
+
+
+def check_reshard(choice: object, data: DataMesh) -> int | None:
+    """Return the number of ranks to reshard to, or None for a bool or ``None``."""
+    size = data.shard.size
+    if choice is None or isinstance(choice, bool):
+        return None
+    if not isinstance(choice, int):
+        raise wrong_type("fully_shard", "reshard_after_forward", "None, a bool or an int", choice)
+    if choice < 1 or size % choice:
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        raise ConfigError(
+            f"fully_shard: found reshard_after_forward={described(choice)} for {size} shard ranks "
+            f"on {data.mesh}. Pass a divisor: one of {divisors}."
+        )
+    return None if choice in (1, size) else choice
+
+
+def check_placement_fn(placement_fn: object) -> None:
+    expected = "a function of a parameter or None"
+    check_function("fully_shard", "shard_placement_fn", placement_fn, expected)
+
+
+def check_method(module: object, name: object) -> str:
+    """Return the name of a method of ``module`` that can be run between two hooks."""
+    who = "register_fsdp_forward_method"
+    if not isinstance(module, nn.Module):
+        raise wrong_type(who, "module", "an nn.Module", module)
+    if not isinstance(name, str):
+        raise wrong_type(who, "method_name", "the name of a method", name)
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise ConfigError(
+            f"{who}: {type(module).__name__} has no method {described(name)}. Pass the name of one "
+            "that it has."
+        )
+    if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
+        raise ConfigError(
+            f"register_fsdp_forward_method: {type(module).__name__}.{name} is a generator or a "
+            "coroutine, whose body runs after the call returned, when parameters are sharded "
+            "again. Register a method that returns its result."
+        )
+    return name
+
+
+def check_policies(mp_policy: object, offload_policy: object) -> None:
+    """What is in a policy was checked when it was made."""
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise wrong_type("fully_shard", "mp_policy", "a fsdp2.MixedPrecisionPolicy", mp_policy)
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise wrong_type("fully_shard", "offload_policy", "a fsdp2.OffloadPolicy", offload_policy)
+
+
+def check_comm(name: str, comm: object) -> None:
+    """Accept anything with the two methods: the classes are there to document them."""
+    is_class = isinstance(comm, type)
+    if is_class or not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise wrong_type(
+            name,
+            "comm",
+            "an object with allocate(size, dtype=, device=) that can be called",
+            comm,
+            "Pass an instance of a class derived from fsdp2.AllGather or fsdp2.ReduceScatter.",
+        )

@@ -1,0 +1,270 @@
+"""Which parameters and buffers a call of ``fully_shard`` takes.
+
+Owns the walk over the module tree, ties, and every check of a parameter. It changes nothing until
+``take_ties``. It must not know hooks or phases.
+
+[Note: ties]
+A parameter that is registered in several places is one ``FSDPParam`` with several sites, and stays
+one object under every name. Places in different units are joined as the calls arrive, bottom up:
+the first unit takes the parameter, later ones add their sites, and the first unit that contains
+every site takes it over, because only that unit's forward spans all its uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from fsdp2._api.ignored import Ignored
+from fsdp2._base import torch_modules
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._comm.mesh import DataMesh
+from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._param_group.extension import brings_extension, check_extension, smaller_mesh_refused
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.param import SUMMONED, FSDPParam, OwnerMark, Site
+from fsdp2._param_group.placement import ParamPlacement, place, shard_dim, shard_mesh
+
+PART_NBYTES = 1 << 20
+"""Unsharded bytes from which on a submodule of a root is a group of its own.
+
+See ``_engine.root_groups``.
+"""
+
+
+@dataclass(frozen=True)
+class BufferSite:
+    """A buffer on a module."""
+
+    module: nn.Module
+    name: str
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the buffer, unless it is there, on meta, or a DTensor (which follows its mesh)."""
+        buffer = self.module._buffers[self.name]
+        if buffer is None or isinstance(buffer, DTensor):
+            return
+        if buffer.device not in (device, torch.device("meta")):
+            self.module._buffers[self.name] = buffer.to(device)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A parameter that a call takes: where it is registered, and where its shards will lie."""
+
+    fqn: str
+    sites: list[Site]
+    data: DataMesh
+    placement: ParamPlacement
+
+
+@dataclass
+class Collected:
+    """What a call takes: own parameters by original, sites and parameters of ties, buffers.
+
+    ``meshes``: that of the call, and those that its parameters were given.
+    """
+
+    meshes: list[DataMesh]
+    own: dict[nn.Parameter, Taken] = field(default_factory=dict)
+    tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
+    shared: dict[FSDPParam, list[nn.Module]] = field(default_factory=dict)
+    escaped: dict[ParamGroup, list[FSDPParam]] = field(default_factory=dict)
+    buffers: list[BufferSite] = field(default_factory=list)
+
+
+def collect(
+    modules: Sequence[nn.Module],
+    data: DataMesh,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    ignored: Ignored,
+) -> Collected:
+    """Find, check and place the parameters of ``modules`` that no unit below them has taken.
+
+    Raises:
+        ConfigError: a parameter that cannot be sharded; the message names it.
+    """
+    collected = Collected([data])
+    found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
+    for top, prefix, module in _managed(modules, ignored):
+        for name, param in module._parameters.items():
+            if param is None or param in ignored:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            owner = OwnerMark.owner_of(param)
+            if owner is not None:
+                site = Site(module, name)
+                is_known = any(s.module is module and s.name == name for s in owner.sites)
+                if is_known:  # the module itself is shared with another unit
+                    collected.shared.setdefault(owner, []).append(top)
+                else:
+                    collected.tied.setdefault(owner, []).append(site)
+            else:
+                found.setdefault(param, (fqn, []))[1].append(Site(module, name))
+        collected.buffers += [
+            BufferSite(module, name)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer not in ignored
+        ]
+    for param, (fqn, sites) in found.items():
+        _check_param(param, fqn, data)
+        choice = None if placement_fn is None else placement_fn(param)
+        choice, chosen = shard_mesh(choice, fqn, data)
+        dim = shard_dim(choice, param, fqn)
+        check_extension(param, fqn, dim)
+        collected.own[param] = Taken(fqn, sites, chosen, place(param, fqn, chosen, dim))
+        if chosen not in collected.meshes:
+            collected.meshes.append(chosen)
+    devices = {param.device.type == "meta" for param in found}
+    if len(devices) > 1:
+        on_meta = ", ".join(f for p, (f, _) in found.items() if p.device.type == "meta")
+        raise ConfigError(
+            f"fully_shard: found parameters on meta ({on_meta}) beside real ones in one group. "
+            "Materialise all of them, or none, or shard their modules separately."
+        )
+    _find_escaped(collected, modules)
+    return collected
+
+
+def refuse_extensions(collected: Collected) -> None:
+    """Raise ConfigError if a parameter cannot be sharded over a smaller mesh after forward."""
+    escaped = [param for params in collected.escaped.values() for param in params]
+    names = [param.fqn for param in escaped if param.is_extended]
+    names += [own.fqn for original, own in collected.own.items() if brings_extension(original)]
+    if names:
+        raise ConfigError(smaller_mesh_refused(names[0]))
+
+
+def take_ties(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
+    """Add sites to tied parameters; return those that the new unit takes over, by mesh.
+
+    See [Note: ties].
+    """
+    escaped: dict[DataMesh, list[FSDPParam]] = {}
+    for param, sites in collected.tied.items():
+        param.sites.extend(sites)
+        for site in sites:
+            site.module._parameters[site.name] = param.sharded
+    for param, users in collected.shared.items():
+        param.uses.extend(users)
+    for group, params in collected.escaped.items():
+        group.release(params)
+        escaped.setdefault(group.data, []).extend(params)
+    return escaped
+
+
+def find_parts(
+    modules: Sequence[nn.Module], params: Sequence[FSDPParam]
+) -> dict[nn.Module, list[FSDPParam]]:
+    """Return large submodules, and the parameters of each. See ``_engine.root_groups``.
+
+    If ``modules`` contain other units, these are the largest submodules that do not; only the
+    parameters that nobody outside of one shares count.
+    Otherwise it is the module itself, if it is the only one and has no submodules.
+    """
+    parts: dict[nn.Module, list[FSDPParam]] = {}
+    if _units_below(modules):
+        candidates = list(_unitless(modules))
+    else:
+        candidates = [m for m in modules if len(modules) == 1 and not any(m.children())]
+    for module in candidates:
+        inside = set(module.modules())
+        own = [param for param in params if all(place in inside for place in param.places)]
+        if sum(param.nbytes for param in own) >= PART_NBYTES:
+            parts[module] = own
+    return parts
+
+
+def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the largest modules below ``modules`` that are no units and contain none."""
+    for module in modules:
+        for child in module.children():
+            if unit_of(child) is not None:
+                continue
+            if _units_below([child]):
+                yield from _unitless([child])
+            else:
+                yield child
+
+
+def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
+    """Find the parameters of units below that have sites outside their unit but inside ours.
+
+    Raises:
+        ConfigError: such a parameter lies on a mesh that this call does not use.
+    """
+    inside = {module for top in modules for module in top.modules()}
+    for unit in _units_below(modules):
+        own: set[nn.Module] | None = None
+        for group in unit.own_groups:
+            for param in group.params:
+                places = param.places + collected.shared.get(param, [])
+                places += [site.module for site in collected.tied.get(param, [])]
+                if len(places) == 1:
+                    continue
+                own = own or {module for top in unit.modules for module in top.modules()}
+                if all(place in own for place in places):
+                    continue
+                if not all(place in inside for place in places):
+                    continue
+                if group.data not in collected.meshes:
+                    meshes = " and ".join(str(data.mesh) for data in collected.meshes)
+                    raise ConfigError(
+                        f"{param.fqn}: is tied across units on different meshes, "
+                        f"{group.data.mesh} and {meshes}. Use one mesh for both."
+                    )
+                collected.escaped.setdefault(group, []).append(param)
+
+
+def _managed(
+    modules: Sequence[nn.Module], ignored: Ignored
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield (top, name, module) for modules that no unit or other composable API below has."""
+    seen: set[nn.Module] = set()
+
+    def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen or module in ignored.modules:
+            return
+        seen.add(module)
+        yield prefix, module
+        for name, child in module.named_children():
+            if unit_of(child) is None and "replicate" not in torch_modules.composable_names(child):
+                yield from walk(f"{prefix}.{name}" if prefix else name, child)
+
+    for top in modules:
+        for prefix, module in walk("", top):
+            yield top, prefix, module
+
+
+def _units_below(modules: Sequence[nn.Module]) -> list[Unit]:
+    units = (unit_of(module) for top in modules for module in top.modules())
+    return list(dict.fromkeys(unit for unit in units if unit is not None))
+
+
+def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
+    if is_lazy(param):
+        raise ConfigError(
+            f"{fqn}: has no shape yet, because its module is lazy. Run the module once on an "
+            "example input, then apply fully_shard."
+        )
+    if param.__dict__.get(SUMMONED) is not None:
+        raise StateError(
+            f"{fqn}: fully_shard was called inside summon_full_params, where the parameters of "
+            "another unit are registered whole. Leave the context first."
+        )
+    if isinstance(param, DTensor) and data.full is None and param.device_mesh == data.mesh:
+        raise ConfigError(
+            f"{fqn}: is already sharded on {data.mesh}. Apply fully_shard bottom up: to submodules "
+            "before the modules that contain them."
+        )
+    if param.layout is not torch.strided:
+        raise ConfigError(
+            f"{fqn}: expected a dense parameter, found layout {param.layout}. Convert it, or put "
+            "it into ignored_params."
+        )

@@ -1,0 +1,204 @@
+"""Communication hooks: what carries gradients, if not the process group's own sums.
+
+Owns ``register_comm_hook``, and compression. It must not know layouts: a hook sees flat buffers.
+
+[Note: hooks sum]
+Scaling is defined in one place: a hook returns the *sum* over ranks, and the engine divides it as
+its settings say (by the number of ranks, ``set_gradient_divide_factor``, in two steps for fp16
+reductions), as it does without a hook. Behind the gradients a buffer holds counts, and on a CPU
+numbers by which ranks see that they are in step; a hook that sums every element alike, in any
+floating-point dtype, leaves them intact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2._api.settings import units_in
+from fsdp2._base import torch_comm
+from fsdp2._base.arguments import (
+    check_count,
+    check_flag,
+    check_function,
+    check_module,
+    wrong_type,
+    wrong_value,
+)
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.events import IDLE
+from fsdp2._comm.collectives import DefaultReduceScatter, GradientScale, ReduceScatter
+
+Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
+
+
+class Compress:
+    """A communication hook that sends gradients in a narrower dtype.
+
+    Args:
+        dtype: ``torch.bfloat16`` or ``torch.float16``. fp16 is divided before it is sent, as far as
+            sums could overflow, and multiplied afterwards.
+        error_feedback: add what the last cast rounded off to the next gradients of the same unit.
+            It takes the memory of the whole unit's gradients, in the reduce dtype, on every rank.
+
+    Source: the compression hooks of ``torch.distributed.algorithms``; error feedback: Seide et al.,
+    2014, and Karimireddy et al., 2019.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, error_feedback: bool = False) -> None:
+        expected = "torch.bfloat16 or torch.float16"
+        if not isinstance(dtype, torch.dtype):
+            raise wrong_type("Compress", "dtype", expected, dtype)
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise wrong_value("Compress", "dtype", expected, dtype)
+        self.dtype = dtype
+        self.error_feedback = check_flag("Compress", "error_feedback", error_feedback)
+
+    def __call__(
+        self, state: Any, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        """Sum ``packed`` over the ranks of ``group`` into ``reduced``, on a wire of ``dtype``."""
+        if not isinstance(group, dist.ProcessGroup):
+            raise wrong_type("Compress", "group", "a process group", group)
+        if not isinstance(reduced, Tensor):
+            raise wrong_type("Compress", "reduced", "a tensor", reduced)
+        narrow, factor = self.narrow(state, packed, group.size())
+        if reduced.numel() not in (packed.numel(), packed.numel() / group.size()):
+            raise ConfigError(
+                f"Compress: found {packed.numel()} packed and {reduced.numel()} reduced elements "
+                f"for {group.size()} ranks. Pass as many, or one rank's part of them."
+            )
+        if reduced.numel() == packed.numel():
+            dist.all_reduce(narrow, group=group)
+            reduced.copy_(narrow)
+        else:
+            output = torch.empty(reduced.shape, dtype=self.dtype, device=reduced.device)
+            torch_comm.reduce_scatter_single(output, narrow, dist.ReduceOp.SUM, group, False)
+            reduced.copy_(output)
+        if factor != 1.0:
+            reduced.mul_(factor)
+
+    def narrow(self, state: dict[Any, Tensor], packed: Tensor, ranks: int) -> tuple[Tensor, float]:
+        """Return ``packed`` in ``dtype``, divided by a factor, and that factor."""
+        if not isinstance(packed, Tensor) or not packed.is_floating_point():
+            raise wrong_type("Compress", "packed", "a tensor of floating-point numbers", packed)
+        check_count("Compress", "ranks", ranks)
+        if self.error_feedback and not isinstance(state, dict):
+            raise wrong_type("Compress", "state", "a dict that it keeps its error in", state)
+        factor = 1.0
+        if self.dtype is torch.float16 and packed.dtype is not torch.float16:
+            factor = 1.0 / GradientScale.choose(ranks, torch.float16).before
+        if self.error_feedback and packed.numel() in state:
+            packed = packed + state[packed.numel()]
+        narrow = (packed / factor if factor != 1.0 else packed).to(self.dtype)
+        if self.error_feedback:
+            state[packed.numel()] = (packed - narrow.to(packed.dtype) * factor).nan_to_num_(0, 0, 0)
+        return narrow, factor
+
+
+def register_comm_hook(
+    module: nn.Module, hook: Hook | None, state: Any = None, *, recurse: bool = True
+) -> None:
+    """Let ``hook`` carry the gradients of a module's units, in the place of sums of the backend.
+
+    Args:
+        module: the model, or a part of it.
+        hook: ``hook(state, packed, reduced, group)`` writes the **sum** over the ranks of ``group``
+            into ``reduced``; the engine divides, whatever the settings. Over a shard axis
+            ``packed`` is ``[W * S]`` and ``reduced`` is ``[S]``, this rank's part, as in a
+            reduce-scatter; over a replicate axis both are the same ``[S]``. Both are flat, in the
+            reduce dtype, and hold a few numbers of the engine's behind the gradients, which must be
+            summed like them. On a CPU it must have finished when it returns; on a device its work
+            must be in the current stream. ``Compress`` is one. None takes hooks away.
+        state: the first argument of the hook. None: a dict of its own for each unit and axis, which
+            ``Compress`` keeps its error in.
+        recurse: for the units below this one too.
+
+    A unit calls it once for each mesh and axis that its parameters lie on, in every reduction.
+    While a hook is set, a reduction is synchronous on a CPU. Copies of the model have the hook
+    too, and a copy of its state.
+
+    Raises:
+        ConfigError: there is no unit in ``module``; ``hook`` is not a function; a custom
+            reduce-scatter is set.
+        StateError: called during a step.
+
+    Source: the method of the same name of torch's ``FullyShardedDataParallel``.
+    """
+    units = units_in(check_module("register_comm_hook", "module", module), recurse=True)
+    if not check_flag("register_comm_hook", "recurse", recurse):
+        units = [unit for unit in units if module in unit.modules]
+    if not units:
+        raise ConfigError(
+            f"register_comm_hook: fully_shard was applied to nothing in this "
+            f"{type(module).__name__}. Pass the sharded model."
+        )
+    check_function("register_comm_hook", "hook", hook)
+    if isinstance(hook, Compress) and state is not None:
+        raise ConfigError(
+            "register_comm_hook: found a state for Compress, which needs one of its own for each "
+            "unit and axis. Leave it out."
+        )
+    groups = [group for unit in units for group in unit.own_groups]
+    for unit in units:
+        if unit.runtime is not None and unit.runtime.clock.phase is not IDLE:
+            raise StateError(
+                f"register_comm_hook: called during the {unit.runtime.clock.phase} of "
+                f"{unit.runtime.root.fqn or '<root>'}. Call it between steps."
+            )
+    for group in groups:
+        scatter = group.wire.scatter
+        if not isinstance(scatter, DefaultReduceScatter | Hooked):
+            raise ConfigError(
+                f"register_comm_hook: {group.fqn or '<root>'} has a custom reduce-scatter, "
+                f"{type(scatter).__name__}. Use one or the other."
+            )
+        if hook is not None and group.wire.gradient_dtype is not None:
+            raise ConfigError(
+                f"register_comm_hook: gradients of {group.fqn or '<root>'} travel in "
+                f"{group.wire.gradient_dtype}, and a hook is given those in the reduce dtype. Call "
+                "set_gradient_wire_dtype(None) first."
+            )
+    for group in groups:
+        if hook is None:
+            if isinstance(group.wire.scatter, Hooked):
+                group.wire.scatter, group.wire.sum_replicas = DefaultReduceScatter(), None
+        else:
+            group.wire.scatter = Hooked(hook, {} if state is None else state)
+            group.wire.sum_replicas = Hooked(hook, {} if state is None else state).sum_replicas
+        group.rewire()
+
+
+class Hooked(ReduceScatter):
+    """A hook in the place of a collective."""
+
+    def __init__(self, hook: Hook, state: Any) -> None:
+        self._hook, self._state = hook, state
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(math.prod(size), dtype=dtype, device=device).view(size)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        assert op == dist.ReduceOp.SUM
+        with torch.no_grad():
+            self._hook(self._state, input_tensor, output_tensor, group)
+
+    def sum_replicas(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        """Sum over the replicate axis, in place."""
+        with torch.no_grad():
+            self._hook(self._state, tensor, tensor, group)

@@ -1,0 +1,253 @@
+"""``fully_shard`` and ``register_fsdp_forward_method``: check everything, then change the module.
+
+Owns the order in which a call checks, collects, shards and installs. It must not know when things
+happen in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from fsdp2._api.checks import (
+    check_method,
+    check_modules,
+    check_placement_fn,
+    check_policies,
+    check_reshard,
+)
+from fsdp2._api.collect import Collected, collect, find_parts, refuse_extensions, take_ties
+from fsdp2._api.ignored import Ignored
+from fsdp2._api.module import FSDPModule, register_names, sharded_class
+from fsdp2._base.arguments import check_flag, check_module
+from fsdp2._base.policy import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Settings,
+    ShardPlacementResult,
+)
+from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
+from fsdp2._comm.process_mesh import carrying, named
+from fsdp2._engine.cast_buffers import CastBuffers
+from fsdp2._engine.hooks import ForwardMethod, register_hooks
+from fsdp2._engine.precision import policy_for
+from fsdp2._engine.root_groups import PartHook
+from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, unit_of
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.optimizer_steps import watch_optimizers
+from fsdp2._param_group.param import FSDPParam
+
+M = TypeVar("M", nn.Module, list[nn.Module])
+ShardPlacementFn = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
+) -> M:
+    """Shard the parameters of a module, in place, over the data-parallel ranks.
+
+    Parameters of ``module`` that no earlier call took become one group (one for each mesh that they
+    lie on): gathered in one collective before forward (and again before backward), and their
+    gradients reduced in one. A submodule of at least a MiB, as an embedding or a head, is a group
+    of its own if ``module`` contains modules that earlier calls took. Call it bottom
+    up: on blocks first, on the root last. Afterwards ``parameters()`` yields DTensors under the
+    same names, and the module's class is a subclass of ``FSDPModule`` and of its own class.
+
+    Args:
+        module: a module, or several that form one group.
+        mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``. ``None``: all ranks. With
+            ``dp_mesh_dims``: the full mesh, of any number of named dims.
+        reshard_after_forward: ``True`` frees the parameters between forward and backward;
+            ``False`` keeps them; an int, a divisor of the shard size, keeps them sharded over that
+            many neighbouring ranks (1 means False, the shard size means True); ``None`` is True
+            below the root and False at the root.
+        shard_placement_fn: returns ``Shard(dim)`` for any dim (negative too; dims that the ranks
+            do not divide too), ``Replicate()``, or ``None`` for ``Shard(0)``. Scalars replicate. A
+            ``ShardPlacementResult`` names a mesh for the parameter besides.
+        mp_policy: dtypes of compute, reduction and outputs.
+        offload_policy: where shards are kept.
+        ignored_params: parameters to leave alone: not sharded, moved or reduced.
+        dp_mesh_dims: which dims of ``mesh`` data parallelism uses. Parameters are DTensors on that
+            mesh, with ``Replicate()`` on these dims (plain ones too, if all dims are named). They
+            are DTensors on it during forward, and their gradients are averaged over these dims: the
+            loss is a mean over what each rank was given, as without the argument.
+        conditional: some ranks may skip this module, or units below it, in a forward. The nearest
+            unit above that is not conditional then gathers its parameters and reduces its gradients
+            together with its own, on every rank.
+        ignored_states: more to leave alone: modules (with all parameters and buffers in them), or
+            parameters and buffers; not both.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        ConfigError: an argument or a parameter cannot be used. Nothing was changed.
+
+    Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.13.
+    """
+    modules = check_modules(module)
+    data = check_arguments(
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        dp_mesh_dims=dp_mesh_dims,
+        conditional=conditional,
+    )
+    classes = {target: sharded_class(type(target)) for target in modules}
+    ignored = Ignored.of(ignored_params, ignored_states)
+    collected, smaller = check_parameters(
+        modules, data, shard_placement_fn, reshard_after_forward, ignored
+    )
+    if not any(smaller.values()) and reshard_after_forward is not None:
+        reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
+    settings = Settings(reshard_after_forward=reshard_after_forward)
+    policy = policy_for(mp_policy, modules)
+    unit = Unit(tuple(modules), policy, settings, conditional)
+    unit.chosen_policy = mp_policy
+    device = data.device
+    params = _make_params(collected)
+    hooked: list[tuple[nn.Module, ParamGroup]] = []
+    names = {part: name for top in modules for name, part in top.named_modules()}
+
+    def make_group(used: DataMesh, members: list[FSDPParam]) -> ParamGroup:
+        group = ParamGroup(used, policy, device, offload_policy)
+        group.settings = settings
+        group.shard(members)
+        if smaller[used] is not None:
+            with named("fully_shard"), carrying():
+                group.reshard_to(smaller[used])
+        unit.own_groups.append(group)
+        return group
+
+    for used in params:
+        parts = {} if conditional else find_parts(modules, params[used])
+        for part, members in parts.items():
+            group = make_group(used, members)
+            group.is_part, group.part = True, names[part]
+            hooked.append((part, group))
+        taken = {param for members in parts.values() for param in members}
+        params[used] = [param for param in params[used] if param not in taken]
+    for used, tied in take_ties(collected).items():
+        params.setdefault(used, []).extend(tied)
+    for used, members in params.items():
+        if members:
+            make_group(used, members)
+    for part, group in hooked:
+        hook = PartHook(group)
+        for inner in part.modules():
+            inner.register_forward_pre_hook(hook)
+    for buffer_site in collected.buffers:
+        buffer_site.move_to(device)
+    if mp_policy.buffer_dtype is not None:
+        sites = [(site.module, site.name) for site in collected.buffers]
+        unit.cast_buffers = CastBuffers(sites, mp_policy.buffer_dtype)
+        if policy.buffer_dtype is not None:
+            unit.cast_buffers.cast()
+    for target in modules:
+        target.__dict__[UNIT_ATTRIBUTE] = unit
+        register_names(target, unit)
+        target.__class__ = classes[target]
+    register_hooks(unit)
+    watch_optimizers()
+    for known in dict.fromkeys(unit_of(part) for part in names):
+        if known is not None:
+            known.take_names(names)
+    return module
+
+
+def check_arguments(
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
+) -> DataMesh:
+    """Check what ``fully_shard`` is given besides modules; return the mesh.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+    data = _data_mesh(mesh, dp_mesh_dims)
+    check_reshard(reshard_after_forward, data)
+    check_policies(mp_policy, offload_policy)
+    check_placement_fn(shard_placement_fn)
+    check_flag("fully_shard", "conditional", conditional)
+    Ignored.of(ignored_params, ignored_states)
+    return data
+
+
+def _state(module: nn.Module) -> Unit | None:
+    return unit_of(check_module("fully_shard.state", "module", module))
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor
+
+
+def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> DataMesh:
+    with named("fully_shard"), carrying():  # process groups are made with all ranks
+        if dims is None:
+            return DataMesh.of(check_mesh(mesh if mesh is not None else default_mesh()))
+        return DataMesh.named(check_mesh(mesh, dims), dims)
+
+
+def check_parameters(
+    modules: Sequence[nn.Module],
+    data: DataMesh,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
+    reshard_after_forward: bool | int | None,
+    ignored: Ignored,
+) -> tuple[Collected, dict[DataMesh, int | None]]:
+    """Find what a unit takes, and how many ranks of each mesh keep it between forward and backward.
+
+    Raises:
+        ConfigError: a parameter cannot be sharded so. Nothing was changed.
+    """
+    collected = collect(modules, data, placement_fn, ignored)
+    smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
+    if any(smaller.values()):
+        refuse_extensions(collected)
+    return collected, smaller
+
+
+def _make_params(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
+    params: dict[DataMesh, list[FSDPParam]] = {}
+    for original, taken in collected.own.items():
+        param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
+        params.setdefault(taken.data, []).append(param)
+    return params
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.method_name(...)`` gather and free parameters as ``module(...)`` does.
+
+    Does nothing for a module that is not an ``FSDPModule``.
+
+    Raises:
+        ConfigError: the module has no such method, or it is a generator or a coroutine.
+    """
+    name = check_method(module, method_name)
+    if isinstance(module, FSDPModule):
+        module.__dict__[name] = ForwardMethod(module, name)

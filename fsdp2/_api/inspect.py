@@ -1,0 +1,150 @@
+"""``units``: what each call of ``fully_shard`` made, as plain values to read.
+
+Owns the description. It changes nothing and communicates nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fsdp2._api.settings import units_in
+from fsdp2._base.arguments import check_module
+from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.param import FSDPParam
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One parameter of a unit, and what this rank holds of it.
+
+    ``names``: under which it is registered, in the model that was asked about; tied ones have
+    several. ``shape`` and ``stride`` are the whole parameter's (without tensor-parallel axes),
+    ``local_shape`` this rank's shard's, ``start`` is its first row along ``dim`` (None: every rank
+    holds all of it). ``offset`` and ``nbytes``: where the shard lies in the unit's flat shard
+    buffer, in bytes, padding included; ``offset`` is None if an all-gather extension keeps it
+    elsewhere.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    placements: tuple[Any, ...]
+    requires_grad: bool
+    dim: int | None
+    start: int
+    local_shape: tuple[int, ...]
+    offset: int | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """Parameters of a unit that are gathered and reduced together."""
+
+    mesh: DeviceMesh
+    shard_rank: int
+    shard_size: int
+    replicate_size: int
+    state: str
+    nbytes: int
+    shards: tuple[ShardInfo, ...]
+
+
+@dataclass(frozen=True)
+class UnitInfo:
+    """What one call of ``fully_shard`` made.
+
+    ``names`` of its modules in the model that was asked about (``""`` is that model), ``is_root``:
+    no unit is above it (once it has run: it was the first to run a forward). ``groups``: one for
+    each mesh that parameters lie on.
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+    is_root: bool
+    is_conditional: bool
+    reshard_after_forward: bool | int | None
+    groups: tuple[GroupInfo, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The first name of each parameter, in the order of the flat buffers."""
+        return tuple(shard.names[0] for group in self.groups for shard in group.shards)
+
+
+def units(model: nn.Module) -> list[UnitInfo]:
+    """Describe the units in a model, outermost first, with this rank's shards.
+
+    Raises:
+        ConfigError: not a module.
+
+    Source: ``fsdp_modules`` and the shard metadata of torch's FSDP1.
+    """
+    check_module("units", "model", model)
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    below: set[Unit] = set()
+    for unit in units_in(model, recurse=True):
+        inside = {unit_of(m) for top in unit.modules for m in top.modules()} - {unit, None}
+        below |= {other for other in inside if other is not None}
+    return [_unit_info(unit, names, unit in below) for unit in units_in(model, recurse=True)]
+
+
+def _unit_info(unit: Unit, names: dict[nn.Module, list[str]], is_below: bool) -> UnitInfo:
+    return UnitInfo(
+        names=tuple(names[module][0] for module in unit.modules if module in names),
+        modules=unit.modules,
+        is_root=unit.is_root if unit.runtime is not None else not is_below,
+        is_conditional=unit.conditional,
+        reshard_after_forward=unit.settings.reshard_after_forward,
+        groups=tuple(_group_info(group, names) for group in unit.own_groups),
+    )
+
+
+def _group_info(group: ParamGroup, names: dict[nn.Module, list[str]]) -> GroupInfo:
+    data = group.data
+    shards = tuple(_shard_info(param, names, data.shard.rank) for param in group.params)
+    return GroupInfo(
+        mesh=data.mesh,
+        shard_rank=data.shard.rank,
+        shard_size=data.shard.size,
+        replicate_size=data.replicate.size,
+        state=group.machine.state.name.lower(),
+        nbytes=sum(shard.nbytes for shard in shards),
+        shards=shards,
+    )
+
+
+def _shard_info(param: FSDPParam, names: dict[nn.Module, list[str]], rank: int) -> ShardInfo:
+    layout, sharded = param.placement.layout, param.sharded
+    assert isinstance(sharded, DTensor)
+    found = [
+        f"{prefix}.{site.name}" if prefix else site.name
+        for site in param.sites
+        for prefix in names.get(site.module, [])
+    ]
+    piece = param.piece
+    local = param.local
+    nbytes = piece.nbytes if piece is not None else 0 if local is None else local.nbytes
+    return ShardInfo(
+        names=tuple(dict.fromkeys(found)) or (param.fqn,),
+        shape=layout.shape,
+        stride=layout.stride,
+        dtype=sharded.dtype,
+        placements=tuple(sharded.placements),
+        requires_grad=param.trainable,
+        dim=layout.dim,
+        start=layout.start(rank),
+        local_shape=layout.shard_shape(rank),
+        offset=None if piece is None else piece.start,
+        nbytes=nbytes,
+    )

@@ -1,0 +1,255 @@
+"""``FSDPModule``: what a module becomes, and the methods that users call on it.
+
+Owns the class swap, copies of sharded modules, and unsharding by hand. It must not know how a call
+of ``fully_shard`` chose its parameters; the settings are in ``_api.settings``.
+
+[Note: recognised as torch's]
+Torch's pipelining and other software ask ``isinstance(module, torch.distributed.fsdp.FSDPModule)``,
+so that class is a base of ours. It comes *last*: the order of resolution of a sharded ``Net`` is
+``FSDPNet, FSDPModule, Net, ..., nn.Module, ControlSurface, torch's FSDPModule``. What torch's class
+has and ours has not is hidden, as if it were not inherited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch.nn as nn
+
+from fsdp2._api.settings import ControlSurface, own_unit, units_in
+from fsdp2._base import torch_compiler, torch_modules
+from fsdp2._base.arguments import check_flag, check_mapping
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._engine.hooks import call_compiled, forward_raised
+from fsdp2._engine.pipelining import StageState
+from fsdp2._engine.precision import check_mode_change, follow_mode
+from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, refuse_whole, unit_of
+from fsdp2._param_group.group import ParamGroup
+
+COMPOSABLE_NAME = "fully_shard"
+
+_classes: dict[type, type] = {}
+
+
+def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of ``FSDPModule`` and ``cls`` that sharded instances of ``cls`` have."""
+    if cls not in _classes:
+        namespace = {
+            "__module__": cls.__module__,
+            "__doc__": cls.__doc__,
+            "_fsdp2_original": cls,
+            "_fsdp2_has_call": cls.__call__ is not nn.Module.__call__,
+        }
+        try:
+            _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
+        except TypeError as error:
+            raise ConfigError(
+                f"fully_shard: {cls.__name__} cannot have a subclass ({error}), and a sharded "
+                "module's class is one. Let its __init_subclass__ and metaclass take defaults."
+            ) from error
+    return _classes[cls]
+
+
+def _rebuild(cls: type[nn.Module]) -> nn.Module:
+    """Make an empty sharded instance; its state follows (copy and pickle)."""
+    sharded = sharded_class(cls)
+    instance: nn.Module = object.__new__(sharded)
+    return instance
+
+
+def register_names(module: nn.Module, unit: Unit) -> None:
+    """Enter a module where composable APIs and torch's ``fully_shard.state`` look for it."""
+    torch_modules.register_composable_name(module, COMPOSABLE_NAME)
+    torch_modules.register_torch_state(module, StageState(unit))
+
+
+class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
+    """What ``fully_shard`` adds to a module. ``isinstance(module, FSDPModule)`` tells.
+
+    So does ``isinstance(module, torch.distributed.fsdp.FSDPModule)``.
+    """
+
+    _fsdp2_original: ClassVar[type[nn.Module]] = nn.Module
+    _fsdp2_has_call: ClassVar[bool] = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a plain instance: a slice of a sharded ``Sequential`` is a plain one.
+
+        Without arguments it makes an empty one of this class, as ``__deepcopy__`` of users' modules
+        does.
+        """
+        if not args and not kwargs:
+            return object.__new__(cls)
+        return cls._fsdp2_original(*args, **kwargs)
+
+    @torch_compiler.inlined_or_eager
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self.__dict__.get(UNIT_ATTRIBUTE)
+        if unit is not None and unit.runner is not None and unit.runner.is_traced:
+            return unit.runner.call(super().__call__, args, kwargs)
+        return self._call_eagerly(args, kwargs)
+
+    @torch_compiler.never_traced
+    def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unit = unit_of(self)
+        if unit is None:  # an empty instance, see __new__
+            return super().__call__(*args, **kwargs)
+        if unit.runner is not None:
+            return unit.runner.call(super().__call__, args, kwargs)
+        depth = len(unit.calls)
+        try:
+            compiled = torch_compiler.compiled_call(self)
+            if compiled is not None:
+                return call_compiled(unit, self, compiled, args, kwargs)
+            if self._fsdp2_has_call:
+                return super().__call__(*args, **kwargs)
+            return torch_compiler.call_with_hooks(self, *args, **kwargs)
+        except BaseException:
+            forward_raised(unit, depth)
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        own_unit(self).reshard_if_idle()
+        reduced: Any = super().__reduce_ex__(protocol)
+        state = dict(reduced[2])
+        torch_modules.forget_composable_names(state)
+        cls, original = type(self), self._fsdp2_original
+        if cls is _classes.get(original):
+            return (_rebuild, (original,), state, *reduced[3:])
+        return (*reduced[:2], state, *reduced[3:])  # somebody swapped in a subclass of it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
+        register_names(self, own_unit(self))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        own_unit(self).reshard_if_idle()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a state of shards, as ``state_dict()`` returns it; or assign one.
+
+        Raises:
+            ConfigError: whole tensors for sharded parameters. Nothing was changed.
+        """
+        check_mapping("load_state_dict", "state_dict", state_dict)
+        is_assigned = kwargs.get("assign", args[1] if len(args) > 1 else False)
+        if not is_assigned:
+            for unit in units_in(self, recurse=True):
+                unit.reshard_if_idle()
+            params = self.named_parameters(remove_duplicate=False)
+            refuse_whole(params, state_dict, "Nothing was changed.")
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode, and the precision that policies want in it (``full_precision_in_eval``).
+
+        Raises:
+            StateError: that would change the dtype of parameters that a step is using.
+        """
+        check_flag("train", "mode", mode)
+        for unit in units_in(self, recurse=True):
+            check_mode_change(unit, mode)
+        result = super().train(mode)
+        own = unit_of(self)
+        if own is not None:
+            follow_mode(own)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear every gradient, whichever form of the parameters is registered.
+
+        Clears those of the sharded parameters, and those that backwards without gradient sync left.
+        """
+        check_flag("zero_grad", "set_to_none", set_to_none)
+        super().zero_grad(set_to_none)
+        own = own_unit(self)
+        known = own.runtime.units if own.runtime is not None and own.is_root else None
+        for unit in units_in(self, recurse=True) if known is None else known:
+            for group in unit.own_groups:
+                group.zero_grad(set_to_none)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this unit's parameters (not those of units below it).
+
+        They stay registered until ``reshard()``, the unit's next forward, or the end of a backward.
+
+        Args:
+            async_op: return at once; the parameters are whole after ``wait()`` of the result, or
+                once the unit's forward begins.
+        """
+        check_flag("unshard", "async_op", async_op)
+        unit = own_unit(self)
+        if unit.is_summoned:
+            raise StateError(
+                f"{unit.fqn or '<root>'}: unshard() was called inside summon_full_params, where "
+                "parameters are whole already. Leave the context first."
+            )
+        if unit.runtime is not None:
+            unit.runtime.recover_if_failed()
+            unit.runtime.streams.order_after_compute("gather")
+        groups = unit.own_groups
+        for group in groups:
+            group.inspect()
+        for group in groups:
+            group.unshard()
+            group.is_held = True
+        if async_op:
+            return UnshardHandle(groups)
+        for group in groups:
+            group.wait_for_unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Free this unit's unsharded parameters and register the sharded ones."""
+        for group in own_unit(self).own_groups:
+            group.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Drop what an unfinished step left in the whole tree, now.
+
+        After an exception the next forward does so by itself. Discards gradients that were not
+        reduced yet, those accumulated without sync too.
+        """
+        unit = own_unit(self)
+        if unit.runtime is not None:
+            unit.runtime.recover()
+
+
+class _Hidden:
+    """A name of torch's class that ours does not have: as if it were not inherited."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"type object {owner.__name__!r} has no attribute {self._name!r}")
+
+
+def _hide_torchs_own(ours: type, theirs: type) -> None:
+    """Hide what ``ours`` would inherit from ``theirs``. See [Note: recognised as torch's]."""
+    own = set().union(*(vars(cls) for cls in ours.__mro__ if cls not in (theirs, object)))
+    for name in vars(theirs):
+        if name not in own and not hasattr(object, name):
+            setattr(ours, name, _Hidden(name))
+
+
+_hide_torchs_own(FSDPModule, torch_modules.FSDPModule)
+
+
+class UnshardHandle(torch_modules.UnshardHandle):
+    """An ``unshard(async_op=True)`` under way."""
+
+    def __init__(self, groups: Sequence[ParamGroup]) -> None:
+        self._groups: Sequence[ParamGroup] = groups
+
+    def wait(self) -> None:
+        """Wait until the parameters are whole and registered.
+
+        Does nothing the second time, or if the unit's forward or ``reshard()`` came before it.
+        """
+        groups, self._groups = self._groups, ()
+        for group in groups:
+            if group.is_held:
+                group.wait_for_unshard()

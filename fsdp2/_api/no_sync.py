@@ -1,0 +1,61 @@
+"""``no_sync``: backwards that accumulate instead of reducing, inside a context.
+
+Owns when that may be entered and what is restored. It must not know how gradients accumulate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.nn as nn
+
+from fsdp2._api.settings import units_in
+from fsdp2._base.arguments import check_module
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.events import IDLE
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Let backwards inside the context accumulate gradients without communication.
+
+    The next backward outside of it reduces the sum. What counts is where ``backward()`` is called.
+    Gradients accumulate unsharded, in the reduce dtype, so they take the memory of the whole
+    model's. ``set_requires_gradient_sync`` of every unit in ``module`` is False inside, and what it
+    was before afterwards; contexts nest.
+
+    Args:
+        module: the model, or a part of it. It need not be sharded itself.
+
+    Raises:
+        ConfigError: there is no unit in ``module``.
+        StateError: entered inside of a forward or a backward of ``module``. Nothing was changed.
+
+    Source: the method of the same name of torch's ``FullyShardedDataParallel``.
+    """
+    units = units_in(check_module("no_sync", "module", module), recurse=True)
+    if not units:
+        raise ConfigError(
+            f"no_sync: fully_shard was applied to nothing in this {type(module).__name__}. Pass "
+            "the sharded model."
+        )
+    for unit in units:
+        if unit.runtime is not None:
+            unit.runtime.recover_if_failed()
+            if unit.runtime.clock.phase is not IDLE:
+                raise StateError(
+                    f"no_sync: entered during the {unit.runtime.clock.phase} of "
+                    f"{unit.runtime.root.fqn or '<root>'}, when some units may have reduced "
+                    "already. Enter it before the forward, or between forward and backward."
+                )
+    before = [(unit, unit.settings) for unit in units]
+    for unit in units:
+        unit.configure(reduce_grads=False, all_reduce_grads=False)
+    try:
+        yield
+    finally:
+        for unit, settings in before:
+            unit.configure(
+                reduce_grads=settings.reduce_grads, all_reduce_grads=settings.all_reduce_grads
+            )

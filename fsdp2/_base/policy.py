@@ -1,0 +1,214 @@
+"""What a user chooses: policies (frozen, for good) and settings (frozen, replaced at run time)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement
+
+from fsdp2._base.errors import ConfigError, ConfigTypeError
+
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+_FLAGS = (
+    "cast_forward_inputs",
+    "cast_root_forward_inputs",
+    "keep_low_precision_grads",
+    "full_precision_in_eval",
+)
+
+
+def _require(is_fine: bool, policy: object, name: str, expected: str) -> None:
+    if not is_fine:
+        value = getattr(policy, name)
+        found = value if isinstance(value, str | bool | torch.dtype) else type(value).__name__
+        raise ConfigTypeError(
+            f"{type(policy).__name__}: expected {name} to be {expected}, found {found!r}."
+        )
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Choose dtypes for compute, reduction and outputs of a unit.
+
+    Args:
+        param_dtype: dtype of the unsharded floating-point parameters, and so of the compute and of
+            the all-gather. ``None`` keeps the dtype of each parameter. The sharded parameters, and
+            the optimizer, always keep their own dtype.
+        reduce_dtype: dtype in which gradients are reduced, and accumulated while gradient sync is
+            off. ``None`` means the dtype of the gradients; a group whose gradients have several
+            dtypes reduces in the one that holds them all (``torch.promote_types``).
+        output_dtype: dtype to which floating-point outputs of the forward are cast.
+        cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, inside
+            lists, tuples, named tuples, dicts and dataclasses too.
+        cast_root_forward_inputs: cast them at the root, whatever ``cast_forward_inputs`` says.
+        buffer_dtype: dtype in which floating-point buffers of the unit are registered. A state dict
+            has them in their own dtype, with their own values unless somebody wrote to them since,
+            and loading fills these.
+        keep_low_precision_grads: leave sharded gradients in the dtype that they were reduced in,
+            instead of their parameter's. The optimizer has to take that.
+        full_precision_in_eval: while every module of the unit is in evaluation mode, do not cast
+            parameters, inputs and buffers. ``train()`` and ``eval()`` plan the unit again then.
+
+    The last four are keywords, and are not in torch's class.
+
+    Raises:
+        ConfigError: a dtype that is not of floating-point numbers; a flag that is no bool.
+
+    Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
+    gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
+
+    Source: the meaning of the same class in ``torch.distributed.fsdp``; the last four are those of
+    FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    cast_root_forward_inputs: bool = field(default=False, kw_only=True)
+    buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    keep_low_precision_grads: bool = field(default=False, kw_only=True)
+    full_precision_in_eval: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in _DTYPES:
+            dtype = getattr(self, name)
+            is_one = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            _require(dtype is None or is_one, self, name, "a floating-point dtype or None")
+        for name in _FLAGS:
+            _require(isinstance(getattr(self, name), bool), self, name, "a bool")
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Keep shards where they are: no offloading."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep shards, their gradients and so the optimizer's state in CPU memory.
+
+    A group's shards are copied to the device before each all-gather (the next unit's beside the
+    compute of this one), and its gradients back after each reduction, before backward returns.
+
+    Args:
+        pin_memory: keep them in pinned memory, where there is an accelerator, so that copies run
+            beside the compute.
+
+    On a CPU mesh everything is in CPU memory as it is, and nothing is copied.
+    Source: the meaning of the same class in ``torch.distributed.fsdp``.
+    """
+
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.pin_memory, bool), self, "pin_memory", "a bool")
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Name the dims of a full mesh that data parallelism uses; see ``dp_mesh_dims``.
+
+    Args:
+        shard: the dim, or dims, over which parameters are sharded; several act as one, flattened.
+        replicate: the dim, or dims, over which they are replicated. Without ``shard`` this is plain
+            data parallelism (DDP).
+
+    Source: the meaning of the same class in ``torch.distributed.fsdp``.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        expected = "the name of a dim, a tuple of names or None"
+        for name in ("shard", "replicate"):
+            names = getattr(self, name)
+            is_several = isinstance(names, tuple | list) and all(isinstance(n, str) for n in names)
+            _require(names is None or isinstance(names, str) or is_several, self, name, expected)
+        if not self.shard_names and not self.replicate_names:
+            raise ConfigError(
+                "DataParallelMeshDims: found neither shard nor replicate dims. Name at least one."
+            )
+        both = set(self.shard_names) & set(self.replicate_names)
+        if both:
+            raise ConfigError(
+                f"DataParallelMeshDims: found {sorted(both)} in both shard and replicate."
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """Say where one parameter goes: what ``shard_placement_fn`` may return.
+
+    Parameters of one call that lie on different meshes are gathered and reduced apart: each over
+    the ranks of its own mesh, and its gradient is the mean over these.
+
+    Args:
+        placement: ``Shard(dim)``, ``Replicate()``, or ``None`` for ``Shard(0)``.
+        mesh_info: a 1-D mesh (shard), a 2-D mesh (replicate, shard), or an object whose ``mesh`` is
+            one and whose ``shard_mesh_dim`` and ``replicate_mesh_dim`` say which dim is which.
+            ``None``: the mesh of the call.
+
+    Source: the meaning of the class of this name inside torch's ``fully_shard``.
+    """
+
+    placement: Placement | None
+    mesh_info: Any = None
+
+
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if names is None:
+        return ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How much runs beside the compute, and so how much is in memory at a time.
+
+    Args:
+        prefetch: units that are gathered ahead of the one that computes.
+        reductions: reductions that run on while compute goes on. With 0 each is waited for at once.
+        keeps_parts: keep the large parts of a root from forward to backward, read or not.
+        synchronizes: on a device, let the host wait at the end of each backward, so that a root's
+            parts can be reduced early there too. On a CPU they always are.
+    """
+
+    prefetch: int = 1
+    reductions: int = 1
+    keeps_parts: bool = False
+    synchronizes: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Run-time settings of one unit; ``FSDPModule.set_*`` replace it as a whole.
+
+    ``reshard_after_forward`` is what the user said: ``None`` (True below the root, False at the
+    root), a bool, or the number of ranks to reshard to. The sum of gradients is divided by
+    ``divide_by`` (None: by the number of ranks). ``input_buffers`` reductions may hold their inputs
+    at a time (None: as many as ``overlap`` says).
+    """
+
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    is_last_backward: bool = True
+    unshard_in_backward: bool = True
+    divide_by: float | None = None
+    only_sums: bool = False
+    reduce_unused: bool = False
+    input_buffers: int | None = None
+    overlap: Overlap = Overlap()  # frozen

@@ -1,0 +1,101 @@
+"""Private torch API, by subject: autograd: the running backward, hooks of parameters, versions.
+
+Each private name states why it is needed. Tried on torch 2.11.0 and 2.13.0. Nothing here knows what
+a unit or a group is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter  # for preserved_versions
+
+# Autograd.
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once the running backward is over. No public way exists.
+
+    The engine drops its reference when that backward ends, by an error too.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def graph_task_id() -> int:
+    """Return the running backward's number in this thread, -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def computes_gradient(param: torch.Tensor) -> bool:
+    """True if the running backward computes the gradient of a leaf. The public API does not tell.
+
+    The engine refuses to answer about leaves that ``torch.autograd.grad`` was asked for by name.
+    """
+    accumulate = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulate))
+    except RuntimeError:
+        return True
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that ``tensor`` is a view of."""
+    return tensor._base
+
+
+def apply_gradient_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Run a leaf's ``register_hook`` hooks, which autograd runs for gradients that it computes."""
+    for hook in (param._backward_hooks or {}).values():
+        replaced = hook(grad)
+        if replaced is not None:
+            grad = replaced
+    return grad
+
+
+def have_hooks(params: Sequence[torch.Tensor]) -> bool:
+    """True if something is to be called when one of these leaves gets its gradient."""
+    for param in params:  # noqa: SIM110  # a generator costs more
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            return True
+    return False
+
+
+def run_post_accumulate_hooks(param: torch.Tensor) -> None:
+    """Run a leaf's ``register_post_accumulate_grad_hook`` hooks, as autograd would."""
+    for hook in tuple((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hook(param)
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give hooks that the user put on a parameter to the one that takes its place."""
+    for hook in (source._backward_hooks or {}).values():
+        target.register_hook(hook)
+    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+        target.register_post_accumulate_grad_hook(hook)
+
+
+@torch.inference_mode(False)
+def accumulators_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Return the nodes that accumulate the gradients of leaves; each owns its leaf."""
+    edge = torch.autograd.graph.get_gradient_edge
+    return [edge(t).node for t in tensors if t is not None and t.requires_grad]
+
+
+def is_packing_saved_tensors() -> bool:
+    """True inside of ``torch.autograd.graph.saved_tensors_hooks``, as under checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+version_of = attrgetter("_version")
+"""How often a tensor was written in place; for ``map``: a step asks for hundreds."""
+
+
+def preserved_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
+    """Hide in-place writes from autograd: what it saved is being filled again with its values."""
+    manager: AbstractContextManager[Any] = _unsafe_preserve_version_counter(tensors)
+    return manager

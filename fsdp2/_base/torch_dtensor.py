@@ -1,0 +1,155 @@
+"""Private torch API, by subject: dTensors: their parts, their specs, and meshes.
+
+Each private name states why it is needed. Tried on torch 2.11.0 and 2.13.0. Nothing here knows what
+a unit or a group is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter, methodcaller
+from typing import cast
+
+import torch
+import torch.nn as nn
+from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,  # a parameter made of a collective's result; tried on 2.13.0 only
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta  # both for make_spec
+from torch.distributed.tensor.placement_types import _StridedShard  # TP and FSDP on one dim
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,  # the test torch itself uses
+)
+
+# DTensor: a step builds a gradient DTensor for each parameter. The public ``DTensor.from_local``
+# costs eight times as much as the constructor, because it builds the spec each time.
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """Build the metadata that ``new_dtensor`` takes, once for many tensors."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def new_dtensor(
+    local: torch.Tensor, spec: DTensorSpec, like: torch.Tensor | None = None
+) -> DTensor:
+    """Wrap a local tensor; the caller answers for its shape.
+
+    ``like`` has the same shape, dtype and device, and offset 0, which ``local`` may not have: torch
+    takes a wrapper with an offset for a tensor with memory, and fails to copy or pickle it.
+    """
+    if like is None:
+        return DTensor(local, spec, requires_grad=False)
+    tensor = DTensor(like, spec, requires_grad=False)
+    tensor._local_tensor = local
+    return tensor
+
+
+def as_parameter(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """Make a parameter of a tensor that nothing else holds.
+
+    ``nn.Parameter`` detaches a DTensor, and DTensor plans that op anew for each shape and mesh:
+    1.5 ms a parameter, nine tenths of ``fully_shard``. There is nothing to detach from, so the flag
+    that ``nn.Parameter`` would set does, on the tensor itself.
+    """
+    if not isinstance(tensor, DTensor):
+        return nn.Parameter(tensor, requires_grad=requires_grad)
+    tensor._is_param = True  # what `isinstance` looks for; tried on 2.13.0 only
+    tensor.requires_grad = requires_grad  # the method is refused under functorch's transforms
+    return cast(nn.Parameter, tensor)
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    return tensor._spec
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's own local tensor; ``to_local()`` would view it, and enter autograd."""
+    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]  # of a DTensor
+
+
+def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let a DTensor keep its values in other memory (the group's flat buffer)."""
+    tensor._local_tensor = local
+
+
+get_local_tensor = attrgetter("_local_tensor")
+get_spec = attrgetter("_spec")
+"""``local_tensor`` and ``spec_of`` for ``map``: an optimizer step asks for hundreds of each."""
+
+
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Inside it an attribute of a subclass is read without looking for its ``__torch_function__``."""
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Return the placement of a shard of a shard: this axis splits what later axes split first."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def shards_dim(placement: Placement, dim: int) -> bool:
+    """True if the placement splits the tensor along ``dim``, strided or not."""
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+
+
+def is_strided(placement: Placement) -> bool:
+    """True if this axis splits what later axes split first."""
+    return isinstance(placement, _StridedShard)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that ``mesh`` was sliced from (itself if it was not)."""
+    return mesh._get_root_mesh()
+
+
+def flatten_dims(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Return several dims of a mesh as one dim, the first name slowest. No public way exists.
+
+    Torch keeps the result on the root mesh, under the joined names, so it is made once.
+    """
+    part = mesh if names == tuple(mesh.mesh_dim_names or ()) else mesh[names]
+    return part._flatten()
+
+
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the axes of several meshes, in this order and with their groups, as one mesh.
+
+    Public slicing of the root keeps the root's order of axes, knows no flattened or unflattened
+    axes, and needs the root: DTensor's caches hand out an *equal* mesh, which may be a slice of
+    another root.
+
+    Raises:
+        RuntimeError: the meshes share an axis, or are not over the same ranks.
+    """
+    return DeviceMesh._concatenate([*meshes])
+
+
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def is_on_its_way(tensor: torch.Tensor) -> bool:
+    """True for the result of a functional collective, which is a plain tensor once it is read."""
+    return isinstance(tensor, AsyncCollectiveTensor)
+
+
+_storage_of = methodcaller("untyped_storage")
+_number_of = attrgetter("_cdata")
+
+
+def shells_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return what identifies the empty storage of each DTensor, which ``.data = ...`` changes.
+
+    Nothing else tells: the assignment leaves the local tensor and both versions as they are.
+    """
+    return list(map(_number_of, map(_storage_of, tensors)))

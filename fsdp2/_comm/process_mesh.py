@@ -1,0 +1,234 @@
+"""The ranks that share tensors, and what they agree on outside of a step.
+
+Owns ``Grid``: the axes of a mesh as this rank sees them, over which objects are broadcast and
+failures are told. It must not know parameters or modules.
+
+[Note: a failure is everybody's]
+What one rank meets alone (a full disk, a file that is missing, an ``init`` that raises) would leave
+the others in a collective. So work of one rank is done inside ``Grid.together``: at its end ranks
+exchange whether it failed, and all of them raise what the first one met; one that was interrupted
+(Ctrl-C, ``sys.exit``) tells the others, and goes on with that. Ctrl-C at another moment of an
+``operation`` waits for the next such exchange (``_base.interrupts``). Who leaves a stream of
+tensors early tells it in the others' next exchange (``Grid.leave``).
+
+[Note: a rank that is gone]
+A rank that is killed, or stopped, tells nothing: the others' next collective fails, with a text of
+the backend. ``carrying`` around collectives makes a ``LostRank`` of it, and whoever knows what they
+were for says so on the way up (``named``): the parameter, the operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp2._base.errors import (
+    ConfigError,
+    ConfigTypeError,
+    FSDPError,
+    StateError,
+    UnsupportedError,
+)
+from fsdp2._base.interrupts import kept_interrupts, take_interrupt
+from fsdp2._comm.mesh import MeshAxis
+
+T = TypeVar("T")
+
+_KINDS: dict[str, type[FSDPError]] = {
+    kind.__name__: kind for kind in (ConfigError, ConfigTypeError, StateError, UnsupportedError)
+}
+
+
+class LostRank(StateError):  # noqa: N818  # a StateError, by another cause
+    """A collective failed, because another rank is gone. See [Note: a rank that is gone]."""
+
+    def __init__(self, cause: str, where: tuple[str, ...] = ()) -> None:
+        super().__init__(cause, where)
+        self.cause = cause
+        self.where = where
+
+    def __str__(self) -> str:
+        return (
+            f"{': '.join(self.where) or 'a collective'}: another rank did not take part "
+            f"({self.cause}). It was killed or stopped, or it called something else: look at what "
+            "it printed, and start all ranks again."
+        )
+
+
+@contextlib.contextmanager
+def carrying() -> Iterator[None]:
+    """Around collectives, and nothing else: raise LostRank for errors of the backend."""
+    try:
+        yield
+    except FSDPError:
+        raise
+    except RuntimeError as error:
+        cause = str(error).partition("\n")[0]
+        raise LostRank(cause or type(error).__name__) from error
+
+
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Say in a LostRank what is done inside; a context, or the decorator of a function."""
+    try:
+        yield
+    except LostRank as error:
+        if not (error.where and error.where[0].startswith(what)):
+            error.where = (what, *error.where)
+        raise
+
+
+@contextlib.contextmanager
+def operation(what: str) -> Iterator[None]:
+    """Around all that a public function does with the other ranks; a context, or a decorator."""
+    with named(what), kept_interrupts():
+        yield
+
+
+class _Told(NamedTuple):
+    """What a rank tells the others of its error; ``kind``: which one of ours it is."""
+
+    kind: str
+    text: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Axes of ranks. Without an axis, a process alone."""
+
+    axes: tuple[MeshAxis, ...]
+    device_type: str = "cpu"
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> Grid:
+        """Read a mesh; this rank must be on it."""
+        axes = tuple(
+            MeshAxis(str(dim), mesh.size(dim), mesh.get_local_rank(dim), mesh.get_group(dim))
+            for dim in range(mesh.ndim)
+        )
+        return Grid(axes, mesh.device_type)
+
+    @staticmethod
+    def world() -> Grid:
+        """Return all ranks as one axis, or a process alone."""
+        if not dist.is_initialized():
+            return Grid(())
+        return Grid((MeshAxis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD),))
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """This rank's coordinate on every axis."""
+        return tuple(axis.rank for axis in self.axes)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that reads and writes for all."""
+        return not any(self.place)
+
+    def is_first_on(self, axes: Iterator[int] | range | tuple[int, ...]) -> bool:
+        return not any(self.place[axis] for axis in axes)
+
+    def broadcast(self, value: T) -> T:
+        """Return the first rank's object on every rank."""
+        held: list[Any] = [value if self.is_first else None]
+        for index, axis in enumerate(self.axes):
+            if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
+                with carrying():
+                    dist.broadcast_object_list(held, src=axis.global_ranks[0], group=axis.pg)
+        return held[0]  # type: ignore[no-any-return]  # what the first rank passed
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return the objects of all ranks, the first rank's first."""
+        held = [value]
+        for axis in reversed(self.axes):
+            if axis.size > 1:
+                gathered: list[Any] = [None] * axis.size
+                with carrying():
+                    dist.all_gather_object(gathered, held, group=axis.pg)
+                held = [item for part in gathered for item in part]
+        return held
+
+    def any_is(self, flag: bool) -> bool:
+        """True if the flag is set on some rank: one number for each axis travels."""
+        if all(axis.size == 1 for axis in self.axes):
+            return flag
+        for axis in self.axes:
+            if axis.size > 1:
+                assert axis.pg is not None
+                sent = torch.tensor([int(flag)], device=wire_device(axis.pg))
+                with carrying():
+                    dist.all_reduce(sent, dist.ReduceOp.MAX, group=axis.pg)
+                flag = bool(sent.item())
+        return flag
+
+    def raise_together(self, error: BaseException | None, what: str) -> None:
+        """Raise on every rank if some rank has an error. See [Note: a failure is everybody's]."""
+        error = error or take_interrupt()
+        try:
+            with named(what):
+                told = self._tell(error)
+        finally:
+            if error is not None and not isinstance(error, Exception):
+                raise error  # KeyboardInterrupt, SystemExit
+        if told is None:
+            return
+        if told.kind in _KINDS:
+            raise _KINDS[told.kind](told.text) from error
+        raise StateError(f"{what}: rank {told.rank} failed with {told.text}") from error
+
+    def _tell(self, error: BaseException | None) -> _Told | None:
+        """Return the first rank's error, if any has one."""
+        if not self.any_is(error is not None):
+            return None
+        mine = None
+        if error is not None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            name = type(error).__name__
+            is_ours = name in _KINDS and isinstance(error, FSDPError)
+            text = str(error) if is_ours else f"{name}: {error}".removesuffix(": ")
+            mine = _Told(name if is_ours else "", text, rank)
+        found: list[_Told] = [told for told in self.collect(mine) if told is not None]
+        return found[0]
+
+    def leave(self, error: BaseException, what: str) -> None:
+        """Tell the others, who go on to ``raise_together``, why this rank does not.
+
+        It raises nothing: the caller has an error of its own, or is being closed.
+        """
+        with contextlib.suppress(Exception):  # of ranks that are gone too
+            if dist.is_initialized():
+                self.raise_together(error, what)
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Run work of this rank alone (no collectives inside); raise on all ranks if one failed."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+        self.raise_together(error, what)
+
+
+def wire_device(
+    group: dist.ProcessGroup,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> torch.device:
+    """Return where a process group takes tensors from: ``device`` if it can."""
+    kinds = [kind for kind in dist.get_backend_config(group).split(",") if kind]
+    devices = [kind.split(":")[0] for kind in kinds]
+    if device.type in devices or not devices:
+        return device
+    kind = devices[0]
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,0 +1,1 @@
+"""The training step as functions that a compiler can trace."""

@@ -1,0 +1,282 @@
+"""The backward of a functional step, where modules run again outside of graphs.
+
+Owns what parameters a module finds there (``FunctionalBackward``). It must not know the compiler.
+
+[Note: recomputed outside of graphs]
+Checkpointing that a compiler did not trace runs modules again in backward, when the functional step
+is over: a unit, one module of a list, a conditional unit whose parameters another one gathers, or
+any layer or function inside of a unit, of which no hook of ours hears. They have in common that
+they *read parameters*. So from the moment at which a backward reaches an output of the step until
+it ends, a parameter that is read and still lies in shards is gathered then, as a part of its group.
+What is registered are the shards, all the time; what recomputation reads is whole.
+
+- A name that is read (``module.weight``) is read by a recomputation. ``parameters()`` may be called
+  by a hook as well, which has to find shards, on one rank alone too: it gives whole parameters only
+  where gradients are recorded, or inside of a unit's call. Hooks run where they are not.
+- A unit that is called is gathered at once and forgotten after the call, as in the step, so ranks
+  that use different parameters of it ask for the same. Otherwise the parameters of one unit are
+  kept, until another one's are read or the backward ends: to forget too early costs a gather, and
+  is never wrong.
+- Every gather is recorded. Under the reentrant kind of checkpointing it is the one that gradients
+  flow through, and what they bring is reduced and added when that inner backward is through; under
+  the other kind its values count only, and the gather of the forward takes the gradients.
+- Reentrant checkpointing runs backwards inside of the backward, with numbers of their own: the end
+  of the outer one counts, which its callback tells, or the loss of that callback if it fails.
+
+The engine's hooks would do as well for the values of units, but nothing would tell them that the
+backward is over, and of layers inside of units they hear nothing either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2._base import torch_autograd, torch_compiler
+from fsdp2._base.containers import visit_tensors
+from fsdp2._base.errors import StateError
+from fsdp2._base.events import IDLE
+from fsdp2._compiled.functional import TracedGroup, TracedUnit
+from fsdp2._engine.unit import Unit
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.param import SHARDED
+
+
+class FunctionalBackward:
+    """What the units of a functional step do in its backward."""
+
+    def __init__(self, units: Sequence[TracedUnit]) -> None:
+        self._units = units
+        self._open: dict[Unit, TracedUnit] = {}
+        self._owners: dict[ParamGroup, _Owner] = {}
+        self._kept: TracedUnit | None = None
+        self._depth = 0
+        self._number = 0
+        self._placed: list[tuple[TracedGroup, Any]] = []  # for which the next one holds
+        self._places: dict[nn.Module, dict[str, _Place]] = {}
+        self._registered: dict[nn.Module, dict[str, Any]] = {}
+
+    def watch(self, outputs: Any) -> None:
+        """Notice the backward of these outputs, before anything inside of it is recomputed."""
+        visit_tensors(self._watch, outputs)
+
+    def _watch(self, tensor: Tensor) -> None:
+        base = torch_autograd.base_of(tensor)  # an update of a view in place gives it another node
+        for made in (tensor,) if base is None else (tensor, base):
+            if made.grad_fn is not None:
+                made.grad_fn.register_prehook(self._begin)
+
+    @torch_compiler.always_eager
+    def _begin(self, _grads: tuple[Tensor | None, ...]) -> None:
+        """A gradient reached an output: from here to the end modules find whole parameters."""
+        if self._open:
+            return
+        self._number += 1
+        torch_autograd.queue_end_of_backward(_EndOfBackward(self, self._number))
+        for traced in self._units:
+            unit = traced.unit
+            if unit.runner is None:  # else another step of the same units is in its backward
+                if unit.runtime is None or unit.runtime.clock.phase is IDLE:
+                    unit.reshard()  # somebody made it whole since
+                unit.runner, self._open[unit] = _Again(self, traced), traced
+        owners = [
+            _Owner(traced, group) for traced in self._open.values() for group in traced.groups
+        ]
+        self._owners = {owner.group.group: owner for owner in owners}
+        placed = [(owner.group, owner.group.slots) for owner in owners]
+        if placed != self._placed:
+            self._placed, self._places = placed, self._find_places(owners)
+        self._put_readers()
+
+    def _put_readers(self) -> None:
+        for module, places in self._places.items():
+            attributes = module.__dict__  # to set an attribute of a module takes ten times as long
+            self._registered[module] = registered = attributes["_parameters"]
+            attributes["_parameters"] = _ReadInBackward(registered, places)
+
+    def _take_readers_off(self) -> None:
+        for module, registered in self._registered.items():
+            changed = module._parameters.copy()
+            registered.clear()
+            registered.update(changed)
+            module.__dict__["_parameters"] = registered
+        self._registered.clear()
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let a whole step run in the backward as anywhere else: compilers look at dicts."""
+        was_open = bool(self._registered)
+        self._take_readers_off()
+        try:
+            yield
+        finally:
+            if was_open and self._open:
+                self._put_readers()
+
+    def _find_places(self, owners: Sequence[_Owner]) -> dict[nn.Module, dict[str, _Place]]:
+        places: dict[nn.Module, dict[str, _Place]] = {}
+        for owner in owners:
+            for module, name, index in owner.group.slots:
+                places.setdefault(module, {})[name] = _Place(self, owner, index)
+        return places
+
+    def end(self, number: int) -> None:
+        """The backward of this number is over, or failed."""
+        if number != self._number:
+            return
+        self._take_readers_off()
+        for unit in self._open:
+            unit.runner = None
+        for owner in self._owners.values():
+            owner.group.forget_again()
+        self._open.clear()
+        self._owners.clear()
+        self._kept, self._depth = None, 0
+
+    def call(
+        self,
+        traced: TracedUnit,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a module of a unit again, as it ran in the step."""
+        unit = traced.unit
+        owners = [self._owners[group] for group in unit.groups or unit.own_groups]
+        gathered = [owner for owner in owners if not owner.group.is_whole_again]
+        self._depth += 1
+        try:
+            for owner in gathered:
+                owner.group.wholes_again()
+            return traced.compute(run, args, kwargs)
+        finally:
+            self._depth -= 1
+            for owner in gathered:
+                if traced.has_several_modules:  # the next one may follow
+                    self._keep(owner.traced)
+                else:
+                    owner.group.forget_again()
+
+    def _keep(self, traced: TracedUnit) -> None:
+        """Keep what a unit gathered, and not what another one was kept of."""
+        kept, self._kept = self._kept, traced
+        if kept is not None and kept is not traced:
+            for group in kept.groups:
+                group.forget_again()
+
+    def read(self, owner: _Owner, index: int) -> Tensor:
+        """Return a whole parameter."""
+        if not owner.group.is_whole_again:
+            self._keep(owner.traced)
+        return owner.group.wholes_again()[index]
+
+    @property
+    def is_recomputing(self) -> bool:
+        """True if this is no hook, as far as one can tell."""
+        return self._depth > 0 or torch.is_grad_enabled()
+
+
+@dataclass(frozen=True, eq=False)
+class _Again:
+    """Runs a unit's modules while a backward of a functional step runs them again."""
+
+    backward: FunctionalBackward
+    traced: TracedUnit
+    is_traced = False
+
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.backward.call(self.traced, run, args, kwargs)
+
+
+class _EndOfBackward:
+    """The engine's callback. Dropped without a call it tells, at once, that the backward failed."""
+
+    def __init__(self, backward: FunctionalBackward, number: int) -> None:
+        self._backward = backward
+        self._number = number
+        self._was_called = False
+
+    @torch_compiler.always_eager
+    def __call__(self) -> None:
+        self._was_called = True
+        self._backward.end(self._number)
+
+    @torch_compiler.always_eager
+    def __del__(self) -> None:
+        if not self._was_called:
+            self._backward.end(self._number)
+
+
+@dataclass(frozen=True, eq=False)
+class _Owner:
+    """A group, and the unit that moves it."""
+
+    traced: TracedUnit
+    group: TracedGroup
+
+
+class _Place:
+    """Where a parameter's whole form comes from."""
+
+    __slots__ = ("_index", "_owner", "backward")
+
+    def __init__(self, backward: FunctionalBackward, owner: _Owner, index: int) -> None:
+        self.backward = backward
+        self._owner = owner
+        self._index = index
+
+    def awaits(self, registered: object) -> bool:
+        """True if what is registered is the shard, and the engine is not about to change that."""
+        group = self._owner.group.group
+        return registered is group.params[self._index].sharded and group.machine.state is SHARDED
+
+    def check(self) -> None:
+        """Refuse what no gradient would come back from; modules refuse their forwards there."""
+        unit = self._owner.traced.unit
+        if unit.is_summoned and self.backward.is_recomputing:
+            raise StateError(
+                f"{unit.fqn or '<root>'}: the backward of a compiled model reads its parameters in "
+                "a recomputation, inside summon_full_params. Leave the context before backward."
+            )
+
+    @torch_compiler.always_eager
+    def read(self) -> Tensor:
+        return self.backward.read(self._owner, self._index)
+
+
+class _ReadInBackward(dict[str, Any]):
+    """A module's registered parameters: shards, which are gathered when they are read.
+
+    What others registered since (the eager engine in a backward of both, users) is as it is.
+    ``get`` and ``copy`` gather nothing.
+    """
+
+    def __init__(self, registered: Mapping[str, Any], places: Mapping[str, _Place]) -> None:
+        super().__init__(registered)
+        self._places = places
+
+    def __getitem__(self, name: str) -> Any:
+        found, place = super().__getitem__(name), self._places.get(name)
+        if place is None:
+            return found
+        if place.awaits(found):
+            return place.read()
+        place.check()
+        return found
+
+    def values(self) -> Any:
+        return [value for _, value in self.items()]
+
+    def items(self) -> Any:
+        if any(place.backward.is_recomputing for place in self._places.values()):
+            return [(name, self[name]) for name in self]
+        return super().items()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)

@@ -1,0 +1,361 @@
+"""``compile``: a sharded model and its collectives as one forward and one backward graph.
+
+Owns the call of the compiler, what a functional step needs around it, and the refusal of what
+cannot be traced. The step itself is in ``_compiled.functional``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from fsdp2._base import torch_compiler
+from fsdp2._base.arguments import check_flag, check_mapping, check_module, translated, wrong_type
+from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
+from fsdp2._base.events import IDLE
+from fsdp2._base.policy import CPUOffloadPolicy
+from fsdp2._compiled.backward import FunctionalBackward
+from fsdp2._compiled.functional import TracedUnit
+from fsdp2._compiled.ops import outer_gather, plan_of, unshard
+from fsdp2._compiled.passes import overlap as overlap_collectives
+from fsdp2._engine.between_steps import units_below
+from fsdp2._engine.runtime import Runtime, attach
+from fsdp2._engine.unit import unit_of
+from fsdp2._param_group.group import ParamGroup
+
+
+def compile(  # noqa: A001  # torch's name for it
+    model: nn.Module, *, overlap: bool = False, bucket: bool = True, **torch_compile_kwargs: Any
+) -> CompiledModel:
+    """Compile a sharded model whole, with its collectives in the graphs.
+
+    With ``fullgraph=True`` a training step is one forward and one backward graph. In them each
+    group has one all-gather, one more in backward if it reshards after forward, and one
+    reduce-scatter (and one all-reduce on a replicate axis). Gradients arrive as sharded DTensors
+    in ``grad``, reduced, after every backward: ``set_requires_gradient_sync(False)`` saves no
+    communication here, and changes no sum. The model itself still runs eagerly when it is called,
+    in any order with the compiled one.
+
+    Args:
+        model: a model to which, or below which, ``fully_shard`` was applied. Of a compiled one, the
+            model in it is compiled anew.
+        overlap: start each all-gather one group ahead in the graphs, and wait for collectives where
+            their results are needed. For the backends ``"inductor"`` and ``"aot_eager"``.
+        bucket: False gives each parameter collectives of its own, for compilers that bucket them.
+        torch_compile_kwargs: what ``torch.compile`` takes. The backend ``"eager"`` has no
+            partitioner, so it keeps whole parameters from forward to backward.
+
+    Returns:
+        A module that runs the compiled model. Its parameters, names, state dict and methods are
+        those of ``model``.
+
+    Raises:
+        ConfigError: nothing in the model is sharded; ``overlap`` with another backend; what
+            ``torch.compile`` refuses.
+        UnsupportedError: a unit has what no graph can hold. The model was not changed.
+    """
+    check_module("compile", "model", model)
+    check_flag("compile", "overlap", overlap)
+    check_flag("compile", "bucket", bucket)
+    if isinstance(model, CompiledModel):
+        model = model.__dict__["_compiled_model"].model
+    return CompiledModel(model, Choices(torch_compile_kwargs, overlap, bucket))
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What ``compile`` was given."""
+
+    torch_compile_kwargs: dict[str, Any]
+    overlap: bool = False
+    bucket: bool = True
+
+
+class CompiledModel(nn.Module):
+    """What ``compile`` returns: the model, but for what a call of it does."""
+
+    def __init__(self, model: nn.Module, choices: Choices) -> None:
+        self.__dict__["_compiled_model"] = FunctionalStep(model, choices)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward."""
+        return self.__dict__["_compiled_model"].run(args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_compiled_model"].model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_compiled_model"].model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__dict__["_compiled_model"].model, name)
+
+    def __dir__(self) -> list[str]:
+        return list(dir(self.__dict__["_compiled_model"].model))
+
+    @property
+    def forward(self) -> Any:  # type: ignore[override]  # nn.Module lets it be set
+        """The model's own, which is neither compiled nor hooked: call the module."""
+        return self.__dict__["_compiled_model"].model.forward
+
+    def __repr__(self) -> str:
+        return f"CompiledModel({self.__dict__['_compiled_model'].model!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        step = self.__dict__["_compiled_model"]
+        return CompiledModel, (step.model, step.choices)
+
+
+def _delegate(name: str) -> Any:
+    def method(self: CompiledModel, *args: Any, **kwargs: Any) -> Any:
+        model = self.__dict__["_compiled_model"].model
+        result = getattr(model, name)(*args, **kwargs)
+        return self if result is model else result
+
+    method.__name__ = name
+    method.__doc__ = getattr(nn.Module, name).__doc__
+    return method
+
+
+for _name, _value in vars(nn.Module).items():
+    if callable(_value) and not _name.startswith("__") and _name not in vars(CompiledModel):
+        setattr(CompiledModel, _name, _delegate(_name))
+
+
+def _call(model: nn.Module, several: list[TracedUnit], *args: Any, **kwargs: Any) -> Any:
+    """Run the model: this is what is compiled."""
+    output = model(*args, **kwargs)
+    for unit in several:  # of several modules: only now are all of them done
+        unit.forget()
+    return output
+
+
+def own_copy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with code of its own: compilers count the graphs of each code object."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+
+
+class FunctionalStep:
+    """A compiled model, and the state of its units around a call."""
+
+    def __init__(self, model: nn.Module, choices: Choices) -> None:
+        self.model = model
+        self.choices = choices
+        self._units: list[TracedUnit] = []
+        self._several: list[TracedUnit] = []
+        self._runtimes: list[Runtime] = []
+        self._backward = FunctionalBackward(())
+        check_units(model)
+        options = dict(choices.torch_compile_kwargs)
+        if not check_flag("compile", "disable", options.get("disable", False)):
+            backend = options.pop("backend", "inductor")
+            if choices.overlap and backend not in ("inductor", "aot_eager"):
+                raise ConfigError(
+                    f"compile: expected backend to be 'inductor' or 'aot_eager' with overlap=True, "
+                    f"found {backend!r}. Leave overlap out, and let that backend order collectives."
+                )
+            mode, inductor = options.pop("mode", None), options.pop("options", None)
+            check_choice(mode, inductor, options.get("dynamic"))
+            for unit in units_below(model):
+                check_mode(mode, inductor, unit.device)
+            with refusals_of_torch():
+                compiler = torch_compiler.find_compiler(
+                    backend,
+                    mode,
+                    inductor,
+                    options.get("dynamic"),
+                    overlap_collectives if choices.overlap else None,
+                )
+            torch_compiler.in_graph(unshard, outer_gather)
+            options["backend"] = Backend(compiler)
+        with refusals_of_torch():
+            self._compiled: Callable[..., Any] = torch.compile(own_copy(_call), **options)
+        self._may_break = not options.get("fullgraph", False)
+        self._may_write = torch_compiler.writes_in_checkpoints()
+
+    def _attach(self) -> None:
+        """Find the roots, as a first forward would."""
+        units = units_below(self.model)
+        for module in self.model.modules():
+            unit = unit_of(module)
+            if unit is not None and unit.runtime is None:
+                attach(unit)
+        self._units = [TracedUnit(unit, self.choices.bucket) for unit in units]
+        self._several = [unit for unit in self._units if unit.has_several_modules]
+        self._backward = FunctionalBackward(self._units)
+        runtimes = [unit.runtime for unit in units if isinstance(unit.runtime, Runtime)]
+        self._runtimes = list(dict.fromkeys(runtimes))
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one compiled forward."""
+        if not self._units:
+            self._attach()
+        with self._backward.set_aside():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._begin()
+        outer = [unit.unit.runner for unit in self._units]  # a backward may be running
+        try:
+            for unit in self._units:
+                unit.take_parameters_off()
+                unit.unit.runner = unit
+            with self._may_write:
+                output = self._compiled(self.model, self._several, *args, **kwargs)
+            if self._may_break or any(unit.ran_outside for unit in self._units):
+                self._backward.watch(output)
+            return output
+        finally:
+            for unit, runner in zip(self._units, outer, strict=True):
+                unit.unit.runner = runner
+                unit.put_parameters_back()
+
+    def _begin(self) -> None:
+        """Bring every unit to rest, and follow what changed since the last step.
+
+        Raises:
+            StateError: called from inside a forward or backward of the model.
+        """
+        for runtime in self._runtimes:
+            runtime.recover_if_failed()
+            if runtime.clock.phase is not IDLE:
+                raise StateError(
+                    f"{runtime.root.fqn or '<root>'}: a compiled model was called inside a forward "
+                    "or backward of its own units. Compile the outermost module, or call "
+                    "compile() on a block."
+                )
+            runtime.rest()
+        inside = {unit.unit for unit in self._units}
+        for unit in self._units:
+            governor = unit.unit.governor
+            if governor is not None and governor not in inside:
+                raise StateError(
+                    f"{unit.unit.fqn}: is conditional, and was compiled without the module above "
+                    "it, which gathers its parameters. Compile that module, or apply fully_shard "
+                    "to this one without conditional."
+                )
+            if unit.unit.is_summoned:
+                raise StateError(
+                    f"{unit.unit.fqn or '<root>'}: a compiled model was called inside "
+                    "summon_full_params. Call it outside."
+                )
+            unit.unit.inspect()
+            unit.unit.reshard()
+            for group in unit.unit.groups:
+                check_group(group, group.fqn)
+                if group.awaits_stand_ins:
+                    group.forget_stand_ins()
+                    raise UnsupportedError(
+                        f"{group.fqn or '<root>'}: tensors stand in for its parameters "
+                        "(functional_call), and a compiled model gathers its own. Use the model "
+                        "itself for that."
+                    )
+            unit.begin()
+
+
+def check_units(model: nn.Module) -> None:
+    """Refuse a model without units, and units that cannot be traced.
+
+    Raises:
+        ConfigError, UnsupportedError: see ``compile``.
+    """
+    units = units_below(model)
+    if not units:
+        raise ConfigError(
+            f"compile: found no sharded module in {type(model).__name__}. Apply fully_shard first, "
+            "or call torch.compile."
+        )
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in model.modules():
+        for child, inner in module.named_children():
+            if isinstance(inner, CompiledModel):
+                raise ConfigError(
+                    f"compile: {names[id(module)] or '<root>'} holds a compiled model as {child}, "
+                    "and one step cannot run inside of another. Compile the outermost model only."
+                )
+    for unit in units:
+        for group in unit.own_groups:
+            check_group(group, unit.fqn or names.get(id(unit.modules[0]), ""))
+
+
+def check_group(group: ParamGroup, name: str) -> None:
+    """Raise UnsupportedError if a group has what no graph can hold."""
+    found = None
+    extended = [param.fqn for param in group.params if param.is_extended]
+    if extended:
+        found = f"parameter {extended[0]} has an all-gather extension, which runs user code"
+    elif isinstance(group.offload, CPUOffloadPolicy):
+        found = "a CPUOffloadPolicy keeps its shards off the device"
+    elif not group.wire.carries:
+        found = "debug.without_communication is on"
+    elif group.wire.custom != (None, None):
+        found = "a custom all-gather or reduce-scatter was set"
+    elif group.reducer.hook is not None:
+        found = "an all-reduce hook was set"
+    elif any(param.placement.data_axes for param in group.params):
+        found = "dp_mesh_dims was given, so its parameters are DTensors on the data axes too"
+    if found is not None:
+        raise UnsupportedError(
+            f"{name or '<root>'}: cannot be compiled whole, because {found}. Call compile() on "
+            "the blocks instead: fsdp2's hooks then run eagerly around them."
+        )
+
+
+def check_choice(mode: object, options: object, dynamic: object) -> None:
+    """Raise ConfigError for what ``torch.compile`` would take, and meet when it compiles."""
+    if mode is not None and not isinstance(mode, str):
+        raise wrong_type("compile", "mode", "a str or None", mode)
+    if options is not None:
+        check_mapping("compile", "options", options)
+    if dynamic is not None:
+        check_flag("compile", "dynamic", dynamic)
+
+
+@contextlib.contextmanager
+def refusals_of_torch() -> Iterator[None]:
+    """Raise ConfigError for arguments that ``torch.compile`` refuses."""
+    try:
+        yield
+    except Exception as error:
+        raise translated("compile: torch.compile refused its arguments", error) from error
+
+
+def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.device) -> None:
+    """Raise UnsupportedError if the compiler is asked to record CUDA graphs."""
+    if device.type != "cuda":
+        return
+    if mode in ("reduce-overhead", "max-autotune") or (options or {}).get("triton.cudagraphs"):
+        raise UnsupportedError(
+            f"compile: mode {mode!r} with options {options} records CUDA graphs, and whether "
+            "collectives replay right in them was not shown yet. Use mode='default' or "
+            "'max-autotune-no-cudagraphs'."
+        )
+
+
+class Backend:
+    """The compiler, behind a look at each graph."""
+
+    def __init__(self, compiler: Callable[..., Any]) -> None:
+        self._compiler = compiler
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Tag the gathers that backward repeats, and compile."""
+        tag(graph)
+        return self._compiler(graph, inputs)
+
+
+def tag(graph: torch.fx.GraphModule) -> None:
+    """Let backward gather again where a unit reshards after forward, in all graphs inside too."""
+    for module in graph.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.target is unshard and plan_of(node.args[0]).recompute:
+                    torch_compiler.recompute_in_backward(node)

@@ -1,0 +1,1 @@
+"""When things happen: units, the runtime above them, the hooks on modules."""

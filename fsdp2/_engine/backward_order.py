@@ -1,0 +1,106 @@
+"""The order in which a forward enters and leaves its units, and how far a backward is in it.
+
+Owns the list of a forward's events and the place of the running backward in it. It must not know
+what happens at an event: the runtime goes through those that it is given.
+
+[Note: the order of backward]
+Ranks enter and leave units in the same order in forward. Autograd runs younger nodes first, so each
+rank's backward meets the same events in the reverse order; but not all of them. A rank may leave
+parameters out, return a unit's input, detach an output, or update an input in place, and no
+gradient reaches a unit there. So whatever a backward meets, it first goes through the events in
+between, as if a gradient that is zero had come by: every rank gathers and reduces the same units in
+the same order, wherever its graph is cut. The events before the last that it meets come at its end.
+
+*Within one root.* Each root has orders of its own. Where a rank's graph is cut that goes through
+several roots, it makes up for one root's events after those of another: ranks are out of step.
+
+*The first backward* of a forward does so. A later one (``retain_graph``, a second derivative, the
+weights of a pipeline stage on their own) may be about a few nodes, and in another order. It goes
+the way of the first, and so makes up for what the first had to make up for.
+
+*Entered first.* A backward leaves the first unit of a forward, and those around it, at its end if
+their inputs need no gradient: nothing marks the place. They stay open until then, or until the
+backward of another forward begins in the same one (a sum of two losses). The outermost is whole in
+between: the other forward begins with it as a rule, and where backward leaves it is not on all
+ranks the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdp2._base.policy import MixedPrecisionPolicy
+from fsdp2._engine.unit import Unit
+
+
+class Visit:
+    """One forward of a unit, and the backwards that have been through it."""
+
+    __slots__ = (
+        "closed_in",
+        "entered",
+        "left",
+        "marks_input",
+        "opened_in",
+        "order",
+        "policy",
+        "previous",
+        "unit",
+    )
+
+    def __init__(self, unit: Unit, order: Order | None) -> None:
+        self.unit = unit
+        self.policy: MixedPrecisionPolicy = unit.policy
+        self.previous: tuple[Unit, ...] = ()  # whose forwards ended before, the last one first
+        self.marks_input = False  # a gradient tells when backward leaves it
+        self.opened_in = self.closed_in = 0  # numbers of backwards
+        self.order = order  # None: a recomputation, which has no place of its own in the order
+        self.entered = self.left = -1  # places in the order; left is -1 if no backward can come
+        if order is not None:
+            self.entered = len(order.events)
+            order.events.append(self)
+
+
+class Order:
+    """What one forward, begun outside of any other, entered and left."""
+
+    __slots__ = ("_made_up", "backward", "events", "is_first", "place")
+
+    def __init__(self) -> None:
+        self.events: list[Visit] = []
+        self.backward = 0  # the number of the last one that was here
+        self.is_first = True
+        self.place = 0  # of the running backward: this event and those after it are over
+        self._made_up: set[int] = set()
+
+    def leave(self, visit: Visit) -> None:
+        """A unit's forward is over, and a backward may come, here or on another rank."""
+        visit.left = len(self.events)
+        self.events.append(visit)
+
+    def begin(self, number: int) -> None:
+        """A backward comes here, for the first time unless it was here before."""
+        if number != self.backward:
+            self.is_first = self.backward == 0
+            self.backward = number
+            self.place = len(self.events)
+
+    def missed(self, place: int) -> Iterator[tuple[Visit, bool]]:
+        """Go on to just after ``place``; yield the visits to come to (True) or to leave (False)."""
+        while self.place > place + 1:
+            self.place -= 1
+            at, visit = self.place, self.events[self.place]
+            if visit.left < 0:  # it trains nothing, and its output needed no gradient
+                continue
+            if self.is_first:
+                self._made_up.add(at)
+            elif at not in self._made_up:
+                continue
+            yield visit, at == visit.left
+
+    def rest(self) -> Iterator[tuple[Visit, bool]]:
+        """Go to the end of a backward. See *entered first* in [Note: the order of backward]."""
+        first = next((at for at, visit in enumerate(self.events) if visit.left == at), 0)
+        for visit, opens in self.missed(-1):
+            if opens or visit.entered > first or visit.marks_input:
+                yield visit, opens

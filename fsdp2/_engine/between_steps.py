@@ -1,0 +1,46 @@
+"""What may be done to a module's state only between steps.
+
+Owns the check that no step is under way, after which sharded parameters are registered. It must not
+know what is done then.
+"""
+
+from __future__ import annotations
+
+import torch.nn as nn
+
+from fsdp2._base import torch_autograd
+from fsdp2._base.arguments import check_module
+from fsdp2._base.errors import StateError
+from fsdp2._base.events import IDLE
+from fsdp2._engine.unit import Unit, unit_of
+
+
+def units_below(module: nn.Module) -> list[Unit]:
+    """Return the units of a module's tree, each once; the module need not be one."""
+    found = (unit_of(part) for part in module.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+
+def require_idle(module: object, what: str) -> list[Unit]:
+    """Check that no step is under way, and register sharded parameters; return the units.
+
+    Raises:
+        ConfigError: not a module.
+        StateError: inside a forward or a backward.
+    """
+    units = units_below(check_module(what, "the model", module))
+    for unit in units:
+        runtime = unit.runtime
+        if runtime is None:
+            continue
+        runtime.recover_if_failed()
+        if runtime.clock.phase is not IDLE or torch_autograd.graph_task_id() != -1:
+            phase = "backward" if runtime.clock.phase is IDLE else runtime.clock.phase
+            raise StateError(
+                f"{what}: {unit.fqn or '<root>'} is inside a {phase}, where "
+                "parameters are gathered and freed. Call it between steps."
+            )
+    for unit in units:
+        unit.reshard_if_idle()
+        unit.adopt_if_idle()
+    return units

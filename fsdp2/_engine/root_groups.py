@@ -1,0 +1,259 @@
+"""Large parts of roots: when each is reduced, and which of them backward need not gather.
+
+Owns what the ranks know of each part, and the tiny collective by which they agree. It must not know
+hooks, nor move anything: the runtime asks it what is due.
+
+A *part* is a group of its own for the parameters of one large submodule (an embedding, a head) of a
+unit that contains other units.
+
+[Note: reduced early]
+The gradient of a head is complete long before the root's backward is over. When exactly is seen on
+each rank by looking at ``grad`` at every *event* of a backward. An event is a point in the order of
+collectives, so it has the same number on every rank. At the end of a backward the ranks take the
+maximum of what they saw, and in later ones a part is reduced, and laid aside, at that event,
+whatever is there: reduce is constant. A rank whose backward took another way may have a gradient
+that came later. It says so in the same exchange, all ranks reduce the part once more, and from then
+on later. So the event decides about memory and overlap; never about the result.
+
+[Note: read by nobody]
+The same exchange carries whether something on a rank still referred to a part's parameters after
+forward (see [Note: laid aside] in ``_param_group.group``). If nothing did on any rank, later
+forwards lay the part aside. A rank where this changes keeps its memory for that step, and says so;
+from then on the part is gathered, or kept, as others are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from fsdp2._base import torch_autograd, torch_compiler, torch_modes
+from fsdp2._comm.collectives import Wire
+from fsdp2._comm.consistency import STAMP_NUMEL, Stamp
+from fsdp2._comm.mesh import DataMesh, MeshAxis
+from fsdp2._comm.streams import Streams
+from fsdp2._engine.unit import Unit
+from fsdp2._param_group.group import ParamGroup
+
+UNREAD, UNKNOWN, READ = 0, 1, 2
+FACTS = 3
+"""What a rank says of a part: the event of its last gradient, if that was late, if it is read."""
+
+
+class PartHook:
+    """Sees a part's modules run: an object, so that copies of them copy it."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+
+    @torch_compiler.eager_unless_inlined
+    def __call__(self, _module: torch.nn.Module, _args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or torch_autograd.graph_task_id() != -1:
+            return
+        self.group.is_called = True
+        if torch_autograd.is_packing_saved_tensors():
+            self.group.is_recomputed = True
+        if not torch.is_grad_enabled():
+            self.group.ran_without_grad = True
+
+
+class Part:
+    """What the runtime knows of one part. Everything in ``agreed_*`` is the same on every rank."""
+
+    def __init__(self, group: ParamGroup, unit: Unit) -> None:
+        self.group = group
+        self.unit = unit
+        self.agreed_event = 0
+        self.agreed_reads = UNKNOWN
+        self.reads = UNKNOWN
+        self.is_reduced = False
+        self._last_event = 0
+        self._present = 0
+        self._is_pending = False
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self.is_reduced = False
+        self._last_event = 0
+        self._is_pending = self.group.reducer.has_local_gradients
+        self._present = 0
+
+    def look(self, event: int) -> None:
+        """See whether another gradient has come since the last event."""
+        present = 0
+        for param in self.group.params:
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                present += 1
+        if present != self._present:
+            self._present, self._last_event = present, event
+
+    def note_reduced(self) -> None:
+        self.is_reduced, self._present = True, 0
+
+    def note_reads(self) -> None:
+        """A forward with gradients is over: see whether its backward will read the parameters."""
+        group = self.group
+        found = UNKNOWN
+        if group.is_called:
+            found = UNREAD if group.is_unread() else READ
+        self.reads = found if self.reads == UNKNOWN else max(self.reads, found)
+
+    @property
+    def facts(self) -> list[float]:
+        is_late = self.is_reduced and self._present > 0
+        event = 0 if self._is_pending and not is_late else self._last_event
+        return [float(event), float(is_late), float(self.reads)]
+
+    def learn(self, event: float, reads: float) -> None:
+        """Take over what the ranks found together."""
+        self.agreed_event = max(self.agreed_event, int(event))
+        if self.agreed_reads != READ and reads != UNKNOWN:
+            self.agreed_reads = int(reads)
+        self.reads = UNKNOWN
+
+
+class Parts:
+    """The parts of a runtime."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._of = {part.group: part for part in parts}
+        meshes = dict.fromkeys(part.group.data for part in parts)
+        self._exchanges = [
+            Exchange(data, [part for part in parts if part.group.data == data]) for data in meshes
+        ]
+        self._event = 0
+        self.is_off = False
+
+    def enroll(self, fqn: str) -> None:
+        """Take numbers for the collectives. Ranks call it in the same order."""
+        for exchange in self._exchanges:
+            exchange.enroll(fqn)
+
+    @property
+    def all_sync(self) -> bool:
+        return all(part.group.settings.reduce_grads for part in self._of.values())
+
+    @property
+    def are_known(self) -> bool:
+        """True if it is known of every part whether backward reads it."""
+        return all(part.agreed_reads != UNKNOWN for part in self._of.values())
+
+    def knows_unread(self, group: ParamGroup) -> bool:
+        """True if backward reads the group on no rank, as far as all ranks know."""
+        part = self._of.get(group)
+        return part is not None and part.agreed_reads == UNREAD and not self.is_off
+
+    def note_reduced(self, group: ParamGroup) -> None:
+        part = self._of.get(group)
+        if part is not None:
+            part.note_reduced()
+
+    def is_reduced(self, group: ParamGroup) -> bool:
+        """True if this backward has reduced the group."""
+        part = self._of.get(group)
+        return part is not None and part.is_reduced
+
+    def end_forward(self, group: ParamGroup, with_grad: bool) -> None:
+        """See who reads a part after a forward; lay it aside if nobody does."""
+        part, settings = self._of.get(group), group.settings
+        group.is_recomputed |= with_grad and group.ran_without_grad
+        if part is not None and with_grad and part.agreed_reads != READ:
+            part.note_reads()
+            keeps = settings.reshard_after_forward is False or settings.overlap.keeps_parts
+            if not keeps and settings.reshard_after_backward and self.knows_unread(group):
+                group.lay_aside(skips_backward=True)
+        group.ran_without_grad = False
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._event = 0
+        for part in self._of.values():
+            part.begin()
+
+    def pass_event(self) -> list[Part]:
+        """Every rank is at the same place of its backward. Return what is to be reduced here."""
+        self._event += 1
+        due = []
+        for part in self._of.values():
+            part.look(self._event)
+            if not part.is_reduced and 0 < part.agreed_event <= self._event:
+                due.append(part)
+        return due
+
+    def agree(self, streams: Streams) -> list[Part]:
+        """End a backward with gradient sync. Return the parts that have to be reduced once more.
+
+        Collective over the meshes of all parts.
+        """
+        self._event += 1
+        for part in self._of.values():
+            part.look(self._event)
+        return [part for exchange in self._exchanges for part in exchange.run(streams)]
+
+    def end(self) -> None:
+        """The backward is over, or an exception ended the step."""
+        for part in self._of.values():
+            part.is_reduced = False
+
+
+class Exchange:
+    """How the ranks of one mesh take the maximum of what they know of its parts."""
+
+    def __init__(self, data: DataMesh, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._axes = [axis for axis in (data.shard, data.replicate) if axis.size > 1]
+        self._wire = Wire()
+        self._stamps: dict[MeshAxis, Stamp] = {}
+
+    def enroll(self, fqn: str) -> None:
+        """Take numbers for the exchange over each axis. Ranks call it in the same order."""
+        for axis in self._axes:
+            if self._parts[0].group.is_checked(axis):
+                stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside))
+                stamp.enroll(f"{fqn or '<root>'}, what its parts need")
+                numel = FACTS * len(self._parts)
+                fp32, numels = torch.float32, [numel + STAMP_NUMEL]
+                stamp.know(self._wire, numels, fp32, fp32, numel, ReduceOp.MAX)
+                self._stamps[axis] = stamp
+
+    def _beside(self) -> Iterable[Stamp]:
+        return self._stamps.values()
+
+    def run(self, streams: Streams) -> list[Part]:
+        """Take the maximum over every axis; return the parts that were reduced too early."""
+        found = [fact for part in self._parts for fact in part.facts]
+        for axis in self._axes:
+            found = self._join(found, axis, streams)
+        late = []
+        for part, start in zip(self._parts, range(0, len(found), FACTS), strict=True):
+            event, is_late, reads = found[start : start + FACTS]
+            part.learn(event, reads)
+            if is_late:
+                late.append(part)
+        return late
+
+    def _join(self, facts: list[float], axis: MeshAxis, streams: Streams) -> list[float]:
+        stamp, numel = self._stamps.get(axis), len(facts)
+        code = [] if stamp is None else stamp.code
+        joined = torch.tensor(
+            [*facts, *code], dtype=torch.float32, device=self._parts[0].group.device
+        )
+        if stamp is not None:
+            stamp.before()
+        with torch_modes.hidden_from_modes():
+            work = self._wire.all_reduce(joined, ReduceOp.MAX, axis, streams.async_op)
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if stamp is not None:
+                    raise stamp.lost(error) from error
+                raise
+        values: list[float] = joined.tolist()
+        if stamp is not None and stamp.is_checked and values[numel:] != code:
+            stamp.check_sum(joined[numel:])
+        return values[:numel]

@@ -1,0 +1,649 @@
+"""``Runtime``: the state of one tree of units.
+
+Owns phases, lazy initialisation, prefetch, the queue of reductions, the end of backward and
+recovery. It must not know autograd nodes or module hooks: ``_engine.hooks`` calls it.
+
+Phases of a runtime::
+
+    IDLE ──begin_forward──▶ FORWARD ──end_forward──▶ IDLE
+    IDLE ──begin_backward─▶ BACKWARD ─end_backward─▶ IDLE      (a recomputed forward stays BACKWARD)
+    FORWARD, BACKWARD ──recover (an exception left it there)──▶ IDLE
+
+[Note: a step is a transaction]
+An exception leaves no trace that the next step could meet. A forward that raises passes through
+the unit that began it, which marks the runtime. A backward that raises never calls its callback,
+and the engine drops it: a dead reference to the callback, outside of any backward, says that the
+last backward failed. The next forward then waits for what is in flight, reshards, drops unreduced
+gradients and starts clean. All ranks do so if all ranks failed, which is what their collectives
+need.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+import torch.nn as nn
+
+from fsdp2._base import events, torch_autograd, torch_compiler, torch_modes, torch_modules
+from fsdp2._base.errors import StateError
+from fsdp2._base.events import BACKWARD, FORWARD, IDLE, Clock
+from fsdp2._comm.streams import Streams, streams_for
+from fsdp2._engine.backward_order import Order, Visit
+from fsdp2._engine.prefetch_order import Schedule
+from fsdp2._engine.root_groups import Part, Parts
+from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.param import FSDPParam
+from fsdp2._param_group.reduction import Reduction
+
+_CPU = torch.device("cpu")
+
+SMALL_NBYTES = 1 << 20
+"""Bytes of a reduction's input below which its memory does not matter."""
+
+
+class _EndOfBackward:
+    """The engine's callback. It lives exactly as long as the backward that it ends.
+
+    Dropped without a call it tells, at once, that the backward failed.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._number = runtime.backward_number
+        self._was_called = False
+
+    @torch_compiler.always_eager
+    def __call__(self) -> None:
+        self._was_called = True
+        try:
+            if torch_modes.is_under_modes():
+                torch_modes.run_aside(self._runtime.end_backward)
+            else:
+                self._runtime.end_backward()
+        except BaseException:
+            self._runtime.abandon_backward()
+            raise
+
+    @torch_compiler.always_eager
+    def __del__(self) -> None:
+        if not self._was_called and self._number == self._runtime.backward_number:
+            self._runtime.abandon_backward()
+
+
+class Runtime:
+    """State of a tree of units. The first unit that runs a forward becomes its root."""
+
+    def __init__(self, root: Unit, units: list[Unit]) -> None:
+        self.root = root
+        self.units = units
+        self._several = [unit for unit in units if len(unit.modules) > 1]
+        self.clock = Clock()
+        self.streams: Streams = root.streams or streams_for(
+            next((group.device for unit in units for group in unit.own_groups), _CPU)
+        )
+        self.schedule: Schedule[Unit] = Schedule()
+        self.forward_root: Unit | None = None
+        self.failed = False
+        self.backward_number = 0
+        self.order = Order()  # of the running forward
+        self._order: Order | None = None  # of the forward that backward is in
+        self._open: list[Visit] = []  # by the running backward
+        self.last_units: tuple[Unit, ...] = ()
+        self.parts: Parts | None = None
+        self.is_large = any(
+            sum(param.nbytes for param in group.params) >= SMALL_NBYTES
+            for unit in units
+            for group in unit.own_groups
+        )
+        self._with_graph = False
+        self._prefetched: list[Unit] = []
+        self._reductions: deque[Reduction] = deque()
+        self._callback: weakref.ref[_EndOfBackward] | None = None
+
+    def use(self, streams: Streams) -> None:
+        """Run everything from now on in the lanes of another runtime."""
+        self.streams = streams
+        for unit in self.units:
+            for group in unit.own_groups:
+                group.streams = streams
+
+    # Forward.
+
+    def begin_forward(self, entry: Unit) -> None:
+        """A unit's forward starts outside of any other's."""
+        self.recover_if_failed()
+        _follow_listeners()
+        event, self.root.post_optim_event = self.root.post_optim_event, None
+        if event is None:
+            self.streams.order_after_compute("gather")
+        else:
+            self.streams.order_after_event("gather", event)
+        self.clock.phase = FORWARD
+        self.forward_root = entry
+        self.last_units = ()
+        self.order = Order()
+        self.schedule.begin(entry)
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Issue the unshard of what follows ``unit``, to overlap with its compute."""
+        expected = self.schedule.visit(unit)
+        depth = unit.settings.overlap.prefetch
+        following: Iterable[Unit]
+        if unit.forward_prefetch is not None:
+            following = unit.forward_prefetch
+        elif depth == 1:
+            following = () if expected is None else (expected,)
+        else:
+            following = self.schedule.upcoming(depth)
+        for other in following:  # its own forward will look at what is registered
+            self._prefetch(other.groups, other)
+
+    def _prefetch(self, groups: Iterable[ParamGroup], unit: Unit) -> None:
+        for group in groups:
+            if group.is_unsharded or group.is_gathering:
+                continue
+            if group.skips_backward and self.clock.phase is BACKWARD:
+                continue
+            if events.listeners:
+                events.emit("prefetch", unit.fqn, self.clock.phase)
+            group.unshard()
+        self._prefetched.append(unit)
+
+    def end_forward(self) -> None:
+        """The forward that began outside of any other is over."""
+        self.schedule.end()
+        self.clock.phase = IDLE
+        self.forward_root = None
+        self._drop_unused_prefetches()
+        for unit in self._several:
+            if unit.ran:  # not all of its modules ran in this forward
+                unit.ran.clear()
+                unit.reshard()
+        for unit in self.units:
+            if not unit.recorded_calls:  # no backward of this forward can come
+                unit.show_shards()
+
+    def lose_graph(self, unit: Unit) -> None:
+        """A recorded forward of a unit is gone: no backward through it can come any more."""
+        unit.recorded_calls -= 1
+        if not unit.recorded_calls and self.clock.phase is IDLE:
+            unit.show_shards()
+
+    def _drop_unused_prefetches(self) -> None:
+        for unit in self._prefetched:
+            for group in unit.groups:
+                if group.is_gathering:
+                    group.reshard()
+        self._prefetched.clear()
+
+    # Backward.
+
+    @property
+    def is_recomputing(self) -> bool:
+        """True if a forward that starts now is a recomputation inside a backward."""
+        return self.clock.phase is not FORWARD and torch_autograd.graph_task_id() != -1
+
+    def begin_backward(self) -> None:
+        """The first gradient of a backward reached a unit."""
+        if self.clock.phase is BACKWARD and self._callback is not None and self._callback():
+            return
+        if self.clock.phase is BACKWARD:
+            self.recover()
+        self.backward_number += 1
+        callback = _EndOfBackward(self)
+        self._callback = weakref.ref(callback)
+        torch_autograd.queue_end_of_backward(callback)
+        self._with_graph = torch.is_grad_enabled()
+        self.clock.phase = BACKWARD
+        if self.parts is not None:
+            self.parts.begin()
+
+    def arrive(self, visit: Visit) -> None:
+        """Backward comes to a forward of a unit: make its parameters whole."""
+        if visit.opened_in == self.backward_number:
+            return
+        order = visit.order
+        if order is not None:  # inline, here and in depart: no call where nothing was missed
+            if order is not self._order or order.place != visit.left + 1:
+                self._catch_up(order, visit.left)
+            order.place = visit.left
+        unit = visit.unit
+        visit.opened_in = self.backward_number
+        unit.active_calls += 1
+        self._open.append(visit)
+        loses = not unit.settings.reduce_grads and not unit.is_unsharded
+        if self.parts is not None and unit.gathers_in_backward:
+            self.pass_event()
+        if self.is_large:
+            self.free_done()
+        unit.gather_for_backward()
+        self.prefetch_backward(unit, visit.previous)
+        if loses:
+            unit.note_unsynced_backward()
+
+    def depart(self, visit: Visit) -> None:
+        """Backward leaves a forward of a unit: give parameters back, reduce if it was the last."""
+        number = self.backward_number
+        if visit.opened_in != number or visit.closed_in == number:
+            return
+        order = visit.order
+        if order is not None:
+            if order is not self._order or order.place != visit.entered + 1:
+                self._catch_up(order, visit.entered)
+            order.place = visit.entered
+        unit = visit.unit
+        self._count_closed(visit)
+        if unit.in_backward:
+            return
+        is_needed_again = unit.open_calls and visit.entered == 0
+        if unit.settings.reshard_after_backward and not is_needed_again:
+            unit.reshard()
+        if not unit.open_calls:
+            self.reduce(unit)
+
+    def _count_closed(self, visit: Visit) -> None:
+        unit = visit.unit
+        visit.closed_in = self.backward_number
+        unit.active_calls -= 1
+        if unit.open_calls:
+            unit.open_calls -= 1
+
+    def _catch_up(self, order: Order, place: int) -> None:
+        """Do first what backward missed before a place of a forward's order."""
+        if order is not self._order:
+            if self._order is not None:
+                self._go_through(self._order.missed(-1))
+            order.begin(self.backward_number)
+            self._order = order
+        self._go_through(order.missed(place))
+
+    def _go_through(self, missed: Iterable[tuple[Visit, bool]]) -> None:
+        """Do what is due at events that no gradient reached on this rank."""
+        for visit, opens in missed:
+            if opens:
+                self.arrive(visit)
+            else:
+                self.depart(visit)
+
+    def remember(self, unit: Unit) -> tuple[Unit, ...]:
+        """Note that a unit's forward is over; return those before it, the last one first."""
+        before = self.last_units
+        depth = unit.settings.overlap.prefetch
+        self.last_units = (unit,) if depth < 2 else (unit, *before[: depth - 1])
+        return before
+
+    def prefetch_backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
+        """Issue the unshard of what backward needs after ``unit``."""
+        following = unit.backward_prefetch
+        if following is None:
+            following = previous[: unit.settings.overlap.prefetch]
+        for other in following:
+            if other is not unit:
+                groups = [g for g in other.groups if g.settings.unshard_in_backward]
+                self._prefetch(groups, other)
+
+    def reduce(self, unit: Unit) -> None:
+        """Reduce a unit's gradients, or accumulate them while its sync is off."""
+        parts = self.parts
+        if parts is not None and _reduces(unit):
+            self.pass_event()
+        for group in unit.groups:
+            if parts is None or not parts.is_reduced(group):
+                self._reduce(group)
+
+    def _reduce(self, group: ParamGroup) -> None:
+        while self._is_full_for(group):
+            self._complete(self._reductions.popleft())
+        reduction = group.reduce(self._with_graph)
+        if reduction is None:
+            return
+        if self.parts is not None:
+            self.parts.note_reduced(group)
+        reduction.start()
+        if not self.streams.async_op:
+            reduction.advance()
+            reduction.finish()
+        self._reductions.append(reduction)
+        if group.settings.input_buffers is None and group.settings.overlap.reductions == 0:
+            self._complete(self._reductions.popleft())
+
+    def _is_full_for(self, group: ParamGroup) -> bool:
+        """True if the oldest reduction must end first: a group has one at a time, and all few."""
+        running = self._reductions
+        if not running:
+            return False
+        settings = group.settings
+        limit = settings.input_buffers
+        if limit is None:  # one more if that takes next to nothing: it waits for the link only
+            limit = settings.overlap.reductions + (running[0].nbytes < SMALL_NBYTES)
+        if len(running) >= limit:
+            return True
+        for reduction in running:  # noqa: SIM110  # each turn of a generator is a call
+            if reduction.is_of(group.reducer):
+                return True
+        return False
+
+    def free_done(self) -> None:
+        """Free what reductions hold that have ended: at other times on other ranks, so no more."""
+        if self.streams.async_op:
+            for reduction in self._reductions:
+                reduction.free_if_done()
+
+    def _complete(self, reduction: Reduction) -> None:
+        if self.streams.async_op:
+            reduction.advance()
+            reduction.finish()
+        reduction.wait()
+
+    # Parts. See [Note: reduced early] in _engine.root_groups.
+
+    def pass_event(self) -> None:
+        """Every rank is at this point of its backward: reduce the parts that are complete here."""
+        parts = self.parts
+        assert parts is not None
+        due = parts.pass_event()
+        if not due or self._with_graph or parts.is_off or not parts.all_sync or not self._agrees:
+            return
+        for part in due:
+            group, unit = part.group, part.unit
+            if unit.open_calls or group.owes_reduction:
+                self._lay_aside(part)
+                self._reduce(group)
+
+    def end_parts(self, unit: Unit, with_grad: bool) -> None:
+        """A unit's forward is over: lay aside what its backward reads nowhere."""
+        parts = self.parts
+        assert parts is not None
+        for group in unit.own_groups:
+            if group.is_part:
+                parts.end_forward(group, with_grad)
+
+    def _lay_aside(self, part: Part) -> None:
+        """Free a part whose gradients are in, unless something here still needs it."""
+        group, settings = part.group, part.group.settings
+        keeps = settings.overlap.keeps_parts or not settings.reshard_after_backward
+        if not keeps and not part.unit.calls and not group.is_gathering:
+            group.lay_aside(skips_backward=False)
+
+    @property
+    def _agrees(self) -> bool:
+        """True if ranks tell each other of late gradients: on a device this is waited for."""
+        return self.streams.async_op or self.root.settings.overlap.synchronizes
+
+    def _agree(self) -> None:
+        """Learn what all ranks know of the parts; reduce again what was late somewhere."""
+        parts = self.parts
+        if parts is None or parts.is_off or self._with_graph or not parts.all_sync:
+            return
+        if (self._agrees or not parts.are_known) and torch_modes.has_real_memory():
+            for part in parts.agree(self.streams):
+                self._reduce(part.group)
+
+    def end_backward(self) -> None:
+        """Reduce what no post-backward reduced, finish what is in flight, reshard."""
+        if self._order is not None:
+            self._go_through(self._order.rest())
+        ran = {unit for unit in self.units if unit.open_calls or unit.active_calls}
+        for visit in self._open:
+            if visit.closed_in != self.backward_number:
+                self._count_closed(visit)
+        self._forget_places()
+        is_last = all(unit.settings.is_last_backward for unit in self.units)
+        for unit in reversed(self.units):
+            if unit.groups and self._has_to_reduce(unit, unit in ran):
+                self.reduce(unit)
+            elif unit in ran:  # without sync: whoever had no gradient owes one too
+                for group in unit.groups:
+                    group.owes_reduction = True
+            unit.open_calls = 0
+            self._reshard_after_backward(unit, is_last)
+        self._prefetched.clear()
+        if self.parts is not None:
+            self._agree()
+            self.parts.end()
+        if is_last:
+            self.wait_for_reductions()
+            self._flush_partial()
+        self.clock.phase = IDLE if self.forward_root is None else FORWARD
+        self._callback = None
+
+    def _forget_places(self) -> None:
+        self._open.clear()
+        self._order = None
+
+    def _has_to_reduce(self, unit: Unit, has_run: bool) -> bool:
+        """True if a unit that ran, here and so on every rank, was not reduced by a post-backward.
+
+        A rank on which none of its parameters was used reduces zeros: others may have gradients.
+        """
+        for group in unit.groups:
+            if self.parts is None or not self.parts.is_reduced(group):
+                owes = has_run or group.owes_reduction
+                if group.reducer.has_local_gradients or (group.settings.reduce_grads and owes):
+                    return True
+        return False
+
+    def _reshard_after_backward(self, unit: Unit, is_last: bool) -> None:
+        """Reshard, unless a forward around this backward, or a backward through it, needs more."""
+        if unit.calls:
+            return
+        keeps = not unit.settings.reshard_after_backward
+        if not keeps and not (self._with_graph and unit.is_unsharded):
+            unit.reshard()
+            return
+        for group in unit.groups:
+            group.is_held = False
+            if group.is_unsharded:
+                group.note_values()
+        if is_last and self.forward_root is None:  # else the step goes on
+            unit.show_shards()
+
+    def _flush_partial(self) -> None:
+        """Reduce over replicas what earlier backwards reduced over shards only."""
+        for unit in reversed(self.units):
+            for group in unit.groups:
+                if group.settings.all_reduce_grads and group.reducer.has_partial:
+                    self.reduce(unit)
+                    break
+        if self._reductions:
+            self.wait_for_reductions()
+
+    def rest(self) -> None:
+        """Wait for what is in flight, and for the optimizer: a step begins that is not ours."""
+        if self._reductions:
+            self.wait_for_reductions()
+        event, self.root.post_optim_event = self.root.post_optim_event, None
+        if event is not None and self.streams.async_op:
+            event.synchronize()
+        elif event is not None:
+            event.wait()
+
+    def wait_for_reductions(self) -> None:
+        """Make every reduced gradient safe to use."""
+        if self.streams.async_op:
+            for reduction in self._reductions:
+                reduction.advance()
+            for reduction in self._reductions:
+                reduction.finish()
+        while self._reductions:
+            self._reductions.popleft().wait()
+        if events.listeners:
+            events.emit("wait_for_reduce", self.root.fqn, self.clock.phase)
+
+    # Recovery.
+
+    def fail(self) -> None:
+        """The running forward raised. The next one recovers; parameters are sharded at once."""
+        self.failed = True
+        self.forward_root = None
+        self.clock.phase = IDLE
+        for unit in self.units:
+            unit.reshard_unless_gathering()
+
+    def abandon_backward(self) -> None:
+        """The running backward raised. The next forward recovers; parameters are sharded at once.
+
+        Also where nothing may be waited for: a gather in flight has registered nothing.
+        """
+        for unit in self.units:
+            unit.reshard_unless_gathering()
+
+    def recover_if_failed(self) -> None:
+        """Recover from a forward or a backward that raised, if one did."""
+        if self.failed or (self.clock.phase is BACKWARD and torch_autograd.graph_task_id() == -1):
+            self.recover()
+
+    def recover(self) -> None:
+        """Return to a clean state. See [Note: a step is a transaction]."""
+        if events.listeners:
+            events.emit("recover", self.root.fqn, self.clock.phase)
+        groups = [group for unit in self.units for group in unit.own_groups]
+        stamps = [stamp for group in groups for stamp in group.stamps]
+        broken = next((s.broken for s in stamps if s.broken is not None), None)
+        if broken is not None:  # what is in flight may never end
+            self.fail()
+            for group in groups:
+                group.forget_step()
+            raise StateError(broken)
+        for reduction in self._reductions:
+            reduction.wait()
+        self._reductions.clear()
+        self._forget_places()
+        for unit in self.units:
+            unit.calls.clear()
+            unit.ran.clear()
+            unit.active_calls = 0
+            unit.open_calls = 0
+            unit.reshard()
+            for group in unit.groups:
+                group.forget_step()
+        self.streams.reset()
+        self._prefetched.clear()
+        self.schedule.abandon()
+        if self.parts is not None:
+            self.parts.end()
+        self.last_units = ()
+        self.forward_root = self._callback = None
+        self.failed = False
+        self.clock.phase = IDLE
+
+
+def attach(root: Unit) -> Runtime:
+    """Make ``root`` the root of every unit below it, and plan what only the whole tree shows.
+
+    Raises:
+        StateError: a unit below ran before its root; a tied parameter that no unit holds whole.
+    """
+    names: dict[Unit, str] = {}
+    names_of_modules: dict[nn.Module, str] = {}
+    on_meta: list[str] = []
+    for top in root.modules:
+        for name, module in top.named_modules():
+            names_of_modules.setdefault(module, name)
+            unit = unit_of(module)
+            if unit is not None:
+                names.setdefault(unit, name)
+    for unit, name in names.items():
+        if unit.runtime is not None:
+            raise StateError(
+                f"{name or '<root>'}: ran a forward before {type(root.modules[0]).__name__}, which "
+                "contains it, so it became a root of its own. Run the outermost module that "
+                "fully_shard was applied to first."
+            )
+        unit.take_names(names_of_modules)
+        for group in unit.groups:
+            for param in group.params:
+                _check_ties(param, unit)
+                if param.is_on_meta:
+                    on_meta.append(param.fqn)
+    if on_meta:
+        raise StateError(
+            f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "
+            "model.to_empty(device=...) and initialise them before the first forward."
+        )
+    governed = _governors(root, names)
+    runtime = Runtime(root, list(names))
+    for unit, name in names.items():
+        unit.runtime, unit.fqn = runtime, name
+        unit.choose_input_dtype()
+        if unit is not root and unit.post_optim_event is not None:
+            root.post_optim_event, unit.post_optim_event = unit.post_optim_event, None
+        for group in unit.groups:
+            group.enroll(".".join(filter(None, (name, group.part))))
+            group.clock, group.streams = runtime.clock, runtime.streams
+    for governor, conditional in governed.items():
+        governor.govern(conditional)
+    parts = [
+        Part(group, unit)
+        for unit in names
+        for group in unit.own_groups
+        if group.is_part and group.params and unit.governor is None
+    ]
+    if parts:
+        runtime.parts = Parts(parts)
+        runtime.parts.enroll(names[root])
+    return runtime
+
+
+def _reduces(unit: Unit) -> bool:
+    """True if a unit's reduction is a collective, in which every rank takes part."""
+    return any(g.settings.reduce_grads and g.reducer.plan().members for g in unit.groups)
+
+
+def _governors(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
+    """Return the conditional units below each unit that is not. See [Note: conditional units].
+
+    Raises:
+        StateError: there is no such unit above a conditional one, or its modules have several.
+    """
+    above: dict[Unit, set[Unit | None]] = {}
+
+    def walk(module: nn.Module, governor: Unit | None, inside: bool) -> None:
+        unit = unit_of(module)
+        if unit is not None:
+            inside = inside or unit.conditional
+            if inside:
+                above.setdefault(unit, set()).add(governor)
+            else:
+                governor = unit
+        for child in module.children():
+            walk(child, governor, inside)
+
+    for top in root.modules:
+        walk(top, None, False)
+    governed: dict[Unit, list[Unit]] = {}
+    for unit in names:
+        governors = above.get(unit, set())
+        if len(governors) > 1 or None in governors:
+            raise StateError(
+                f"{names[unit] or '<root>'}: is conditional, so one unit above it, which is not, "
+                "has to gather it. Apply fully_shard without conditional to one module that "
+                "contains it, and run that one."
+            )
+        for governor in governors:
+            assert governor is not None
+            governed.setdefault(governor, []).append(unit)
+    return governed
+
+
+def _check_ties(param: FSDPParam, unit: Unit) -> None:
+    places = param.places
+    if len(places) == 1:
+        return
+    own = {module for top in unit.modules for module in top.modules()}
+    outside = [place for place in places if place not in own]
+    if outside:
+        raise StateError(
+            f"{param.fqn}: is shared with {type(outside[0]).__name__}, and no unit contains both. "
+            "Apply fully_shard to a module that contains both as well, and run that one."
+        )
+
+
+def _follow_listeners() -> None:
+    events.follow(events.profile_event, torch_modules.profiler_is_running())
+    events.follow(events.log_event, events.logger.isEnabledFor(logging.DEBUG))

@@ -1,0 +1,1 @@
+"""One bucket of communication: parameters that are gathered and reduced together."""

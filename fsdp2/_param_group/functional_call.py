@@ -1,0 +1,140 @@
+"""Tensors that stand in for parameters during one forward, as ``torch.func.functional_call`` does.
+
+Owns a differentiable gather of one shard: forward all-gathers it, backward reduces its gradient as
+the group would. It is slower than a group (a collective for each tensor), and it keeps the whole
+tensor for backward: a stand-in has no storage of ours to free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2._base import torch_dtensor, torch_modes
+from fsdp2._base.errors import UnsupportedError
+from fsdp2._base.policy import Settings
+from fsdp2._comm.collectives import GradientScale, Wire
+from fsdp2._comm.mesh import DataMesh
+from fsdp2._param_group import packing
+from fsdp2._param_group.gradient_buffer import local_gradient
+from fsdp2._param_group.layout import GatherItem, GatherLayout, ReduceLayout
+from fsdp2._param_group.param import FSDPParam
+from fsdp2._param_group.shard_buffer import ShardBuffer
+
+
+def whole_tensor(
+    stand_in: Tensor, param: FSDPParam, data: DataMesh, wire: Wire, settings: Settings
+) -> Tensor:
+    """Return the unsharded form of a tensor that is registered in the place of ``param``.
+
+    Args:
+        stand_in: a tensor that lies as the sharded parameter does, or as the unsharded one.
+
+    Raises:
+        UnsupportedError: anything else.
+    """
+    placement = param.placement
+    if isinstance(stand_in, DTensor) and placement.is_sharded(stand_in):
+        if param.is_extended:
+            raise UnsupportedError(
+                f"{param.fqn}: a shard stands in for a parameter with an all-gather extension. "
+                "Pass a tensor of the whole shape, or change the parameter itself."
+            )
+        local = stand_in.to_local()
+        whole: Tensor = _GatherShard.apply(local, param, data, wire, settings)  # type: ignore[no-untyped-call]  # torch's own
+        whole = whole.to(param.compute_dtype)
+        if placement.tensor_parallel is None:
+            return whole
+        wrapped: Tensor = _WrapUnsharded.apply(whole, param)  # type: ignore[no-untyped-call]  # torch's own
+        return wrapped
+    if placement.is_unsharded(stand_in):
+        if torch_modes.is_under_transforms():
+            _check_transformed(stand_in, param)
+        dtype = param.compute_dtype
+        return stand_in if stand_in.dtype == dtype else stand_in.to(dtype)
+    raise UnsupportedError(
+        f"{param.fqn}: a {type(stand_in).__name__} of shape {tuple(stand_in.shape)} stands in for "
+        f"it. Pass a tensor {placement.describe()}."
+    )
+
+
+def _check_transformed(stand_in: Tensor, param: FSDPParam) -> None:
+    """Raise UnsupportedError if a torch.func transform would lose track of a stand-in."""
+    if any(isinstance(layer, DTensor) for layer in torch_modes.layers_of(stand_in)):
+        raise UnsupportedError(
+            f"{param.fqn}: a DTensor stands in for it inside a torch.func transform, and DTensors "
+            "know nothing of transforms. Pass whole tensors (full_tensor()), or call backward()."
+        )
+    if stand_in.dtype != param.compute_dtype:
+        raise UnsupportedError(
+            f"{param.fqn}: a {stand_in.dtype} tensor stands in for it inside a torch.func "
+            f"transform, where none is cast. Pass it as {param.compute_dtype}."
+        )
+
+
+class _WrapUnsharded(torch.autograd.Function):
+    """A DTensor over the parameter's own axes; its gradient comes back as a group takes it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, param: FSDPParam) -> Tensor:
+        ctx.param = param
+        spec = param.placement.unsharded_spec(local.dtype)
+        assert spec is not None
+        return torch_dtensor.new_dtensor(local.view_as(local), spec)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return local_gradient(grad, ctx.param) if isinstance(grad, DTensor) else grad, None
+
+
+class _GatherShard(torch.autograd.Function):
+    """All-gather of one shard; its backward is the mean reduction over data-parallel ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        param: FSDPParam,
+        data: DataMesh,
+        wire: Wire,
+        settings: Settings,
+    ) -> Tensor:
+        ctx.call = (param, data, wire, settings)
+        item = GatherItem(param.placement.layout, local.dtype, local.dtype)
+        layout = GatherLayout.plan([item], data.shard.size)
+        buffer = ShardBuffer(layout, data.shard, local.device)
+        buffer.shards[0].copy_(local)
+        gathered, send = buffer.gather(wire, async_op=False).buffers
+        full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
+        targets = packing.gather_targets(full, layout, layout.whole.order)
+        packing.unpack(gathered, layout, layout.whole, targets)
+        replicated = packing.gather_targets(full, layout, layout.replicated)
+        packing.unpack_replicated(send, layout, replicated)
+        return packing.full_tensors(full, layout)[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        param, data, wire, settings = ctx.call
+        layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype)
+        scale = GradientScale.choose(data.size, grad.dtype, settings.divide_by, settings.only_sums)
+        packed = wire.allocate((layout.size, layout.numel), grad.dtype, grad.device)
+        behind = packing.tail([True], (), layout, grad.dtype, grad.device)
+        packing.pack_gradients([grad], layout, data.shard.rank, behind, packed)
+        packed.mul_(scale.before)
+        reduced = packed.view(-1)
+        if data.shard.size > 1:
+            reduced = wire.allocate((layout.numel,), grad.dtype, grad.device)
+            wire.reduce_scatter(reduced, packed.view(-1), scale.op, data.shard, async_op=False)
+        if data.replicate.size > 1:
+            wire.all_reduce(reduced, scale.op, data.replicate, async_op=False)
+        reduced.mul_(scale.after)
+        if layout.slotted[0]:
+            return packing.sum_of_slots(reduced, layout, 0), None, None, None, None
+        local = packing.gradient_view(reduced, layout, 0, data.shard.rank)
+        local = local.clone(memory_format=torch.contiguous_format)  # not in the wire's memory
+        return local, None, None, None, None

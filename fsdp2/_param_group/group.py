@@ -1,0 +1,815 @@
+"""Parameters that communicate together: ``unshard``, ``wait_for_unshard``, ``reshard``, ``reduce``.
+
+Owns a group's plan, its shard buffer, its full buffer and the moves between them. It must not know
+hooks, autograd or other groups: whoever calls decides when.
+
+[Note: one plan]
+Everything that depends on shapes and dtypes is computed by ``_plan`` and lives until a parameter is
+replaced behind our back (``.to()``, ``load_state_dict(assign=True)``, ``to_empty``,
+``swap_tensors``, unpickling, or an assignment). ``unshard`` notices that by identity, and *adopts*:
+it plans again and copies what is registered into a new shard buffer. The old buffer is never
+written, so a parameter that comes back (``functional_call``) still has its values. The full buffer
+and the unsharded parameters stay if dtypes allow, because a recorded graph may need them.
+
+[Note: laid aside]
+A large part of a root is *laid aside* after forward if its backward reads it on no rank, and as
+soon as its gradients are in. That is a statement about collectives, the same on every rank: the
+group counts as sharded, and whoever needs it next gathers it: after forward that is no backward,
+but after its gradients are in it may be the backward of another open call. What a
+rank does with the memory is its own affair. It is freed if, and only if, nothing else refers to it:
+not autograd (whatever it saved holds the tensor, or the storage of a view), not the user. Otherwise
+this rank keeps the parameters, registered and whole, until it reshards. Recomputation
+(checkpointing) needs parameters that nothing refers to, so a part that ran under it is kept.
+
+[Note: between steps]
+Between steps ``parameters()`` are the shards, so that an optimizer made there trains them. Memory
+is another matter: a group may keep its whole parameters for the next forward or backward (by
+choice, or because a recorded graph reads them). Then it *shows* its shards: they are registered,
+and the state stays UNSHARDED. The next forward compares the versions of the shards with those that
+were gathered, however the parameters came to be whole, and gathers again if somebody wrote to the
+shards. Only ``unshard()`` by hand *holds* whole parameters registered: until ``reshard()``, the
+unit's next forward, or the end of a backward of its root.
+
+[Note: what is registered]
+A form of ours is put in the place of a form of ours only. Anything else there is the user's; it
+stays until the next forward looks at it and takes it over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2._base import events, torch_autograd, torch_dtensor, torch_modes, torch_tensors
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.events import BACKWARD, IDLE, Clock
+from fsdp2._base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
+from fsdp2._comm.collectives import Wire
+from fsdp2._comm.consistency import GATHER_STAMP_NUMEL, Stamp, Traits
+from fsdp2._comm.mesh import DataMesh, MeshAxis
+from fsdp2._comm.streams import InFlight, Launched, Streams
+from fsdp2._param_group import packing
+from fsdp2._param_group.extension import (
+    ExtensionTail,
+    has_extension,
+    is_extended,
+    smaller_mesh_refused,
+)
+from fsdp2._param_group.functional_call import whole_tensor
+from fsdp2._param_group.layout import GatherItem, GatherLayout, ShardLayout
+from fsdp2._param_group.optimizer_steps import steps_so_far
+from fsdp2._param_group.param import (
+    SHARDED,
+    SHARDED_POST_FORWARD,
+    UNSHARDED,
+    FSDPParam,
+    StateMachine,
+)
+from fsdp2._param_group.placement import shrink
+from fsdp2._param_group.reduction import Reducer, Reduction
+from fsdp2._param_group.replaced_params import (
+    Source,
+    StandIn,
+    look,
+    own_rows,
+    own_sources,
+    refuse_assigned_data,
+    source_of,
+)
+from fsdp2._param_group.shard_buffer import ShardBuffer
+
+
+class ParamGroup:
+    """One frozen layout, one mesh, and the state that its parameters share."""
+
+    def __init__(
+        self,
+        data: DataMesh,
+        policy: MixedPrecisionPolicy,
+        device: torch.device,
+        offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
+    ) -> None:
+        self.data = data
+        self.policy = policy
+        self.device = device
+        self.offload = offload
+        self.settings = Settings()
+        self.streams = Streams()
+        self.machine = StateMachine()
+        self.clock = Clock()
+        self.fqn = ""
+        self.params: list[FSDPParam] = []
+        self._flat_params: list[FSDPParam] = []
+        self._tail = ExtensionTail(data, policy, device)
+        self._is_away = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
+        home = torch.device("cpu") if self._is_away else device
+        self.reducer = Reducer(self.params, data, device, home, policy.reduce_dtype)
+        self.reducer.pinned = self._is_pinned
+        if device.type != "cpu":
+            self.wire.straight_nbytes = None
+        self.owes_reduction = False
+        self._is_enrolled = False
+        self._stamp = self._stamp_of(data, "gather")
+        self._smaller_stamp: Stamp | None = None
+        self.restamp_reductions(data)
+        self._smaller: DataMesh | None = None
+        self._home: ShardBuffer | None = None
+        self._waiting: ShardBuffer | None = None
+        self._full: Tensor | None = None
+        self._has_full_memory = False
+        self._stand_ins: list[StandIn] = []
+        self._placed: list[StandIn] = []
+        self.is_held = False
+        self._versioned: list[Tensor] = []
+        self._sharded: list[Tensor] = []
+        self._shells: list[int] = []  # see shells_of
+        self._values: list[int] | None = None
+        self.is_part = False
+        self.part = ""
+        self.is_called = False
+        self.is_recomputed = False
+        self.ran_without_grad = False
+        self.is_laid_aside = False
+        self.skips_backward = False
+        self._accumulators: list[Any] = []
+        self._at_rest: list[int] | None = None
+        self._gathering: InFlight | None = None
+
+    @property
+    def wire(self) -> Wire:
+        """What the group sends over."""
+        return self.reducer.wire
+
+    @wire.setter
+    def wire(self, wire: Wire) -> None:
+        self.reducer.wire = wire
+        self.rewire()
+
+    @property
+    def _is_pinned(self) -> bool:
+        """True if shards and gradients are kept in pinned host memory."""
+        wanted = isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+        return self._is_away and wanted
+
+    def _stamp_of(self, data: DataMesh, kind: str) -> Stamp | None:
+        """Return a stamp for what the group gathers over a shard axis; None if none is needed."""
+        axis = data.shard
+        return self._make_stamp(axis, kind) if self.is_checked(axis) else None
+
+    def is_checked(self, axis: MeshAxis) -> bool:
+        """True if ranks can see what others send over an axis. See [Note: agreement]."""
+        on_host = self.device.type == "cpu" and torch_modes.has_real_memory()
+        return on_host and axis.size > 1 and axis.is_real
+
+    def _make_stamp(self, axis: MeshAxis, kind: str) -> Stamp:
+        stamp = Stamp(axis, kind, weakref.WeakMethod(self._beside))
+        if self._is_enrolled:
+            stamp.enroll(self.fqn)
+        return stamp
+
+    def _beside(self) -> list[Stamp]:
+        return self.stamps
+
+    def restamp_reductions(self, data: DataMesh) -> None:
+        """Number the group's reductions over the axes of ``data``."""
+        for stamp in self.reducer.stamps:
+            stamp.retire()
+        stamps = []
+        for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
+            if self.is_checked(axis):
+                stamps.append(self._make_stamp(axis, kind))
+        self.reducer.stamps = tuple(stamps)
+        self.reducer.erase_stamps()
+        self.reducer.invalidate()
+
+    def rewire(self) -> None:
+        """Take notice of what changed on the wire: every rank does so between the same steps."""
+        if self._gathering is not None:
+            self._drop_gather()
+        for buffer in (self._home, self._waiting):
+            if buffer is not None:
+                self._know(buffer)
+        self.reducer.invalidate()
+
+    def send_straight(self, nbytes: int | None) -> None:
+        """Let parameters of at least ``nbytes`` travel in a collective of their own."""
+        if nbytes != self.wire.straight_nbytes:
+            self.reshard()
+            self.wire.straight_nbytes = nbytes
+            self._plan(own_sources(self.params))
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Reduce over a process group of its own, or over that of the gathers. Collective."""
+        data = self.data
+        self.wire.is_separate = enable
+        pg = data.shard.separate_group() if enable and data.shard.size > 1 else None
+        self.wire.scatter_group = pg
+        shard = data.shard if pg is None else dataclasses.replace(data.shard, pg=pg)
+        self.restamp_reductions(dataclasses.replace(data, shard=shard))
+
+    def enroll(self, fqn: str) -> None:
+        """Take the name that the unit has in its tree, and numbers for its collectives.
+
+        Not earlier: whoever copies a model on one rank alone, and never runs it, takes no numbers.
+        """
+        if self._gathering is not None:  # by hand, without a number
+            self._drop_gather()
+        if self.wire.is_separate and self.wire.scatter_group is None:  # a copy of one that was
+            self.separate_reductions(True)
+        self.fqn, self._is_enrolled = fqn, True
+        for stamp in self.stamps:
+            stamp.enroll(fqn)
+        for buffer in (self._home, self._waiting):
+            if buffer is not None:
+                self._know(buffer)
+        self.reducer.invalidate()
+
+    def forget_step(self) -> None:
+        """Drop what an unfinished step left."""
+        self.reducer.discard()
+        self.owes_reduction = False
+        self.forget_stand_ins()
+
+    def forget_stand_ins(self) -> None:
+        """Drop tensors of the user's that stood in for parameters of a forward that raised."""
+        self._stand_ins, self._placed = [], []
+
+    @property
+    def stamps(self) -> list[Stamp]:
+        """Everything that the group numbers."""
+        stamps = [self._stamp, self._smaller_stamp, *self.reducer.stamps]
+        return [stamp for stamp in stamps if stamp is not None]
+
+    @property
+    def home_buffer(self) -> ShardBuffer | None:
+        """The shards, where optimizers find them; None without parameters."""
+        return self._home
+
+    @property
+    def smaller_mesh(self) -> DataMesh | None:
+        """The mesh that parameters wait on between forward and backward, if not the whole one."""
+        return self._smaller
+
+    @property
+    def awaits_stand_ins(self) -> bool:
+        """True if ``inspect`` found tensors that stand in for parameters."""
+        return bool(self._stand_ins)
+
+    # Planning and adoption.
+
+    def shard(self, params: Sequence[FSDPParam]) -> None:
+        """Take parameters in: copy this rank's rows of each into the flat buffer, register them.
+
+        A parameter comes whole (``nn.Parameter``, maybe a DTensor over tensor-parallel axes), or
+        as the sharded DTensor that another group gave up.
+        """
+        sources = own_sources(self.params)
+        for param in params:
+            if param.local is None:
+                rows = own_rows(param, param.sharded, self.data.shard.rank)
+                if rows.device.type != "meta":
+                    rows = rows.to("cpu" if self._is_away else self.device)
+                sources.append((rows, None))
+            else:
+                sources.append((torch_dtensor.local_tensor(param.sharded), param.sharded))
+            param.machine = self.machine
+            param.param_dtype = self.policy.param_dtype
+            param.keeps_reduced_dtype = self.policy.keep_low_precision_grads
+        self.params.extend(params)
+        self._plan(sources)
+
+    def compute_by(self, policy: MixedPrecisionPolicy) -> None:
+        """Compute in the dtype of another policy from now on."""
+        self.reshard()
+        self.policy = policy
+        self._tail = ExtensionTail(self.data, policy, self.device)
+        for param in self.params:
+            param.param_dtype = policy.param_dtype
+        self._plan(own_sources(self.params))
+
+    def release(self, params: Sequence[FSDPParam]) -> None:
+        """Give parameters up; another group takes them."""
+        self.params[:] = [param for param in self.params if param not in params]
+        self._plan(own_sources(self.params))
+
+    def reshard_to(self, size: int | None) -> None:
+        """Reshard to ``size`` neighbours after forward from now on; None: to the whole axis.
+
+        Collective, if the smaller mesh does not exist yet.
+        """
+        if size is not None:
+            self._refuse_smaller([param for param in self.params if param.is_extended])
+        smaller = None if size is None else self.data.split(size)
+        if smaller is not self._smaller:
+            self.reshard()
+            self._smaller, self._waiting = smaller, None
+            self._smaller_stamp = None if smaller is None else self._stamp_of(smaller, "gather")
+            self._plan(own_sources(self.params))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _plan(self, sources: Sequence[Source]) -> None:
+        """Lay the group out for the dtypes and the device of ``sources`` and copy them in."""
+        devices = {source.device for source, _ in sources}
+        if len(devices) > 1:
+            listing = ", ".join(
+                f"{p.fqn} on {s.device}" for p, (s, _) in zip(self.params, sources, strict=True)
+            )
+            raise StateError(
+                f"{self.fqn or '<root>'}: parameters of one group are on several devices: "
+                f"{listing}. Move the whole module to one device."
+            )
+        self._split_params([source for source, _ in sources])
+        for param, (source, _) in zip(self.params, sources, strict=True):
+            param.storage_dtype = source.dtype
+        self.reducer.invalidate()
+        if not sources:
+            self._home = self._full = self._waiting = None
+            self._versioned, self._sharded, self._shells = [], [], []
+            self._tail.plan([])
+            return
+        self._at_rest = None  # until the unsharded parameters are made anew, owners are not known
+        layout = self._layout()
+        if self._home is None or not layout.has_full_of(self._home.layout):
+            self._full = self._waiting = None
+        device = devices.pop()
+        if self._is_away and device.type != "meta":
+            device = torch.device("cpu")
+        buffer = ShardBuffer(
+            layout,
+            self.data.shard,
+            device,
+            compute=self.device if self._is_away else None,
+            pinned=self._is_pinned and device.type == "cpu",
+            stamp=self._stamp if len(layout.items) > len(self._flat_params) else None,
+        )
+        self._know(buffer)
+        if self._full is not None:
+            storage = self._full.untyped_storage()
+            storage.resize_(layout.full_nbytes)  # views cannot be made of a freed storage
+            buffer.bind(self._full)
+            storage.resize_(0)
+        index = 0
+        for param, (source, registered) in zip(self.params, sources, strict=True):
+            if param.is_extended:
+                param.set_shard(source, registered)
+                continue
+            local = buffer.shards[index]
+            local.copy_(source.detach())
+            param.set_shard(local, registered, buffer.piece(index))
+            index += 1
+        self._tail.plan([param for param in self.params if param.is_extended])
+        self._home = buffer
+        # DTensor operations count on the DTensor, operations on local shards count there
+        forms = [f for p in self.params for f in (p.sharded, torch_dtensor.local_tensor(p.sharded))]
+        self._versioned = [form for form in forms if not form.is_inference()]
+        self._sharded = [param.sharded for param in self.params]
+        self._shells = torch_dtensor.shells_of(self._sharded)
+        self._register(SHARDED)
+
+    def _split_params(self, shards: Sequence[Tensor]) -> None:
+        """See which parameters are extended: these are not in the flat buffer.
+
+        Raises:
+            StateError: an extension is not complete, or cannot be used here; nothing was changed.
+        """
+        extended = [is_extended(p, s) for p, s in zip(self.params, shards, strict=True)]
+        if self._smaller is not None:
+            self._refuse_smaller(
+                [p for p, is_so in zip(self.params, extended, strict=True) if is_so]
+            )
+        for param, shard, is_so in zip(self.params, shards, extended, strict=True):
+            if is_so and not param.is_extended and shard is param.local:
+                shard.data = shard.clone()  # the same object, out of the flat buffer
+            param.is_extended = is_so
+        self._flat_params = [param for param in self.params if not param.is_extended]
+
+    def _refuse_smaller(self, extended: Sequence[FSDPParam]) -> None:
+        if extended:
+            raise ConfigError(smaller_mesh_refused(extended[0].fqn))
+
+    def _layout(self) -> GatherLayout:
+        items = [
+            GatherItem(param.placement.layout, param.storage_dtype, param.compute_dtype)
+            for param in self._flat_params
+        ]
+        sizes = () if self._smaller is None else (self._smaller.shard.size,)
+        return self._stamped(items, self.data.shard.size, sizes, self._stamp)
+
+    def _stamped(
+        self, items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None
+    ) -> GatherLayout:
+        """Plan a layout with room for a stamp, if there is one, behind the parameters."""
+        straight = self.wire.straight_nbytes
+        layout = GatherLayout.plan(items, size, others, straight)
+        stamp_item = layout.stamp_item
+        if stamp_item is None and not items:  # all parameters are extended
+            bytes_only = ShardLayout((size * GATHER_STAMP_NUMEL,), (1,), 0, size)
+            stamp_item = GatherItem(bytes_only, torch.uint8, torch.uint8, is_stamp=True)
+        if stamp is not None and stamp_item is not None:
+            layout = GatherLayout.plan([*items, stamp_item], size, others, straight)
+        return layout
+
+    def _know(self, buffer: ShardBuffer) -> None:
+        """Number a buffer by how it travels, and tell the ranks' agreement.
+
+        Nothing of it is on its way. What extended parameters send is agreed on elsewhere.
+        """
+        layout, stamp = buffer.layout, buffer.stamp
+        if stamp is None:
+            return
+        sent = [(i.shard.shape, i.shard.dim, i.compute_dtype) for i in layout.items]
+        numels, dtype = buffer.sent_numels(self.wire), layout.wire_dtype
+        is_custom = self.wire.custom[0] is not None
+        stamp.tell_apart(Traits(sent, len(numels) - 1, (dtype, dtype), is_custom))
+        buffer.take_stamp()
+        if buffer.tail_nbytes or not self._tail.items:
+            seen_as = layout.items[-1].compute_dtype
+            start = layout.send_offsets[-1] // seen_as.itemsize
+            stamp.know(self.wire, numels, dtype, seen_as, start)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _build_full(self) -> None:
+        """Make the unsharded parameters, and the smaller mesh's, on memory that is freed again."""
+        assert self._home is not None
+        if any(map(has_extension, self._home.shards)):  # methods were set on a local tensor
+            self._plan(own_sources(self.params))
+        if self._smaller is not None:
+            self._build_waiting(self._smaller)
+        layout = self._home.layout
+        self._full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=self.device)
+        for buffer in (self._home, self._waiting):
+            if buffer is not None:
+                buffer.bind(self._full)
+        tensors = packing.full_tensors(self._full, layout)
+        for param, tensor in zip(self._flat_params, tensors, strict=False):
+            param.set_unsharded(tensor)
+        self._full.untyped_storage().resize_(0)
+
+    def _build_waiting(self, smaller: DataMesh) -> None:
+        """Plan the shards over the smaller mesh. Both plans must place unsharded tensors alike."""
+        placements = [shrink(param.placement, smaller) for param in self.params]
+        items = [
+            GatherItem(placement.layout, param.compute_dtype, param.compute_dtype)
+            for placement, param in zip(placements, self.params, strict=True)
+        ]
+        stamp = self._smaller_stamp
+        layout = self._stamped(items, smaller.shard.size, (self.data.shard.size,), stamp)
+        stamp = stamp if len(layout.items) > len(items) else None
+        self._waiting = ShardBuffer(layout, smaller.shard, self.device, is_freed=True, stamp=stamp)
+        self._know(self._waiting)
+        for param, placement, local in zip(
+            self.params, placements, self._waiting.shards, strict=False
+        ):
+            param.set_post_forward(local, placement)
+        self._waiting.flat.untyped_storage().resize_(0)
+
+    def inspect(self, recomputing: bool = False) -> None:
+        """See what the user did to the registered parameters. Call it before a forward's unshard.
+
+        A replaced ``nn.Parameter`` is adopted. Any other tensor in its place is a stand-in for the
+        forward that begins (``functional_call``). A changed ``requires_grad`` is carried over. A
+        recomputation uses the values of its backward, whatever was written since.
+        """
+        self.is_held = False
+        if not recomputing and self._values is not None and self._values != self._versions():
+            self.reshard()  # the shards were written to since they were gathered
+        findings = look(self.params)
+        self._stand_ins = findings.stand_ins
+        shells = torch_dtensor.shells_of(self._sharded)
+        if shells != self._shells:
+            for param, seen, now in zip(self.params, self._shells, shells, strict=True):
+                if seen != now and param not in findings.replaced:
+                    refuse_assigned_data(param)
+        if findings.toggled:
+            self._toggle(findings.toggled)
+        if findings.cast:  # by the model's own forward: what is unsharded lies elsewhere now
+            self.reshard()
+            self._full = None
+        if findings.replaced:
+            self._adopt(findings.replaced)
+
+    def _toggle(self, params: list[FSDPParam]) -> None:
+        """Carry a changed ``requires_grad`` to every form of each parameter."""
+        self._check_toggle(params)
+        for param in params:
+            param.toggle()
+        self.reducer.invalidate()
+        self.reducer.prepare(self.settings)  # at once: other ranks may stand in for it
+
+    def _adopt(self, replaced: dict[FSDPParam, Tensor | None]) -> None:
+        """Take over parameters that were replaced. See [Note: one plan]."""
+        rank = self.data.shard.rank
+        for param, new in replaced.items():
+            if new is not None and new.requires_grad is not param.trainable:
+                self._check_toggle([param])
+        sources = [source_of(p, replaced.get(p, p.sharded), rank) for p in self.params]
+        self.reshard()
+        if events.listeners:
+            events.emit("adopt", self.fqn, self.clock.phase)
+        for param, new in replaced.items():
+            if new is not param.sharded:
+                self.reducer.forget(param)
+            param.replace(new)
+            for site in param.sites:
+                site.put(param.sharded)
+        self._plan(sources)
+        self.streams.order_after_compute("gather")
+
+    def _check_toggle(self, params: Sequence[FSDPParam]) -> None:
+        """Raise StateError if ``requires_grad`` must not change now: the same on every rank."""
+        if self.owes_reduction or self.reducer.has_partial:
+            raise StateError(
+                f"{params[0].fqn}: requires_grad changed while gradients of its group are "
+                "accumulated without sync. Set it back and run a backward with gradient sync "
+                "first, or call reset_iter_state()."
+            )
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear sharded gradients that are not registered, and those that wait for a reduction."""
+        if self.reducer.is_waiting or self.owes_reduction:
+            self.reducer.discard()
+            self.owes_reduction = False
+        if self.machine.state is SHARDED:
+            return
+        for param in self.params:
+            if param.sharded.grad is not None:
+                if set_to_none:
+                    param.sharded.grad = None
+                else:
+                    param.sharded.grad.zero_()
+
+    def note_values(self) -> None:
+        """Remember what the unsharded parameters, which may stay, are gathered from."""
+        if self._values is None:
+            self._values = self._versions()
+
+    def _versions(self) -> list[int]:
+        """Return what changes when somebody writes to the shards."""
+        return [steps_so_far(), *map(torch_autograd.version_of, self._versioned)]
+
+    # The moves.
+
+    @property
+    def is_unsharded(self) -> bool:
+        """True if no rank has to gather. See [Note: laid aside]."""
+        return self.machine.state is UNSHARDED and not self.is_laid_aside
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """True if tensors of the user's stand in for parameters in the running forward."""
+        return bool(self._placed)
+
+    @property
+    def is_gathering(self) -> bool:
+        return self._gathering is not None
+
+    def _register(self, state: Any) -> None:
+        """Put one form of every parameter onto the modules. See [Note: what is registered]."""
+        for param in self.params:
+            form = (
+                param.unsharded
+                if state is UNSHARDED
+                else param.sharded
+                if state is SHARDED
+                else param.post_forward
+            )
+            shown, param.shown = param.shown, form
+            for site in param.sites:
+                registered, name = site.module._parameters, site.name
+                found = registered[name] if name in registered else None  # noqa: SIM401  # a call
+                if found is shown or param.is_form(found):
+                    registered[name] = form
+        if self._stand_ins and state is UNSHARDED:
+            for item in self._stand_ins:
+                whole = whole_tensor(item.tensor, item.param, self.data, self.wire, self.settings)
+                item.site.put(whole)
+            self._placed, self._stand_ins = self._stand_ins, []
+
+    def return_stand_ins(self) -> None:
+        """Register stand-ins again after the forward: ``functional_call`` takes them from there."""
+        for item in self._placed:
+            item.site.put(item.tensor)
+        self._placed = []
+
+    def unshard(self) -> None:
+        """Issue the all-gather, unless the parameters are whole or on their way."""
+        if self.is_laid_aside:
+            self.reshard()
+        if self._gathering is not None or self.machine.state is UNSHARDED or not self.params:
+            return
+        if self._home is None:  # a copy, gathered ahead of its own first forward
+            self.inspect()
+        if self._full is None:
+            self._build_full()
+            if self.is_part:
+                self._at_rest = self._count_owners(renew=True)
+        source = self._home if self.machine.state is SHARDED else self._waiting
+        assert source is not None
+        phase = self.clock.phase
+        if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
+            self.note_values()  # in a forward those are noted that stay, at its end
+        if events.listeners:
+            nbytes = source.axis.size * source.sent_nbytes
+            events.emit("unshard", self.fqn, self.clock.phase, nbytes)
+        if source.stamp is not None:
+            source.stamp.before()
+        if source.gathers_straight(self.wire):
+            self._allocate_full(source)
+            self.streams.order_after_compute("gather")  # whose memory it was
+        gather = self._gather_extended if self._tail.items else source.gather
+        self._gathering = self.streams.launch(
+            "gather", lambda: gather(self.wire, self.streams.async_op)
+        )
+
+    def _gather_extended(self, wire: Wire, async_op: bool) -> Launched:
+        """Issue the all-gather with the tail of the extended parameters."""
+        buffer, tail = self._home, self._tail
+        assert buffer is not None
+        tail.prepare()
+        if buffer.tail_nbytes != tail.nbytes:
+            buffer.tail_nbytes = tail.nbytes
+            self._know(buffer)
+        return buffer.gather(wire, async_op, tail.pack)
+
+    def wait_for_unshard(self) -> None:
+        """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
+        is_whole = self.machine.state is UNSHARDED and not self.is_laid_aside
+        if is_whole or not self.params:
+            self._register(UNSHARDED)
+            return
+        self.unshard()
+        assert self._gathering is not None
+        assert self._full is not None
+        source = self._home if self.machine.state is SHARDED else self._waiting
+        assert source is not None
+        self._gathering.wait()
+        buffers, self._gathering = self._gathering.buffers, None
+        if not self._has_full_memory:
+            self._allocate_full(source)
+        try:
+            source.unpack(*buffers)
+            if self._tail.items:
+                self._unpack_extended(buffers[2])
+        except BaseException:  # ranks differ, or an extension raised
+            self.streams.retire("gather", buffers)
+            self._free_full()
+            raise
+        self.streams.retire("gather", buffers)
+        if source is self._waiting:
+            source.flat.untyped_storage().resize_(0)
+        self.machine.move(UNSHARDED, self.fqn)
+        self._register(UNSHARDED)
+        if events.listeners:
+            events.emit("wait_for_unshard", self.fqn, self.clock.phase)
+
+    def _allocate_full(self, source: ShardBuffer) -> None:
+        assert self._full is not None
+        self._full.untyped_storage().resize_(source.layout.full_nbytes)
+        self._has_full_memory = True
+
+    def _unpack_extended(self, gathered: Tensor) -> None:
+        self._tail.unpack(gathered)
+        self.reducer.see_dtypes()
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the unsharded ones."""
+        self.is_laid_aside = self.skips_backward = self.is_held = False
+        self._values = None
+        if self._gathering is not None:
+            self._drop_gather()
+        if self.machine.state is SHARDED or not self.params:
+            return
+        waiting = self._waiting
+        if self.machine.state is SHARDED_POST_FORWARD and waiting is not None:
+            waiting.flat.untyped_storage().resize_(0)
+        self.machine.move(SHARDED, self.fqn)
+        self._register(SHARDED)
+        self._give_up_full()
+
+    def show_shards(self) -> None:
+        """Register the sharded parameters, whatever stays in memory. See [Note: between steps]."""
+        if not self.is_held:
+            self._register(SHARDED)
+
+    def _drop_gather(self) -> None:
+        """Wait for the gather that is in flight, and forget what it brought."""
+        assert self._gathering is not None
+        self._gathering.wait()
+        self.streams.retire("gather", self._gathering.buffers)
+        self._gathering = None
+        self._free_full()
+        for buffer in (self._home, self._waiting):
+            if buffer is not None:
+                buffer.free_gathered()
+
+    def lay_aside(self, skips_backward: bool) -> None:
+        """Count as sharded from now on. See [Note: laid aside].
+
+        ``skips_backward``: no pre-backward gathers it before it is resharded.
+        """
+        if self.machine.state is SHARDED and not skips_backward:
+            return
+        self.is_laid_aside, self.skips_backward = True, skips_backward
+        self._values = None
+        if self.machine.state is UNSHARDED and self.is_unread():
+            self.machine.move(SHARDED, self.fqn)
+            self._register(SHARDED)
+            self._free_full()
+
+    def is_unread(self) -> bool:
+        """True if nothing on this rank reads the unsharded parameters any more, this is certain."""
+        if self._at_rest is None or self.is_recomputed or not self.is_called or self._placed:
+            return False
+        self._register(SHARDED)
+        found = self._count_owners()
+        self._register(UNSHARDED)
+        return found == self._at_rest
+
+    def _count_owners(self, renew: bool = False) -> list[int] | None:
+        """Count what refers to the unsharded parameters' memory while they are not registered.
+
+        None if that cannot be told. ``renew``: the unsharded parameters are new ones.
+        """
+        wholes = [param.unsharded for param in self.params]
+        if self._full is None or self._tail.items or self._smaller is not None:
+            return None
+        if any(isinstance(whole, DTensor) for whole in wholes):
+            return None
+        if renew:  # or a graph that uses them would count too
+            self._accumulators = torch_autograd.accumulators_of(wholes)
+        owners = torch_tensors.count_owners(wholes)
+        return [*owners, torch_tensors.storage_use_count(self._full.untyped_storage())]
+
+    def reshard_post_forward(self) -> None:
+        """Reshard to the smaller mesh, if there is one, else fully."""
+        if self._waiting is None or self.machine.state is not UNSHARDED:
+            self.reshard()
+            return
+        self.note_values()
+        layout, waiting = self._waiting.layout, self._waiting
+        waiting.flat.untyped_storage().resize_(layout.shard_nbytes)
+        with torch.no_grad():
+            for param, item, shard in zip(self.params, layout.items, waiting.shards, strict=False):
+                whole: Tensor = param.unsharded.detach()  # type: ignore[union-attr]  # planned
+                if isinstance(whole, DTensor):
+                    whole = torch_dtensor.local_tensor(whole)
+                shard.copy_(packing.shard_of(whole, item.shard, waiting.axis.rank))
+            waiting.write_stamp()
+        self.streams.order_after_compute("gather")
+        self.machine.move(SHARDED_POST_FORWARD, self.fqn)
+        self._register(SHARDED_POST_FORWARD)
+        self._give_up_full()
+
+    def _free_full(self) -> None:
+        assert self._full is not None
+        self._full.untyped_storage().resize_(0)
+        self._has_full_memory = False
+
+    def _give_up_full(self) -> None:
+        assert self._full is not None
+        self._free_full()
+        if self._tail.items:
+            self._tail.free()
+        if events.listeners:
+            events.emit("reshard", self.fqn, self.clock.phase, self._full.nbytes)
+
+    def reduce(self, with_graph: bool) -> Reduction | None:
+        """Pack local gradients. Returns the reduction to start, or None while sync is off."""
+        self.owes_reduction = not self.settings.reduce_grads
+        reduction = self.reducer.reduce(self.settings, self.streams, with_graph)
+        if reduction is not None and events.listeners:
+            events.emit("reduce", self.fqn, self.clock.phase, reduction.nbytes)
+        return reduction
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
+        kept = ["data", "policy", "device", "offload", "settings", "fqn", "params"]
+        kept += ["is_part", "part"]
+        state = {name: getattr(self, name) for name in kept}
+        state["wire"], state["hook"] = self.wire, self.reducer.hook
+        return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(  # type: ignore[misc]  # not a new object
+            state["data"], state["policy"], state["device"], state["offload"]
+        )
+        self.settings, self.fqn = state["settings"], state["fqn"]
+        self.is_part, self.part = state["is_part"], state["part"]
+        self.reducer.wire, self.reducer.hook = state["wire"], state["hook"]
+        if self.wire.uses_group_memory:
+            self.wire.use_group_memory(self.data.shard.pg)
+        size = state["smaller"]
+        if size is not None:
+            self._smaller = self.data.split(size)
+            self._smaller_stamp = self._stamp_of(self._smaller, "gather")
+        self.params.extend(state["params"])
+        for param in self.params:
+            param.machine = self.machine

@@ -1,0 +1,427 @@
+"""Where every parameter lives: ints only.
+
+Owns the arithmetic of shards and of flat buffers. It must not know tensors, ranks' process groups
+or modules, so every rule here is tested in one process for any rank count.
+
+Map: ``ShardLayout`` (one parameter), ``GatherLayout`` (the flat buffers of an all-gather),
+``ReduceLayout`` (the flat buffer of a reduce-scatter).
+
+Legend: W = ranks of the shard axis; a *shard* is what one rank holds; a *piece* is a shard padded
+to the size of the largest one. A parameter that is *straight* travels in a collective of its own,
+between the memory where it is kept and that where it is used; all others are *packed* in one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fsdp2._comm.consistency import GATHER_STAMP_NUMEL, STAMP_NUMEL
+
+ALIGN_NBYTES = 16
+"""Start of a dtype segment, and of every unsharded parameter, in its flat buffer."""
+
+MAX_SLOTTED_NUMEL = 16384
+"""Elements that a replicated parameter may take in a row, with a slot for each rank."""
+
+
+def align(nbytes: int, to: int = ALIGN_NBYTES) -> int:
+    """Round up to a multiple of ``to``."""
+    return -(-nbytes // to) * to
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major stride of a shape."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """How one tensor of ``shape`` splits over ``size`` ranks along ``dim``.
+
+    Shards are the chunks of ``torch.chunk`` (which is what DTensor's ``Shard(dim)`` means), so the
+    last ranks may hold fewer rows, or none. ``dim=None`` replicates: every rank holds all of it.
+    ``stride`` is the unsharded tensor's; shards are contiguous.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dim: int | None
+    size: int
+
+    @cached_property
+    def chunk(self) -> int:
+        """Rows of a piece."""
+        return 0 if self.dim is None else -(-self.shape[self.dim] // self.size)
+
+    @cached_property
+    def piece_shape(self) -> tuple[int, ...]:
+        """Shape of a piece, which is the same on every rank."""
+        return self._with_rows(self.chunk)
+
+    @cached_property
+    def piece_numel(self) -> int:
+        return math.prod(self.piece_shape)
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.dim is None
+
+    @cached_property
+    def is_rank_major(self) -> bool:
+        """True if all pieces, one after another, are the tensor followed by padding."""
+        return self.dim == 0 and self.stride == contiguous_stride(self.shape)
+
+    def start(self, rank: int) -> int:
+        """First row of a rank's shard."""
+        return 0 if self.dim is None else min(rank * self.chunk, self.shape[self.dim])
+
+    def rows(self, rank: int) -> int:
+        """Rows of a rank's shard; 0 for the ranks behind the last row."""
+        if self.dim is None:
+            return 0
+        return max(0, min(self.chunk, self.shape[self.dim] - rank * self.chunk))
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        return self.shape if self.dim is None else self._with_rows(self.rows(rank))
+
+    def _with_rows(self, rows: int) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class GatherItem:
+    """One parameter, or a stamp, as the gather layout needs it."""
+
+    shard: ShardLayout
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    is_stamp: bool = False
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What one all-gather carries: the first pieces of the send buffer, in its order.
+
+    ``sizes`` are in wire elements. With ``is_one_split`` one kernel unpacks everything that was
+    gathered: no gap, only rank-major items.
+    """
+
+    order: tuple[int, ...]
+    nbytes: int
+    sizes: tuple[int, ...]
+    is_one_split: bool
+
+
+@dataclass(frozen=True)
+class CastSegment:
+    """A run of pieces with one (storage dtype, compute dtype): one kernel casts it. In bytes."""
+
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    shard_start: int
+    send_start: int
+    numel: int
+
+    def casts_as(self, item: GatherItem) -> bool:
+        """True if an item's piece could follow in the same kernel."""
+        dtypes = (self.storage_dtype, self.compute_dtype)
+        return dtypes == (item.storage_dtype, item.compute_dtype)
+
+
+@dataclass(frozen=True)
+class GatherLayout:
+    """Flat buffers of a group, in bytes.
+
+    - *shard buffer*: what a rank keeps, pieces in storage dtype, replicated parameters last;
+    - *send buffer*: the same in compute dtype; its first ``gather_nbytes`` are sent: packed pieces
+      in its first ``packed_nbytes``, each straight one behind them by itself. Where no dtype
+      differs the two layouts are equal, and the shard buffer is sent;
+    - *full buffer*: unsharded parameters, each behind the other, with room for the padding, so
+      that a straight one is gathered right there.
+    """
+
+    size: int
+    items: tuple[GatherItem, ...]
+    order: tuple[int, ...]
+    segments: tuple[CastSegment, ...]
+    shard_offsets: tuple[int, ...]
+    send_offsets: tuple[int, ...]
+    full_offsets: tuple[int, ...]
+    straight: tuple[int, ...]
+    shard_nbytes: int
+    send_nbytes: int
+    packed_nbytes: int
+    gather_nbytes: int
+    full_nbytes: int
+
+    @staticmethod
+    def plan(
+        items: Sequence[GatherItem],
+        size: int,
+        full_sizes: Sequence[int] = (),
+        straight_nbytes: int | None = None,
+    ) -> GatherLayout:
+        """Place every item: packed, then straight, then replicated; equal dtypes side by side.
+
+        ``full_sizes`` are the sizes of other axes over which the same parameters are gathered into
+        the same full buffer: room is left for the padding of each. Rank-major parameters of at
+        least ``straight_nbytes`` are straight; None: none is.
+        """
+
+        def is_straight(item: GatherItem) -> bool:
+            if straight_nbytes is None or size == 1 or not item.shard.is_rank_major:
+                return False
+            if item.is_stamp:
+                return False
+            return item.shard.numel * item.compute_dtype.itemsize >= max(1, straight_nbytes)
+
+        def sort_key(index: int) -> tuple[bool, bool, int, str, str]:
+            item = items[index]
+            compute, storage = item.compute_dtype, item.storage_dtype
+            kind = item.shard.is_replicated, is_straight(item)
+            return *kind, -compute.itemsize, str(compute), str(storage)
+
+        order = sorted(range(len(items)), key=sort_key)
+        runs = [list(run) for _, run in itertools.groupby(order, key=sort_key)]
+        offsets_in_shard, offsets_in_send = [0] * len(items), [0] * len(items)
+        segments: list[CastSegment] = []
+        shard_end = send_end = packed_nbytes = gather_nbytes = 0
+        is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
+        for run in runs:
+            first = items[run[0]]
+            last = segments[-1] if segments else None
+            if last and not is_mixed and is_straight(first) and last.casts_as(first):
+                segments.pop()  # straight pieces right behind packed ones: still one kernel
+                shard_start, send_start, numel = last.shard_start, last.send_start, last.numel
+            else:
+                shard_end, send_end = align(shard_end), align(send_end)
+                shard_start, send_start, numel = shard_end, send_end, 0
+            for index in run:
+                offsets_in_shard[index], offsets_in_send[index] = shard_end, send_end
+                shard_end += items[index].shard.piece_numel * first.storage_dtype.itemsize
+                send_end += items[index].shard.piece_numel * first.compute_dtype.itemsize
+                numel += items[index].shard.piece_numel
+            segments.append(
+                CastSegment(
+                    first.storage_dtype, first.compute_dtype, shard_start, send_start, numel
+                )
+            )
+            if not first.shard.is_replicated:
+                gather_nbytes = align(send_end) if is_mixed else send_end
+                if not is_straight(first):
+                    packed_nbytes = gather_nbytes
+        full_ends = [0, *itertools.accumulate(align(full_nbytes(i, full_sizes)) for i in items)]
+        return GatherLayout(
+            size=size,
+            items=tuple(items),
+            order=tuple(order),
+            segments=tuple(segments),
+            shard_offsets=tuple(offsets_in_shard),
+            send_offsets=tuple(offsets_in_send),
+            full_offsets=tuple(full_ends[:-1]),
+            straight=tuple(index for index in order if is_straight(items[index])),
+            shard_nbytes=max(shard_end, gather_nbytes),
+            send_nbytes=max(send_end, gather_nbytes),
+            packed_nbytes=packed_nbytes,
+            gather_nbytes=gather_nbytes,
+            full_nbytes=full_ends[-1],
+        )
+
+    @cached_property
+    def casts(self) -> bool:
+        """True if some parameter is computed in another dtype than it is kept in."""
+        return any(item.storage_dtype != item.compute_dtype for item in self.items)
+
+    @cached_property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype of the all-gather: the parameters' own where there is one, else bytes."""
+        dtypes = {item.compute_dtype for item in self.items if not item.shard.is_replicated}
+        if len(dtypes) == 1:
+            (dtype,) = dtypes
+            if dtype.is_floating_point and dtype.itemsize > 1:
+                return dtype
+        return torch.uint8
+
+    @cached_property
+    def packed(self) -> Packed:
+        """What is sent in one collective where straight pieces go by themselves."""
+        sharded = [i for i in self.order if not self.items[i].shard.is_replicated]
+        return self._pack(sharded[: len(sharded) - len(self.straight)], self.packed_nbytes)
+
+    @cached_property
+    def whole(self) -> Packed:
+        """What is sent where one collective carries everything."""
+        if not self.straight:
+            return self.packed
+        sharded = [i for i in self.order if not self.items[i].shard.is_replicated]
+        return self._pack(sharded, self.gather_nbytes)
+
+    def _pack(self, indices: list[int], nbytes: int) -> Packed:
+        pieces = [self.piece_nbytes(index) for index in indices]
+        rank_major = all(self.items[index].shard.is_rank_major for index in indices)
+        sizes = tuple(piece // self.wire_dtype.itemsize for piece in pieces)
+        is_one_split = rank_major and sum(pieces) == nbytes
+        return Packed(tuple(indices), nbytes, sizes, is_one_split)
+
+    @cached_property
+    def replicated(self) -> tuple[int, ...]:
+        """What is not sent at all."""
+        return tuple(i for i in self.order if self.items[i].shard.is_replicated)
+
+    @cached_property
+    def stamp_item(self) -> GatherItem | None:
+        """A piece for the stamp beside the widest sharded ones; None without any."""
+        if self.gather_nbytes == 0 or self.size == 1:
+            return None
+        first = self.items[self.order[0]]
+        shard = ShardLayout((self.size * GATHER_STAMP_NUMEL,), (1,), 0, self.size)
+        return GatherItem(shard, first.storage_dtype, first.compute_dtype, is_stamp=True)
+
+    def has_full_of(self, other: GatherLayout) -> bool:
+        """True if unsharded parameters lie in the full buffer as they do in another layout's."""
+        mine = [item.compute_dtype for item in self.items]
+        return (
+            mine == [item.compute_dtype for item in other.items]
+            and self.full_offsets == other.full_offsets
+            and self.full_nbytes == other.full_nbytes
+        )
+
+    def piece_nbytes(self, index: int) -> int:
+        """Bytes of a parameter's piece in the send buffer."""
+        item = self.items[index]
+        return item.shard.piece_numel * item.compute_dtype.itemsize
+
+
+def full_nbytes(item: GatherItem, full_sizes: Sequence[int] = ()) -> int:
+    """Bytes that an unsharded parameter needs, padding included where pieces land in it."""
+    shard = item.shard
+    numel = shard.numel
+    if shard.is_rank_major:
+        row_numel = math.prod(shard.shape[1:])
+        for size in (shard.size, *full_sizes):
+            numel = max(numel, size * -(-shard.shape[0] // size) * row_numel)
+    return numel * item.compute_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ReduceLayout:
+    """The reduce-scatter of a group: the same on every rank, whatever took part.
+
+    The output is ``[numel]`` elements of ``dtype``: the shards of *straight* members, each reduced
+    by itself from its gradient, and from ``packed_start`` on what one more collective reduces from
+    a packed input ``[W, packed_numel]`` of ``wire_dtype``. In that a parameter sharded on ``dim``
+    travels with that dim first. A replicated one travels whole in each rank's row; a small one in a
+    *slot* for each rank, so that all ranks add up the same values in the same order, and replicas
+    stay equal to the bit. Then come ``len(members)`` elements that count, for each member, how many
+    ranks had a gradient for it, and a stamp for each process group that the buffer crosses.
+    """
+
+    size: int
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    members: tuple[int, ...]
+    shards: tuple[ShardLayout, ...]
+    offsets: tuple[int, ...]
+    slotted: tuple[bool, ...]
+    straight: tuple[int, ...]
+    packed_start: int
+    tail_start: int
+    numel: int
+
+    @staticmethod
+    def plan(
+        members: Sequence[int],
+        shards: Sequence[ShardLayout],
+        size: int,
+        dtype: torch.dtype,
+        stamps: int = 0,
+        wire_dtype: torch.dtype | None = None,
+        straight_nbytes: int | None = None,
+    ) -> ReduceLayout:
+        """Place the trainable parameters ``members`` (indices into the group).
+
+        Rank-major ones of at least ``straight_nbytes`` whose rows divide evenly are straight; None:
+        none is.
+        """
+        sent_as = wire_dtype or dtype
+
+        def is_straight(shard: ShardLayout) -> bool:
+            if straight_nbytes is None or size == 1 or not shard.is_rank_major:
+                return False
+            if shard.numel * sent_as.itemsize < max(1, straight_nbytes):
+                return False
+            return shard.shape[0] % size == 0
+
+        straight = [position for position, shard in enumerate(shards) if is_straight(shard)]
+        offsets, slotted, end = [0] * len(shards), [False] * len(shards), 0
+        for position in straight:
+            offsets[position] = end
+            end += shards[position].piece_numel
+        packed_start = end
+        for position, shard in enumerate(shards):
+            if position in straight:
+                continue
+            offsets[position] = end
+            slotted[position] = shard.is_replicated and 1 < size <= MAX_SLOTTED_NUMEL // (
+                shard.numel or 1
+            )
+            end += shard.piece_numel * (size if slotted[position] else 1)
+        return ReduceLayout(
+            size=size,
+            dtype=dtype,
+            wire_dtype=sent_as,
+            members=tuple(members),
+            shards=tuple(shards),
+            offsets=tuple(offsets),
+            slotted=tuple(slotted),
+            straight=tuple(straight),
+            packed_start=packed_start,
+            tail_start=end,
+            numel=end + len(members) + stamps * STAMP_NUMEL,
+        )
+
+    def width(self, position: int) -> int:
+        """Elements of a member in a row."""
+        return self.shards[position].piece_numel * (self.size if self.slotted[position] else 1)
+
+    @cached_property
+    def packed(self) -> tuple[int, ...]:
+        """Positions of the members that are packed."""
+        return tuple(p for p in range(len(self.shards)) if p not in self.straight)
+
+    @cached_property
+    def output_sizes(self) -> list[int]:
+        """Elements of each output, in the order in which they lie: straight ones, the packed."""
+        sizes = [self.shards[position].piece_numel for position in self.straight]
+        return [*sizes, self.packed_numel]
+
+    @property
+    def packed_numel(self) -> int:
+        """Elements of a row of the packed input."""
+        return self.numel - self.packed_start
+
+    @property
+    def stamp_start(self) -> int:
+        """Offset of the first stamp, behind the participation counts."""
+        return self.tail_start + len(self.members)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all inputs."""
+        return self.size * self.numel * self.wire_dtype.itemsize

@@ -1,0 +1,234 @@
+"""Tensors in, tensors out: views of flat buffers, casting shards, unpacking parameters, packing
+gradients. No process group, no stream, no module; every function is a few kernels on a plan.
+
+Legend: W = ranks of the shard axis, C = bytes (or wire elements) that a rank contributes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp2._base import torch_tensors
+from fsdp2._param_group.layout import (
+    GatherLayout,
+    Packed,
+    ReduceLayout,
+    ShardLayout,
+    contiguous_stride,
+)
+
+
+def typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """View ``numel`` elements of a byte buffer from byte ``start``."""
+    return buffer[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def own_shard(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
+    """Return a rank's shard of a parameter, unpadded, on memory of the shard buffer.
+
+    The tensor starts a storage of its own there: saving or copying it touches no other parameter,
+    and a DTensor around it has offset 0, without which torch can neither copy nor pickle it.
+    """
+    item, start = layout.items[index], layout.shard_offsets[index]
+    shape = item.shard.shard_shape(rank)
+    numel = math.prod(shape)
+    if shards.untyped_storage().device.type == "meta" or numel == 0:
+        return torch.empty(shape, dtype=item.storage_dtype, device=shards.device)
+    end = start + numel * item.storage_dtype.itemsize
+    tensor = torch.empty(0, dtype=item.storage_dtype, device=shards.device)
+    return tensor.set_(shards.untyped_storage()[start:end], 0, shape, contiguous_stride(shape))
+
+
+def shard_view(shards: Tensor, layout: GatherLayout, index: int, rank: int) -> Tensor:
+    """View a rank's shard of a parameter, unpadded, in a shard buffer that may be freed."""
+    item = layout.items[index]
+    shape = item.shard.shard_shape(rank)
+    return typed(shards, layout.shard_offsets[index], math.prod(shape), item.storage_dtype).view(
+        shape
+    )
+
+
+def shard_of(tensor: Tensor, shard: ShardLayout, rank: int) -> Tensor:
+    """View a rank's rows of an unsharded tensor."""
+    if shard.dim is None:
+        return tensor
+    return tensor.narrow(shard.dim, shard.start(rank), shard.rows(rank))
+
+
+def shard_copy(whole: Tensor, shard: ShardLayout, rank: int) -> Tensor:
+    """Let a tensor subclass copy a rank's rows, through operations that it may define itself."""
+    rows = whole.new_zeros(shard.shard_shape(rank))
+    if shard.rows(rank):
+        rows.copy_(whole.chunk(shard.size, dim=0)[rank])
+    return rows
+
+
+def cast_shards(shards: Tensor, send: Tensor, layout: GatherLayout) -> None:
+    """Fill the send buffer from the shard buffer: one kernel for each dtype pair."""
+    for segment in layout.segments:
+        source = typed(shards, segment.shard_start, segment.numel, segment.storage_dtype)
+        typed(send, segment.send_start, segment.numel, segment.compute_dtype).copy_(source)
+
+
+def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View the unsharded tensors, with their own strides, in the full buffer.
+
+    Each has a version counter of its own, which writes through the full buffer do not touch:
+    autograd must not take an all-gather for a modification of saved parameters.
+    """
+    views = []
+    for item, start in zip(layout.items, layout.full_offsets, strict=True):
+        flat = typed(full, start, item.shard.numel, item.compute_dtype)
+        views.append(flat.as_strided(item.shard.shape, item.shard.stride).data)
+    return views
+
+
+def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -> list[Tensor]:
+    """View where pieces land: ``[W, C_i]`` in wire dtype where one copy does, else the tensor."""
+    targets = []
+    for index in indices:
+        item, start = layout.items[index], layout.full_offsets[index]
+        if item.shard.is_replicated or not item.shard.is_rank_major:
+            flat = typed(full, start, item.shard.numel, item.compute_dtype)
+            targets.append(flat.as_strided(item.shard.shape, item.shard.stride))
+        else:
+            numel = layout.piece_nbytes(index) // layout.wire_dtype.itemsize
+            flat = typed(full, start, layout.size * numel, layout.wire_dtype)
+            targets.append(flat.view(layout.size, numel))
+    return targets
+
+
+def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list[Tensor]) -> None:
+    """Copy what one collective gathered, ``[W, C]``, into ``targets`` (of ``gather_targets``)."""
+    if packed.is_one_split:
+        torch.split_with_sizes_copy(gathered, packed.sizes, dim=1, out=targets)
+        return
+    for target, index in zip(targets, packed.order, strict=True):
+        item, start = layout.items[index], layout.send_offsets[index]
+        if item.shard.numel == 0:
+            continue
+        if item.shard.is_rank_major:
+            begin = start // gathered.dtype.itemsize
+            target.copy_(gathered[:, begin : begin + target.shape[1]])
+        else:
+            rows = gathered.view(torch.uint8)[:, start : start + layout.piece_nbytes(index)]
+            _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
+
+
+def unpack_replicated(send: Tensor, layout: GatherLayout, targets: list[Tensor]) -> None:
+    """Copy replicated parameters out of this rank's send buffer."""
+    for target, index in zip(targets, layout.replicated, strict=True):
+        item, start = layout.items[index], layout.send_offsets[index]
+        own = typed(send, start, item.shard.numel, item.compute_dtype)
+        target.copy_(own.view(item.shard.shape))
+
+
+def _unpack_strided(target: Tensor, pieces: Tensor, shard: ShardLayout) -> None:
+    """Copy pieces ``[W, piece_numel]`` into a tensor of any stride, sharded on any dim."""
+    assert shard.dim is not None
+    dim, chunk = shard.dim, shard.chunk
+    pieces = pieces.unflatten(1, shard.piece_shape)
+    whole, rest = divmod(shard.shape[dim], chunk)
+    head = target.narrow(dim, 0, whole * chunk).unflatten(dim, (whole, chunk)).movedim(dim, 0)
+    head.copy_(pieces[:whole])
+    if rest:
+        tail = target.narrow(dim, whole * chunk, rest)
+        tail.copy_(pieces[whole].flatten()[: tail.numel()].view(tail.shape))
+
+
+def pack_gradients(
+    grads: Sequence[Tensor | None], layout: ReduceLayout, rank: int, behind: Tensor, out: Tensor
+) -> None:
+    """Write the packed ones of local gradients, and ``behind``, into ``out`` ``[W, packed_numel]``.
+
+    ``behind`` is what ``tail`` made. A gradient that is ``None`` counts as zero. Gradients and
+    ``behind`` have one dtype, and are cast to that of ``out``.
+    """
+    columns = []
+    for position in layout.packed:
+        grad, shard = grads[position], layout.shards[position]
+        if shard.piece_numel == 0:
+            continue
+        if grad is None:
+            grad = behind.new_zeros(()).expand(shard.shape)
+        if layout.slotted[position]:
+            slots = grad.new_zeros((layout.size, shard.numel))
+            slots[rank] = grad.reshape(-1)
+            grad = slots.view(1, -1).expand(layout.size, -1)
+        elif shard.dim is None:
+            grad = grad.reshape(1, -1).expand(layout.size, -1)
+        elif shard.dim:
+            grad = grad.movedim(shard.dim, 0)
+        columns.append(grad)
+    columns.append(behind)
+    torch_tensors.chunk_cat(columns, layout.size, out)
+
+
+def straight_gradients(
+    grads: Sequence[Tensor | None], layout: ReduceLayout, device: torch.device
+) -> list[Tensor]:
+    """Return the straight ones of local gradients as a collective takes them, flat."""
+    dtype = layout.wire_dtype
+    sent = []
+    for position in layout.straight:
+        grad = grads[position]
+        if grad is None:
+            grad = torch.zeros(layout.shards[position].shape, dtype=dtype, device=device)
+        elif not grad.is_contiguous():
+            grad = grad.contiguous()
+        sent.append(grad.view(-1))
+    return sent
+
+
+def rearranged(waiting: Tensor | None, old: ReduceLayout, new: ReduceLayout) -> Tensor | None:
+    """Return unreduced (or half reduced) gradients of one layout as another one places them.
+
+    ``waiting``: ``[W, packed_numel]`` or ``[numel]``. Both layouts have the same members.
+    """
+    if waiting is None or (old.offsets == new.offsets and old.numel == new.numel):
+        return None if waiting is None else waiting.to(new.dtype)
+    numel = new.packed_numel if waiting.dim() == 2 else new.numel
+    before, after = (old.packed_start, new.packed_start) if waiting.dim() == 2 else (0, 0)
+    moved = waiting.new_zeros((*waiting.shape[:-1], numel), dtype=new.dtype)
+    parts = [(old.offsets[p], new.offsets[p], old.width(p)) for p in range(len(old.members))]
+    for source, target, width in [*parts, (old.tail_start, new.tail_start, len(old.members))]:
+        moved[..., target - after : target - after + width] = waiting[
+            ..., source - before : source - before + width
+        ]
+    return moved
+
+
+def tail(
+    present: Sequence[bool],
+    stamps: Sequence[float],
+    layout: ReduceLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Return what a rank adds behind the gradients: ``[W, P + S]`` of 0 and 1."""
+    row = torch.tensor([*map(float, present), *stamps], dtype=dtype, device=device)
+    return row.expand(layout.size, -1)
+
+
+def sum_of_slots(reduced: Tensor, layout: ReduceLayout, position: int) -> Tensor:
+    """Add up the slots of a replicated member, in the same order on every rank."""
+    shard, start = layout.shards[position], layout.offsets[position]
+    slots = reduced.as_strided((layout.size, shard.numel), (shard.numel, 1), start)
+    return slots.sum(0).view(shard.shape)
+
+
+def gradient_view(reduced: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
+    """View a member's shard of the gradient in a reduced buffer ``[numel]`` of offset 0.
+
+    Not contiguous for a parameter sharded off dim 0, whose gradient travels with that dim first.
+    """
+    shard, start = layout.shards[position], layout.offsets[position]
+    shape = shard.shard_shape(rank)
+    if not shard.dim:
+        return reduced.as_strided(shape, contiguous_stride(shape), start)
+    moved = (shape[shard.dim], *shape[: shard.dim], *shape[shard.dim + 1 :])
+    return reduced.as_strided(moved, contiguous_stride(moved), start).movedim(0, shard.dim)

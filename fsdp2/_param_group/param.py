@@ -1,0 +1,309 @@
+"""One parameter's life: ``FSDPParam`` and the state machine that it shares with its group.
+
+Owns the table of legal moves, the places where a parameter is registered, and what is registered
+there in each state. It must not know buffers' layout in a group, collectives or hooks.
+
+Map: ``ParamState`` and ``TRANSITIONS``; ``StateMachine`` (one a group: its parameters move
+together, so the state is kept once); ``Site``; ``FSDPParam``.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from fsdp2._base import torch_autograd, torch_dtensor
+from fsdp2._base.errors import StateError
+from fsdp2._param_group.placement import ParamPlacement
+
+
+class ParamState(enum.Enum):
+    """Which form of its parameters a group has registered."""
+
+    SHARDED = "sharded"
+    SHARDED_POST_FORWARD = "sharded over a smaller mesh, between forward and backward"
+    UNSHARDED = "unsharded"
+
+    __hash__ = object.__hash__  # members are unique; Enum's own is a Python function
+
+
+SHARDED = ParamState.SHARDED
+SHARDED_POST_FORWARD = ParamState.SHARDED_POST_FORWARD
+UNSHARDED = ParamState.UNSHARDED
+
+TRANSITIONS = {
+    SHARDED: {UNSHARDED},
+    UNSHARDED: {SHARDED, SHARDED_POST_FORWARD},
+    SHARDED_POST_FORWARD: {UNSHARDED, SHARDED},
+}
+
+
+class StateMachine:
+    """The state of a group's parameters. ``move`` is the one method that writes it."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = SHARDED
+
+    def check(self, target: ParamState, fqn: str) -> None:
+        """Raise StateError if the move is not in the table; change nothing."""
+        if target not in TRANSITIONS[self.state]:
+            raise StateError(
+                f"{fqn or '<root>'}: cannot go from {self.state.name} to {target.name}. Legal: "
+                f"{', '.join(sorted(s.name for s in TRANSITIONS[self.state]))}."
+            )
+
+    def move(self, target: ParamState, fqn: str) -> None:
+        self.check(target, fqn)
+        self.state = target
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One place where a parameter is registered; tied parameters have several."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def registered(self) -> torch.Tensor | None:
+        return self.module._parameters.get(self.name)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Register a tensor here, a leaf or not."""
+        self.module._parameters[self.name] = tensor  # type: ignore[assignment]  # maybe no leaf
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Where a shard lies in the group's flat shard buffer, padding included. In bytes."""
+
+    flat: torch.Tensor
+    start: int
+    nbytes: int
+
+
+class OwnerMark:
+    """What tells a later call of ``fully_shard`` that a parameter is taken. Copies are blank."""
+
+    def __init__(self, owner: FSDPParam | None = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    @property
+    def owner(self) -> FSDPParam | None:
+        return None if self._owner is None else self._owner()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> OwnerMark:
+        return OwnerMark()
+
+    def __reduce__(self) -> tuple[type[OwnerMark], tuple[()]]:
+        return OwnerMark, ()
+
+    @staticmethod
+    def owner_of(param: torch.Tensor) -> FSDPParam | None:
+        """Return the parameter object that an earlier call made of this tensor."""
+        mark = param.__dict__.get(_MARK)
+        return mark.owner if isinstance(mark, OwnerMark) else None
+
+
+_MARK = "_fsdp2_owner"
+_STANDS_FOR = "_fsdp2_stands_for"
+SUMMONED = "_fsdp2_summoned"
+"""An attribute of the whole parameters that ``summon_full_params`` registers."""
+
+
+def stand_in_of(param: torch.Tensor) -> str | None:
+    """Say what a tensor is if it stands for a sharded parameter, which alone gets gradients."""
+    mark = param.__dict__.get(_STANDS_FOR)
+    owner = mark.owner if isinstance(mark, OwnerMark) else None
+    if owner is None or owner.sharded is param:
+        return None
+    if param is owner.unsharded or param is owner.post_forward:
+        return f"the unsharded form of {owner.fqn}"
+    if param.grad is None:
+        return f"{owner.fqn} as it was before fully_shard"
+    return None  # another module, that nobody sharded, has it too, and trains it
+
+
+class FSDPParam:
+    """A parameter in its forms: the sharded one, the unsharded one, the post-forward one.
+
+    ``sharded`` is what optimizers and checkpoints hold: one object for life, unless the user
+    replaces it. ``unsharded`` is one object for life too, so that autograd's saved tensors stay
+    valid while its storage is freed and filled again.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        sites: list[Site],
+        placement: ParamPlacement,
+        original: nn.Parameter,
+    ) -> None:
+        self.fqn = fqn
+        self.sites = sites
+        self.placement = placement
+        self.storage_dtype = original.dtype
+        self.trainable = original.requires_grad
+        self.is_extended = False
+        self.param_dtype: torch.dtype | None = None
+        self.keeps_reduced_dtype = False
+        self.machine = StateMachine()
+        self.uses: list[nn.Module] = []
+        self.attributes = _own_attributes(original)
+        original.__dict__[_MARK] = original.__dict__[_STANDS_FOR] = OwnerMark(self)
+        self.sharded: nn.Parameter = original
+        self.shown: nn.Parameter | None = original  # what the group registered last
+        self.local: torch.Tensor | None = None
+        self.piece: Piece | None = None
+        self.spec = placement.sharded_spec(self.storage_dtype)
+        self.unsharded: nn.Parameter | None = None
+        self.unsharded_dtype = original.dtype
+        self.post_forward: nn.Parameter | None = None
+
+    @property
+    def state(self) -> ParamState:
+        return self.machine.state
+
+    def is_form(self, found: torch.Tensor | None) -> bool:
+        """True if a registered tensor is one of this parameter's forms."""
+        if found is None:
+            return False
+        return found is self.sharded or found is self.unsharded or found is self.post_forward
+
+    @property
+    def places(self) -> list[nn.Module]:
+        """Modules that a unit must contain to hold this parameter for all its uses."""
+        return [site.module for site in self.sites] + self.uses
+
+    @property
+    def is_on_meta(self) -> bool:
+        """True if what is registered has no memory yet."""
+        return any(s.registered is not None and s.registered.is_meta for s in self.sites)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the unsharded parameter in its own dtype (of all tensor-parallel ranks)."""
+        return math.prod(self.sharded.shape) * self.storage_dtype.itemsize
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the unsharded parameter. Raw kinds (integers, 8-bit floats) are never cast."""
+        dtype = self.storage_dtype
+        if self.param_dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:
+            return dtype
+        return self.param_dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Dtype of the unsharded gradient. An all-gather extension chooses it."""
+        if self.is_extended and self.unsharded is not None:
+            return self.unsharded_dtype
+        return self.compute_dtype
+
+    def kept_dtype(self, reduced: torch.dtype) -> torch.dtype:
+        """Dtype of the sharded gradient, of one that was reduced in another."""
+        dtype = self.storage_dtype
+        if not self.keeps_reduced_dtype or not dtype.is_floating_point:
+            return dtype
+        return dtype if reduced.is_complex else reduced
+
+    @property
+    def like(self) -> torch.Tensor | None:
+        """A tensor of the shard's shape, dtype and device; a plain one if the shard is not."""
+        local = self.local
+        if local is not None and self.is_extended:
+            return torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        return local
+
+    def set_shard(
+        self, local: torch.Tensor, registered: nn.Parameter | None, piece: Piece | None = None
+    ) -> None:
+        """Take ``local`` (``piece`` of the group's flat buffer) as the shard, and register it.
+
+        ``registered`` is a DTensor parameter that keeps its identity (the optimizer may hold it);
+        None makes a new one.
+        """
+        self.spec = self.placement.sharded_spec(local.dtype)
+        if registered is None:
+            made = torch_dtensor.new_dtensor(local, self.spec)
+            self.sharded = self._parameter(made, self.sharded)
+        else:
+            self.sharded = registered
+        assert isinstance(self.sharded, DTensor)
+        torch_dtensor.set_local_tensor(self.sharded, local)
+        self.sharded.__dict__[_MARK] = OwnerMark(self)
+        if self.keeps_reduced_dtype:
+            self.sharded.grad_dtype = None  # any
+        self.local = local
+        self.piece = piece
+        self.storage_dtype = local.dtype
+
+    def set_unsharded(self, tensor: torch.Tensor) -> None:
+        """Build the unsharded parameter on memory of the group's full buffer."""
+        spec = self.placement.unsharded_spec(tensor.dtype)
+        whole = tensor if spec is None else torch_dtensor.new_dtensor(tensor, spec)
+        pending = None if self.unsharded is None else self.unsharded.grad
+        self.unsharded = self._parameter(whole, None)
+        self.unsharded.__dict__[_STANDS_FOR] = OwnerMark(self)
+        self.unsharded_dtype = tensor.dtype
+        if pending is not None:  # accumulated without sync before the plan changed
+            self.unsharded.grad = pending.to(dtype=tensor.dtype, device=tensor.device)
+
+    def set_post_forward(self, local: torch.Tensor, placement: ParamPlacement) -> None:
+        """Build the parameter that is registered while sharded over the smaller mesh."""
+        spec = placement.sharded_spec(local.dtype)
+        self.post_forward = self._parameter(torch_dtensor.new_dtensor(local, spec), None)
+        self.post_forward.__dict__[_STANDS_FOR] = OwnerMark(self)
+
+    def toggle(self) -> None:
+        """Carry ``requires_grad`` over from the form that the user changed."""
+        self.trainable = not self.trainable
+        for form in (self.sharded, self.unsharded, self.post_forward):
+            if form is not None:
+                form.requires_grad = self.trainable  # the method is refused under functorch
+
+    def replace(self, new: torch.Tensor | None) -> None:
+        """Take over what the user registered; ``set_shard`` follows."""
+        assert isinstance(new, nn.Parameter)
+        self.sharded = self.shown = new
+        if not isinstance(new, DTensor):
+            self.attributes = _own_attributes(new)
+        if new.requires_grad is not self.trainable:
+            self.toggle()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies keep no memory of the group's buffers; adoption finds the shard on its site."""
+        return {
+            **vars(self),
+            "local": None,
+            "piece": None,
+            "unsharded": None,
+            "post_forward": None,
+            "shown": None,
+            "machine": None,
+        }
+
+    def _parameter(self, tensor: torch.Tensor, hooks_of: nn.Parameter | None) -> nn.Parameter:
+        param = torch_dtensor.as_parameter(tensor, self.trainable)
+        for name, value in self.attributes.items():
+            setattr(param, name, value)
+        if hooks_of is not None:
+            torch_autograd.move_hooks(hooks_of, param)
+        return param
+
+
+def _own_attributes(param: nn.Parameter) -> dict[str, Any]:
+    """Return what the user set on a parameter. A wrapper keeps its own parts in the same place."""
+    dispatches = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if dispatches and not isinstance(param, DTensor):
+        return {}
+    return {name: value for name, value in vars(param).items() if not name.startswith("_fsdp2")}

@@ -1,0 +1,243 @@
+"""From a parameter, a mesh and a shard dim to DTensor specs, by one rule.
+
+Owns the choice of placements. A plain parameter is a DTensor over no axis of its own; another one
+has its own axes already. They follow the data-parallel axes in the sharded spec, or, if the
+data-parallel dims of a full mesh were named, keep their places. It must not know groups, states or
+collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fsdp2._base import torch_dtensor
+from fsdp2._base.errors import ConfigError
+from fsdp2._comm.mesh import OWN, SHARD, DataMesh, mesh_of
+from fsdp2._param_group.layout import ShardLayout, contiguous_stride
+
+
+@dataclass(frozen=True)
+class ParamPlacement:
+    """How one parameter lies on a mesh. Specs differ by dtype only, so they are made for one.
+
+    ``tensor_parallel`` is the spec of the unsharded parameter (None: it is plain). ``data_axes``
+    are the axes of its mesh over which gradients stay as they come, for the group to reduce.
+    """
+
+    layout: ShardLayout
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    global_shape: tuple[int, ...]
+    global_stride: tuple[int, ...]
+    tensor_parallel: torch_dtensor.DTensorSpec | None
+    data_axes: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ParamPlacement:
+        return self  # frozen, and its mesh is shared
+
+    def sharded_spec(self, dtype: torch.dtype) -> torch_dtensor.DTensorSpec:
+        """Spec of the sharded parameter, of its gradient and of its optimizer state."""
+        return torch_dtensor.make_spec(
+            self.mesh, self.placements, self.global_shape, self.global_stride, dtype
+        )
+
+    def unsharded_spec(self, dtype: torch.dtype) -> torch_dtensor.DTensorSpec | None:
+        """Spec of the unsharded parameter over its own axes; None if it is plain."""
+        spec = self.tensor_parallel
+        if spec is None:
+            return None
+        return torch_dtensor.make_spec(
+            spec.mesh, spec.placements, self.global_shape, self.global_stride, dtype
+        )
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies as the sharded parameter does."""
+        return self._lies(tensor, self.mesh, self.placements)
+
+    def is_unsharded(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies as the unsharded parameter does: whole over the data axes."""
+        spec = self.tensor_parallel
+        if spec is None:
+            return not isinstance(tensor, DTensor) and tuple(tensor.shape) == self.global_shape
+        return self._lies(tensor, spec.mesh, spec.placements)
+
+    def _lies(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> bool:
+        return (
+            isinstance(tensor, DTensor)
+            and tensor.device_mesh == mesh
+            and tuple(tensor.placements) == tuple(placements)
+            and tuple(tensor.shape) == self.global_shape
+        )
+
+    def describe(self) -> str:
+        """Say, for a message, which tensors can take the parameter's place."""
+        spec = self.tensor_parallel
+        whole = "a plain one with the whole tensor"
+        if spec is not None:
+            whole = f"a DTensor with placements {spec.placements} on {spec.mesh}"
+        return (
+            f"of shape {self.global_shape}: {whole}, or a DTensor with placements "
+            f"{self.placements} on {self.mesh}"
+        )
+
+
+def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> ParamPlacement:
+    """Place a parameter over the shard axis of ``data`` along ``dim`` (None replicates it).
+
+    Raises:
+        ConfigError: the parameter's own mesh or placements do not go with the data mesh.
+    """
+    local, own = param, _own_axes(param, fqn, data)
+    spec = torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
+    if isinstance(param, DTensor):
+        local = torch_dtensor.local_tensor(param)
+    if SHARD not in own.roles:
+        dim = 0 if local.dim() else None  # all rows, in the layout that costs least
+    rest = iter(own.placements)
+    placements = [next(rest) if role == OWN else Replicate() for role in own.roles]
+    if SHARD in own.roles and dim is not None:
+        axis = own.roles.index(SHARD)
+        factor = 1  # axes to the right split the dim first
+        for right in range(axis + 1, len(placements)):
+            if torch_dtensor.shards_dim(placements[right], dim):
+                factor *= own.mesh.size(right)
+        placements[axis] = Shard(dim) if factor == 1 else torch_dtensor.strided_shard(dim, factor)
+    layout = ShardLayout(tuple(local.shape), _dense_stride(local), dim, data.shard.size)
+    stride = layout.stride if spec is None else tuple(param.stride())
+    return ParamPlacement(
+        layout, own.mesh, tuple(placements), tuple(param.shape), stride, spec, own.data_axes
+    )
+
+
+@dataclass(frozen=True)
+class _OwnAxes:
+    """The sharded parameter's mesh and roles, and what is placed on its own axes in turn."""
+
+    mesh: DeviceMesh
+    roles: tuple[str, ...]
+    placements: tuple[Placement, ...] = ()
+    data_axes: tuple[int, ...] = ()
+
+
+def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
+    if not isinstance(param, DTensor):
+        if OWN in data.roles:
+            raise ConfigError(
+                f"{fqn}: is a plain tensor, and {data.mesh} has dims that are not data-parallel, "
+                "so how it lies on them is not known. Make it a DTensor first, with "
+                "torch.distributed.tensor.distribute_module or parallelize_module."
+            )
+        return _OwnAxes(data.mesh, data.roles)
+    if data.full is None or data.dims is None:
+        roles = (*data.roles, *(OWN,) * param.device_mesh.ndim)
+        return _OwnAxes(_join(fqn, data.mesh, param.device_mesh), roles, tuple(param.placements))
+    if param.device_mesh != data.full:
+        raise ConfigError(
+            f"{fqn}: expected a DTensor on the mesh that dp_mesh_dims names dims of, {data.full}, "
+            f"found one on {param.device_mesh}. Distribute the parameter over the full mesh, with "
+            "Replicate() on the data-parallel dims."
+        )
+    own: list[Placement] = []
+    data_axes = []
+    named = (*data.dims.shard_names, *data.dims.replicate_names)
+    for axis, (name, placement) in enumerate(
+        zip(data.full.mesh_dim_names or (), param.placements, strict=True)
+    ):
+        if name not in named:
+            own.append(placement)
+            continue
+        data_axes.append(axis)
+        if not isinstance(placement, Replicate):
+            raise ConfigError(
+                f"{fqn}: expected Replicate() on the data-parallel dim {name!r}, found "
+                f"{placement}. Distribute it over the other dims only; fully_shard does the rest."
+            )
+    return _OwnAxes(data.mesh, data.roles, tuple(own), tuple(data_axes))
+
+
+def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
+    """Place the same parameter on a smaller mesh, where it waits between forward and backward.
+
+    Plain parameters only: a tensor-parallel one is registered as a plain local shard's DTensor
+    over the smaller mesh alone.
+    """
+    old = placement.layout
+    layout = ShardLayout(old.shape, old.stride, old.dim, smaller.shard.size)
+    split: Placement = Replicate() if old.dim is None else Shard(old.dim)
+    replicated: tuple[Placement, ...] = (Replicate(),) * (smaller.mesh.ndim - 1)
+    return ParamPlacement(layout, smaller.mesh, (*replicated, split), old.shape, old.stride, None)
+
+
+def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
+    """Read what ``shard_placement_fn`` returned: a dim, or None to replicate.
+
+    Raises:
+        ConfigError: not None, ``Shard`` or ``Replicate``; a dim out of range; a dim of a scalar.
+    """
+    if isinstance(choice, Replicate):
+        return None
+    if choice is None:
+        return 0 if param.dim() else None
+    if not isinstance(choice, Shard):
+        raise ConfigError(
+            f"{fqn}: shard_placement_fn returned {choice!r}. Return None, Shard(dim) or "
+            "Replicate()."
+        )
+    if not -param.dim() <= choice.dim < param.dim():
+        raise ConfigError(
+            f"{fqn}: shard_placement_fn returned Shard({choice.dim}) for a parameter of "
+            f"{param.dim()} dims with shape {tuple(param.shape)}. Return a dim in range, or "
+            "Replicate() to keep the parameter whole."
+        )
+    return choice.dim % param.dim()
+
+
+def shard_mesh(choice: Any, fqn: str, data: DataMesh) -> tuple[object, DataMesh]:
+    """Split what ``shard_placement_fn`` returned into a placement and a mesh.
+
+    Raises:
+        ConfigError: a mesh that parameters cannot be sharded over.
+    """
+    if not hasattr(choice, "mesh_info"):
+        return choice, data
+    return choice.placement, mesh_of(choice.mesh_info, fqn, data)
+
+
+def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the data axes followed by the tensor-parallel axes."""
+    names, own = data.mesh_dim_names, tensor_parallel.mesh_dim_names
+    if names is None or own is None:
+        raise ConfigError(
+            f"{fqn}: expected names on the data-parallel and the tensor-parallel mesh, found "
+            f"{names} and {own}. Pass mesh_dim_names to init_device_mesh."
+        )
+    if data == tensor_parallel:
+        raise ConfigError(f"{fqn}: is already sharded on {data}. Leave it to the call that did so.")
+    try:
+        return torch_dtensor.join_meshes([data, tensor_parallel])
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{fqn}: expected a DTensor on a mesh beside the data-parallel axes, found the mesh "
+            f"{tensor_parallel} and the data mesh {data}, which cannot be joined ({error}). Slice "
+            "both from one init_device_mesh(...) call."
+        ) from error
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the tensor's stride if it fills its memory without gap or overlap, else row-major."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda s: s[1]):
+        if size != 1 and stride != expected:
+            return contiguous_stride(tensor.shape)
+        expected *= size if size > 0 else 1
+    if all(size == 1 for size in tensor.shape) or tensor.is_contiguous():
+        return contiguous_stride(tensor.shape)
+    return tuple(tensor.stride())

@@ -1,0 +1,505 @@
+"""Gradients of a group: from autograd's unsharded ones to sharded DTensors.
+
+Owns the reduce layout, what is accumulated while sync is off, and one reduction in flight. It must
+not know hooks or when to reduce.
+
+[Note: reduce is constant]
+A group reduces every trainable parameter, on every rank, whatever took part: ranks that took
+different branches cannot mismatch their collectives. How many ranks had a gradient travels in the
+last elements of the buffer, so that a parameter that nobody used keeps ``grad is None``. A rank
+that has every gradient itself need not look; on a device, looking costs a synchronisation.
+
+A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
+that compute runs between them. On a device they are enqueued at once and streams do the waiting.
+``wait`` delivers gradients that are kept in host memory: the host must have waited for the copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
+
+from fsdp2._base import torch_tensors
+from fsdp2._base.errors import UnsupportedError
+from fsdp2._base.policy import Settings
+from fsdp2._comm.collectives import GradientScale, Wire
+from fsdp2._comm.consistency import STAMP_NUMEL, Stamp, Traits
+from fsdp2._comm.mesh import DataMesh
+from fsdp2._comm.streams import InFlight, Launched, Streams
+from fsdp2._param_group import packing
+from fsdp2._param_group.gradient_buffer import GradientBuffer, accumulate, local_gradient
+from fsdp2._param_group.layout import ReduceLayout
+from fsdp2._param_group.param import FSDPParam
+
+AllReduceHook = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What depends on the dtypes of a group's parameters, and on which are trainable."""
+
+    layout: ReduceLayout
+    members: list[FSDPParam]
+    grad_dtype: torch.dtype
+    dtypes: frozenset[torch.dtype]
+    codes: list[float]
+    complete: Tensor
+
+    @property
+    def dtypes_differ(self) -> bool:
+        return len(self.dtypes) > 1
+
+    @property
+    def accumulates_in_place(self) -> bool:
+        """True if autograd itself accumulates in the reduce dtype: nothing to do without sync."""
+        return self.grad_dtype == self.layout.dtype and not self.dtypes_differ
+
+
+class Reducer:
+    """What a group knows about reducing its gradients."""
+
+    def __init__(
+        self,
+        params: Sequence[FSDPParam],
+        data: DataMesh,
+        device: torch.device,
+        home: torch.device,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self._params = params
+        self._device = device
+        self._home = home
+        self._data = data
+        self._reduce_dtype = reduce_dtype
+        self._plan: Plan | None = None
+        self._layout: ReduceLayout | None = None
+        self._scaled_for: tuple[Plan, Settings] | None = None
+        self._buffer: GradientBuffer | None = None
+        self.wire = Wire()
+        self.stamps: tuple[Stamp, ...] = ()
+        self.pinned = False
+        self.hook: AllReduceHook | None = None
+        self.hook_stream: torch.Stream | None = None
+        self.scale = GradientScale(1.0, 1.0)
+        self.joined_codes = b""
+        self._is_partial = False
+        self.accumulated: Tensor | None = None
+        self.partial: Tensor | None = None
+        self.is_waiting = False
+
+    def invalidate(self) -> None:
+        """Forget the plan: dtypes, or the set of trainable parameters, changed."""
+        self._plan = None
+
+    def see_dtypes(self) -> None:
+        """Plan again if all-gather extensions made parameters of other dtypes than expected."""
+        plan = self._plan
+        members = [] if plan is None else plan.members
+        if plan is not None and members and plan.dtypes != {p.grad_dtype for p in members}:
+            self.invalidate()
+
+    def forget(self, param: FSDPParam) -> None:
+        """Drop the unreduced gradients of a parameter whose place another one takes."""
+        if param.unsharded is not None:
+            param.unsharded.grad = None
+        if self.accumulated is not None and param in self.plan().members:
+            layout, position = self.plan().layout, self.plan().members.index(param)
+            start, numel = layout.offsets[position], layout.width(position)
+            self.accumulated[:, start : start + numel] = 0
+            self.accumulated[:, layout.tail_start + position] = 0
+
+    def erase_stamps(self) -> None:
+        """Drop the stamps of gradients that wait: the next reduction has other ones."""
+        if self._layout is not None:
+            self._erase_stamps(self._layout)
+
+    def _erase_stamps(self, layout: ReduceLayout) -> None:
+        for waiting in (self.accumulated, self.partial):
+            if waiting is not None:
+                waiting[..., waiting.shape[-1] - (layout.numel - layout.stamp_start) :] = 0
+
+    def keep_partial(self, reduced: Tensor) -> None:
+        """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
+        self.is_waiting = True
+        self.partial, self._buffer = reduced, None
+
+    def discard(self) -> None:
+        """Drop every unreduced gradient."""
+        self.accumulated = self.partial = self._buffer = None
+        self.is_waiting = False
+        for param in self._params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+    def plan(self) -> Plan:
+        """Plan, or return the plan: constant over ranks and steps."""
+        if self._plan is None:
+            self._plan = self._make_plan()
+        return self._plan
+
+    @torch.inference_mode(False)
+    def _make_plan(self) -> Plan:
+        indices = [i for i, param in enumerate(self._params) if param.trainable]
+        members = [self._params[i] for i in indices]
+        dtypes = {param.grad_dtype for param in members} or {torch.float32}
+        grad_dtype = functools.reduce(torch.promote_types, dtypes)
+        dtype = self._reduce_dtype or grad_dtype
+        if grad_dtype.is_complex:
+            dtype = torch.promote_types(dtype, torch.complex64)
+        shards = [param.placement.layout for param in members]
+        size = self._data.shard.size
+        wire_dtype = dtype if size == 1 else self.wire.gradient_dtype or dtype
+        # A straight gradient is sent as autograd left it: nothing was added up, nothing is cast.
+        as_it_is = len(dtypes) == 1 and grad_dtype == dtype == wire_dtype != torch.float16
+        layout = ReduceLayout.plan(
+            indices,
+            shards,
+            size,
+            dtype,
+            len(self.stamps),
+            wire_dtype,
+            self.wire.straight_nbytes if as_it_is and self.wire.scatters_straight else None,
+        )
+        is_renumbered = self._number(layout)
+        codes = [value for stamp in self.stamps for value in stamp.code]
+        complete = packing.tail([True] * len(indices), codes, layout, grad_dtype, self._device)
+        self._buffer = None
+        if self._layout is not None:
+            self.accumulated = packing.rearranged(self.accumulated, self._layout, layout)
+            self.partial = packing.rearranged(self.partial, self._layout, layout)
+        self._layout = layout
+        if is_renumbered:
+            self._erase_stamps(layout)
+        return Plan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
+
+    def _number(self, layout: ReduceLayout) -> bool:
+        """Number reductions by how they travel; return whether some number is another one now."""
+        _, scatter = self.wire.custom
+        shapes = [(shard.shape, shard.dim) for shard in layout.shards]
+        changed = [False]
+        for stamp in self.stamps:
+            sent = layout.wire_dtype if stamp.kind == "reduce" else layout.dtype
+            traits = Traits(
+                (layout.members, shapes),
+                len(layout.straight),
+                (sent, layout.dtype),
+                scatter is not None,
+                self._is_partial,
+            )
+            changed.append(stamp.tell_apart(traits))
+        return any(changed)
+
+    def prepare(self, settings: Settings) -> Plan:
+        """Return the plan, with the scale that the settings ask for."""
+        scaled, plan = self._scaled_for, self._plan
+        is_partial = self._data.replicate.size > 1 and not settings.all_reduce_grads
+        if is_partial is not self._is_partial:
+            self._is_partial, scaled = is_partial, None
+            if plan is not None:
+                self._plan = self._renumbered(plan)
+        if scaled is None or plan is None or scaled[0] is not plan or scaled[1] is not settings:
+            plan = self.plan()
+            self._scaled_for = (plan, settings)
+            layout, data = plan.layout, self._data
+            self.scale = GradientScale.choose(
+                data.size,
+                layout.wire_dtype,
+                settings.divide_by,
+                settings.only_sums or self.wire.only_sums,
+            )
+            joined = 1.0 if self.scale.op == ReduceOp.AVG else data.size * self.scale.before
+            scaled_codes = [code * joined for code in plan.codes]
+            codes = torch.tensor(scaled_codes, dtype=layout.dtype, device="cpu")
+            self.joined_codes = bytes(codes.view(torch.uint8).tolist())
+            self._tell_stamps(layout)
+        return plan
+
+    @torch.inference_mode(False)
+    def _renumbered(self, plan: Plan) -> Plan:
+        """Return a plan with the numbers that stamps have now; nothing else of it changes."""
+        layout = plan.layout
+        if self._number(layout):
+            self._erase_stamps(layout)
+        codes = [value for stamp in self.stamps for value in stamp.code]
+        present = [True] * len(plan.members)
+        complete = packing.tail(present, codes, layout, plan.grad_dtype, self._device)
+        return replace(plan, codes=codes, complete=complete)
+
+    def _tell_stamps(self, layout: ReduceLayout) -> None:
+        """Say how reductions travel: a reduce-scatter in parts, an all-reduce in one."""
+        for position, stamp in enumerate(self.stamps):
+            start = layout.stamp_start + position * STAMP_NUMEL
+            numels, sent_as = [layout.numel], layout.dtype
+            if stamp.kind == "reduce":
+                start -= layout.packed_start
+                *straight, packed = layout.output_sizes
+                numels, sent_as = [packed, *straight], layout.wire_dtype
+            stamp.know(self.wire, numels, sent_as, layout.dtype, start, self.scale.op)
+
+    @property
+    def has_partial(self) -> bool:
+        """True if gradients were reduced over the shard axis only."""
+        return self.partial is not None
+
+    @property
+    def has_unreduced_gradients(self) -> bool:
+        """True if there is something to reduce, of the last backward or of earlier ones."""
+        return self.accumulated is not None or self.has_local_gradients
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """True if a backward left gradients on the unsharded parameters."""
+        for param in self.plan().members:
+            unsharded = param.unsharded
+            if unsharded is not None and unsharded.grad is not None:
+                return True
+        return False
+
+    def reduce(self, settings: Settings, streams: Streams, with_graph: bool) -> Reduction | None:
+        """Pack the local gradients; return the reduction to start, or None while sync is off.
+
+        ``with_graph``: this backward creates a graph.
+
+        Raises:
+            UnsupportedError: a gradient carries a graph (``backward(create_graph=True)``).
+        """
+        plan = self.prepare(settings)
+        layout = plan.layout
+        if not layout.members:
+            return None
+        self.is_waiting = not settings.reduce_grads
+        if self.is_waiting and plan.accumulates_in_place:
+            return None
+        grads, missing = self._take_gradients(plan, with_graph)
+        if self.is_waiting and missing == len(grads):
+            return None
+        behind = plan.complete
+        if missing:
+            present = [grad is not None for grad in grads]
+            behind = packing.tail(present, plan.codes, layout, plan.grad_dtype, self._device)
+        inputs = self._inputs_of(grads, behind, plan, settings.reduce_grads)
+        if not settings.reduce_grads:
+            self.accumulated = inputs[0]
+            return None
+        look = missing > 0 and not settings.reduce_unused and self.hook is None
+        return Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
+
+    def _inputs_of(
+        self, grads: list[Tensor | None], behind: Tensor, plan: Plan, is_sent: bool
+    ) -> list[Tensor]:
+        """Return what is reduced: the packed gradients ``[W, packed_numel]``, and straight ones."""
+        layout, device, waiting = plan.layout, self._device, self.accumulated
+        shape, rank = (layout.size, layout.packed_numel), self._data.shard.rank
+        # What the wire allocates must not outlive a reduction; sums are in the reduce dtype.
+        if is_sent and (waiting is None or layout.wire_dtype == layout.dtype):
+            packed = self.wire.allocate(shape, layout.wire_dtype, device)
+        else:
+            packed = torch.empty(shape, dtype=layout.dtype, device=device)
+        packing.pack_gradients(grads, layout, rank, behind, packed)
+        if waiting is not None:
+            packed.add_(waiting)
+            self.accumulated = None
+            if is_sent and packed.dtype != layout.wire_dtype:
+                packed = self.wire.allocate(shape, layout.wire_dtype, device).copy_(packed)
+        return [packed, *packing.straight_gradients(grads, layout, device)]
+
+    def _take_gradients(self, plan: Plan, with_graph: bool) -> tuple[list[Tensor | None], int]:
+        """Detach the local gradients from the unsharded parameters; count those that miss."""
+        grads: list[Tensor | None] = []
+        missing = 0
+        for param in plan.members:
+            grad = None if param.unsharded is None else param.unsharded.grad
+            if grad is None:
+                missing += 1
+            else:
+                if with_graph and grad.requires_grad:
+                    raise UnsupportedError(
+                        f"{param.fqn}: its gradient has a graph, because backward was called with "
+                        "create_graph=True, and a reduced gradient cannot carry one. Take "
+                        "gradients of inputs with torch.autograd.grad(..., create_graph=True), "
+                        "then call backward() on what you made of them."
+                    )
+                if type(grad) is not Tensor:
+                    grad = local_gradient(grad, param) if isinstance(grad, DTensor) else grad
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+                if grad.dtype is not plan.grad_dtype:
+                    grad = grad.to(plan.grad_dtype)
+            grads.append(grad)
+        for param in plan.members:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        return grads, missing
+
+    def acquire(self) -> GradientBuffer:
+        """Return a buffer for sharded gradients that nobody reads."""
+        buffer = self._buffer
+        if buffer is None or not buffer.is_free:
+            plan, rank = self.plan(), self._data.shard.rank
+            buffer = GradientBuffer(plan.layout, plan.members, rank, self._home, pinned=self.pinned)
+            self._buffer = buffer
+        buffer.is_filling = True
+        return buffer
+
+
+class Reduction:
+    """One group's gradients under way. Calls must come in the order start, advance, finish."""
+
+    def __init__(
+        self,
+        owner: Reducer,
+        plan: Plan,
+        inputs: list[Tensor],
+        look: bool,
+        all_reduce: bool,
+        streams: Streams,
+    ) -> None:
+        self._owner = owner
+        self._plan = plan
+        self._data = owner._data
+        self._look = look
+        self._all_reduce = all_reduce
+        self._streams = streams
+        self._scale = owner.scale
+        self._inputs = inputs
+        device = inputs[0].device
+        self._buffer = owner.acquire()
+        self._reduced: Tensor | None = self._buffer.flat(plan.layout.dtype, device)
+        self._is_borrowed = self._reduced is None  # then it lies in the wire's memory
+        self._flight: InFlight | None = None
+        self._held: Tensor | None = None
+        self._counts: list[float] | None = None
+        self._grads: list[Tensor] | None = None
+        self._waits_for_copy = owner._home != device
+        self.nbytes = plan.layout.nbytes
+
+    def is_of(self, owner: Reducer) -> bool:
+        """True if these are the gradients of ``owner``'s group."""
+        return self._owner is owner
+
+    def start(self) -> None:
+        """Issue the reduce-scatter."""
+        if self._scale.before != 1.0:
+            self._inputs[0].mul_(self._scale.before)
+        if self._data.shard.size > 1 and self._owner.stamps:
+            self._owner.stamps[0].before()
+        self._streams.order_after_compute("reduce")
+        self._flight = self._streams.launch("reduce", self._reduce_scatter)
+
+    def _reduce_scatter(self) -> Launched:
+        owner, layout, axis = self._owner, self._plan.layout, self._data.shard
+        packed, *straight = self._inputs
+        if axis.size == 1:
+            self._reduced, self._is_borrowed = packed.view(-1), True
+            return Launched((packed,), None)
+        if self._reduced is None:
+            self._reduced = owner.wire.allocate((layout.numel,), layout.dtype, packed.device)
+        scale, async_op = self._scale, self._streams.async_op
+        if straight:
+            *outputs, last = self._buffer.outputs(self._reduced)
+            pairs = [(last, packed.view(-1)), *zip(outputs, straight, strict=True)]
+            work = owner.wire.reduce_scatter_each(pairs, scale.op, axis, async_op)
+        else:
+            sent = packed.view(-1)
+            work = owner.wire.reduce_scatter(self._reduced, sent, scale.op, axis, async_op)
+        lost = owner.stamps[0].lost if owner.stamps else None
+        return Launched((*self._inputs, self._reduced), work, lost)
+
+    def advance(self) -> None:
+        """Issue the all-reduce over the replicate axis, if there is one."""
+        if self._data.replicate.size == 1:
+            return
+        if self._all_reduce and self._owner.stamps:
+            self._owner.stamps[-1].before()
+        self._flight = self._streams.launch("all_reduce", self._sum_replicas, self._flight)
+
+    def _sum_replicas(self) -> Launched:
+        assert self._reduced is not None
+        owner = self._owner
+        self._held = owner.partial  # until compute has waited: it may lie in compute's memory
+        if owner.partial is not None:
+            self._reduced.add_(owner.partial)
+            owner.partial = None
+        reduced = self._reduced
+        if not self._all_reduce:
+            self._check(reduced)
+            owner.keep_partial(reduced.clone() if self._is_borrowed else reduced)
+            self._reduced = None
+            return Launched((reduced,), None)
+        work = owner.wire.all_reduce(
+            reduced, self._scale.op, self._data.replicate, self._streams.async_op
+        )
+        lost = owner.stamps[-1].lost if owner.stamps else None
+        return Launched((reduced,), work, lost)
+
+    def free_if_done(self) -> None:
+        """Drop the local gradients now if the reduce-scatter has ended. On a CPU."""
+        if self._inputs and self._flight is not None and self._flight.is_done:
+            self._flight.wait()
+            self._flight.buffers = ()
+            self._inputs = []
+
+    def finish(self) -> None:
+        """Scale, and set the sharded gradients."""
+        lane = "reduce" if self._data.replicate.size == 1 else "all_reduce"
+        if self._owner.hook is not None:
+            stream = self._owner.hook_stream
+            lane = "all_reduce" if stream is None else self._streams.lane_of(stream)
+        self._flight = self._streams.launch(lane, self._store, self._flight)
+
+    def _store(self) -> Launched:
+        reduced, owner, layout = self._reduced, self._owner, self._plan.layout
+        if reduced is None:
+            return Launched((), None)
+        self._check(reduced)
+        if owner.hook is not None:
+            owner.hook(reduced[: layout.tail_start])
+        if self._scale.after != 1.0:
+            reduced.mul_(self._scale.after)
+        if self._look:
+            self._counts = reduced[layout.tail_start : layout.stamp_start].tolist()
+        self._grads = self._buffer.fill(reduced)
+        if not self._waits_for_copy:
+            self._deliver()
+        return Launched((reduced,), None)
+
+    def _check(self, reduced: Tensor) -> None:
+        """See that every rank reduced this group. See [Note: agreement]."""
+        stamps = self._owner.stamps
+        if not stamps or not stamps[0].is_checked:
+            return
+        seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
+        joined = self._owner.joined_codes
+        if (
+            torch_tensors.bytes_of(seen, len(joined)) == joined
+        ):  # sums over several backwards are not
+            return
+        for position, stamp in enumerate(stamps):
+            stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
+
+    def _deliver(self) -> None:
+        """Set or add the gradients; where nobody had one, leave what is there."""
+        self._buffer.settle()
+        counts, grads, self._grads = self._counts, self._grads or [], None
+        params = [member.sharded for member in self._plan.members]
+        if counts is not None:
+            used = [position for position, count in enumerate(counts) if count != 0]
+            params, grads = [params[p] for p in used], [grads[p] for p in used]
+        accumulate(params, grads)
+
+    def wait(self) -> None:
+        """Make the gradients safe to use by compute, and free the buffers."""
+        if self._flight is not None:
+            if self._waits_for_copy:
+                self._flight.synchronize()
+                self._deliver()
+            else:
+                self._flight.wait()
+        self._inputs = []
+        self._flight = self._reduced = self._held = None

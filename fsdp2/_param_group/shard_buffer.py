@@ -1,0 +1,273 @@
+"""The flat shard buffer of a group: what a rank keeps, and what it sends.
+
+Owns one byte buffer in a gather layout and the views into it. Sharded parameters are these views,
+so an all-gather needs no copy-in, and a cast is one kernel. It must not know states or modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fsdp2._base import torch_tensors
+from fsdp2._comm.collectives import Wire
+from fsdp2._comm.consistency import Stamp
+from fsdp2._comm.mesh import MeshAxis
+from fsdp2._comm.streams import Launched
+from fsdp2._param_group import packing
+from fsdp2._param_group.layout import GatherLayout, Packed, align
+from fsdp2._param_group.param import Piece
+
+
+class ShardBuffer:
+    """Pieces of every parameter of a group over one axis.
+
+    Args:
+        device: where the buffer is kept.
+        compute: where it is gathered; None: where it is kept.
+        pinned: keep it in pinned memory.
+        stamp: what the last item of the layout holds; None if it is a parameter like the others.
+        is_freed: the owner resizes the buffer's storage, so shards must be views of it.
+    """
+
+    def __init__(
+        self,
+        layout: GatherLayout,
+        axis: MeshAxis,
+        device: torch.device,
+        *,
+        compute: torch.device | None = None,
+        pinned: bool = False,
+        is_freed: bool = False,
+        stamp: Stamp | None = None,
+    ) -> None:
+        self.layout = layout
+        self.axis = axis
+        self.stamp = stamp
+        self.flat = torch.zeros(
+            layout.shard_nbytes, dtype=torch.uint8, device=device, pin_memory=pinned
+        )
+        self._compute = compute or device
+        make = packing.shard_view if is_freed else packing.own_shard
+        self.shards = [
+            make(self.flat, layout, index, axis.rank) for index in range(len(layout.items))
+        ]
+        self._together: tuple[Packed, list[Tensor]] = (layout.whole, [])
+        self._apart: tuple[Packed, list[Tensor]] = (layout.packed, [])
+        self._way = self._together
+        self._replicated: list[Tensor] = []
+        self._straight: list[Tensor] = []
+        self._inputs: list[Tensor] = []
+        self._gathered: Tensor | None = None
+        self._sources: list[Tensor] = []
+        self._seen, self._expected = self.flat[:0], b""
+        self.tail_nbytes = 0
+        self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
+        self._is_one_cast = (
+            layout.casts and len(layout.segments) == 1 and not layout.items[0].shard.is_replicated
+        )
+        self._views = None if self._is_away else self._views_of(self.flat)
+
+    def write_stamp(self) -> None:
+        """Put the stamp behind the parameters, where the all-gather takes it along."""
+        if self.stamp is not None and not self.flat.is_meta:
+            self.shards[-1].copy_(self._code)
+
+    @property
+    def _code(self) -> Tensor:
+        assert self.stamp is not None
+        return torch.tensor(self.stamp.code, dtype=torch.float32, device="cpu")
+
+    def piece(self, index: int) -> Piece:
+        """Say where the shard of an item lies."""
+        item = self.layout.items[index]
+        nbytes = item.shard.piece_numel * item.storage_dtype.itemsize
+        return Piece(self.flat, self.layout.shard_offsets[index], nbytes)
+
+    def _expect_stamp(self) -> None:
+        assert self.stamp is not None
+        code = self._code.to(self.layout.items[-1].compute_dtype)
+        self._expected = bytes(code.view(torch.uint8).tolist()) * self.axis.size
+
+    def take_stamp(self) -> None:
+        """Send and expect the number that the stamp has now."""
+        if self.stamp is not None:
+            if self.flat.untyped_storage().nbytes():  # else it is written with the shards
+                self.write_stamp()
+            self._expect_stamp()
+
+    def bind(self, full: Tensor) -> None:
+        """Let gathered pieces land in a full buffer, which has its memory now."""
+        layout = self.layout
+        targets = packing.gather_targets(full, layout, layout.whole.order)
+        self._way = self._together = (layout.whole, targets)
+        self._apart = (layout.packed, targets[: len(layout.packed.order)])
+        self._replicated = packing.gather_targets(full, layout, layout.replicated)
+        self._straight = packing.gather_targets(full, layout, layout.straight)
+        if self.stamp is not None:
+            nbytes = layout.piece_nbytes(len(layout.items) - 1)
+            start = layout.full_offsets[-1]
+            self._seen = full[start : start + self.axis.size * nbytes]
+
+    def gathers_straight(self, wire: Wire) -> bool:
+        """True if a gather writes to the full buffer, which then must have its memory."""
+        return bool(self._straight) and self.tail_nbytes == 0 and wire.gathers_straight
+
+    def sent_numels(self, wire: Wire) -> list[int]:
+        """Elements in wire dtype that a rank sends in each collective."""
+        layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
+        if self.tail_nbytes or not layout.straight or not wire.gathers_straight:
+            return [self.sent_nbytes // itemsize]
+        sizes = [layout.packed_nbytes, *(layout.piece_nbytes(index) for index in layout.straight)]
+        return [size // itemsize for size in sizes]
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that a rank sends; ``tail_nbytes`` of them are not planned here."""
+        if self.tail_nbytes == 0:
+            return self.layout.gather_nbytes
+        return align(self.layout.gather_nbytes) + self.tail_nbytes
+
+    def unpack(self, gathered: Tensor, sent: Tensor, _tail: Tensor | None = None) -> None:
+        """Copy gathered pieces into the full buffer.
+
+        Raises:
+            StateError: another rank gathered something else. See [Note: agreement].
+        """
+        packed, targets = self._way
+        if gathered is self._gathered:
+            torch_tensors.copy_all(targets, self._sources)
+            self.free_gathered()
+        elif targets:
+            packing.unpack(gathered, self.layout, packed, targets)
+        if self._replicated:
+            packing.unpack_replicated(sent, self.layout, self._replicated)
+        stamp = self.stamp
+        if stamp is None or not stamp.is_checked:
+            return
+        if torch_tensors.bytes_of(self._seen, len(self._expected)) != self._expected:
+            dtype = self.layout.items[-1].compute_dtype
+            stamp.check(self._seen.view(dtype).view(self.axis.size, -1))
+
+    @property
+    def _is_away(self) -> bool:
+        """True if the shards are kept on another device than they are gathered on."""
+        return self._compute != self.flat.device and self.flat.device.type != "meta"
+
+    def _views_of(self, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return what one kernel casts to the wire, and what is sent if nothing is cast."""
+        if self._is_one_cast:
+            (segment,) = self.layout.segments
+            return packing.typed(flat, 0, segment.numel, segment.storage_dtype), None
+        return None, None if self.layout.casts else self._as_wire(flat)
+
+    def _as_wire(self, buffer: Tensor) -> Tensor:
+        return packing.typed(buffer, 0, self._wire_numel, self.layout.wire_dtype).view(1, -1)
+
+    def gather(
+        self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
+    ) -> Launched:
+        """Issue the all-gather of every sharded piece: straight ones into the full buffer.
+
+        The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer. With
+        ``write_tail``, which fills ``tail_nbytes`` more bytes to send, what was gathered of these
+        follows, ``[W, tail_nbytes]``.
+        """
+        layout, axis, flat = self.layout, self.axis, self.flat
+        if self._views is None:
+            flat = flat.to(self._compute, non_blocking=True)
+            to_cast, sent = self._views_of(flat)
+        else:
+            to_cast, sent = self._views
+        kept = flat
+        if to_cast is not None:
+            shape = (1, self._wire_numel)
+            kept = sent = torch.empty(shape, dtype=layout.wire_dtype, device=flat.device)
+            sent.copy_(to_cast)
+        elif sent is None:
+            kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
+            packing.cast_shards(flat, kept, layout)
+            sent = self._as_wire(kept)
+        self._way = self._apart if self.gathers_straight(wire) else self._together
+        if write_tail is not None:
+            return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
+        if axis.size == 1 or self._wire_numel == 0:
+            rows = sent.expand(axis.size, -1)
+            return Launched((rows, kept), None)
+        lost = None if self.stamp is None else self.stamp.lost
+        if self._way is self._together:
+            gathered = self._landing(sent, wire)
+            if gathered is None:
+                gathered, sent = wire.stage(sent, axis)
+            work = wire.all_gather(gathered, sent, axis, async_op)
+        else:
+            inputs = self._inputs_of(sent)
+            gathered = self._landing(inputs[0], wire)
+            if gathered is None:
+                gathered, _ = wire.stage(inputs[0], axis)
+            pairs = list(zip([gathered, *self._straight], inputs, strict=True))
+            work = wire.all_gather_each(pairs if inputs[0].numel() else pairs[1:], axis, async_op)
+        rows = gathered if gathered.dim() == 2 else gathered.view(axis.size, -1)
+        return Launched((rows, kept), work, lost)
+
+    def _landing(self, sent: Tensor, wire: Wire) -> Tensor | None:
+        """Return where a collective of ours gathers on a CPU: always the same tensor.
+
+        Its memory is there between a gather and its unpacking only, but views of it stay: splitting
+        it costs half of what unpacking small parameters does.
+        """
+        packed, _ = self._way
+        if not (packed.is_one_split and sent.device.type == "cpu" and wire.gathers_straight):
+            return None
+        gathered = self._gathered
+        if gathered is None or gathered.shape[1] != sent.shape[1]:
+            shape = (self.axis.size, sent.shape[1])
+            with torch.inference_mode(False):
+                self._gathered = gathered = torch.empty(shape, dtype=sent.dtype, device=sent.device)
+                self._sources = list(gathered.split(packed.sizes, 1))
+        else:
+            gathered.untyped_storage().resize_(gathered.nbytes)
+        return gathered
+
+    def free_gathered(self) -> None:
+        """Free what was gathered, and will not be used any more."""
+        if self._gathered is not None:
+            self._gathered.untyped_storage().resize_(0)
+
+    def _inputs_of(self, sent: Tensor) -> list[Tensor]:
+        """View what each collective sends, the packed part first, in what is sent altogether."""
+        is_kept = self._views is not None and sent is self._views[1]
+        if is_kept and self._inputs:
+            return self._inputs
+        layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
+        parts = [(0, layout.packed_nbytes)]
+        parts += [(layout.send_offsets[i], layout.piece_nbytes(i)) for i in layout.straight]
+        inputs = [sent.narrow(1, at // itemsize, nbytes // itemsize) for at, nbytes in parts]
+        if is_kept:
+            self._inputs = inputs
+        return inputs
+
+    def _gather_with_tail(
+        self,
+        wire: Wire,
+        async_op: bool,
+        flat: Tensor,
+        kept: Tensor,
+        write_tail: Callable[[Tensor], None],
+    ) -> Launched:
+        """Send the flat part and a tail behind it, as bytes, in one all-gather."""
+        axis, nbytes = self.axis, self.layout.gather_nbytes
+        start = align(nbytes)
+        sent = torch.empty(start + self.tail_nbytes, dtype=torch.uint8, device=flat.device)
+        sent[:nbytes].copy_(flat.view(-1).view(torch.uint8))
+        write_tail(sent[start:])
+        work, gathered = None, sent
+        if axis.size > 1:
+            gathered, sent = wire.stage(sent, axis)
+            work = wire.all_gather(gathered, sent, axis, async_op)
+        rows = gathered.view(axis.size, -1)
+        lost = None if self.stamp is None else self.stamp.lost
+        buffers = (rows[:, :nbytes].view(self.layout.wire_dtype), kept, rows[:, start:])
+        return Launched(buffers, work, lost)

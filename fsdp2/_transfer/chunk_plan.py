@@ -1,0 +1,200 @@
+"""Where the parts of a distributed tensor lie in the whole, and in which pieces they travel.
+
+Owns the arithmetic of blocks and the plan of a stream of tensors in bounded memory: integers only.
+It must not know tensors, meshes or process groups.
+
+[Note: pieces]
+Ranks cut a tensor dim by dim, so what a rank holds is a *block*: a range on every dim. The first
+place of each axis holds the largest one. A *piece* is a range of a block, counted from the block's
+own start, so that all ranks send equal parts at a time; where a rank's block is shorter, its part
+of the piece is smaller or empty. A *lot* is the pieces that travel in one collective, each at the
+same offset of every rank's buffer; a *batch* is the lots that are in memory at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fsdp2._param_group.layout import align
+
+
+@dataclass(frozen=True)
+class Region:
+    """A range on every dim."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(s, s + n) for s, n in zip(self.starts, self.sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a tensor of ``shape`` is cut over the axes of a grid.
+
+    ``counts`` are the sizes of the axes; ``cuts`` are pairs (axis, dim), in the order in which a
+    dim is cut: each one takes the chunks of ``torch.chunk`` of what the cuts before it left.
+    """
+
+    shape: tuple[int, ...]
+    counts: tuple[int, ...]
+    cuts: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def axes(self) -> tuple[int, ...]:
+        """Axes over which ranks hold different elements."""
+        return tuple(sorted({axis for axis, _ in self.cuts if self.counts[axis] > 1}))
+
+    @cached_property
+    def count(self) -> int:
+        """Ranks that hold different blocks."""
+        return math.prod(self.counts[axis] for axis in self.axes)
+
+    def block(self, place: Sequence[int]) -> Region:
+        """Return what the rank at ``place`` (a coordinate for each axis) holds."""
+        starts, sizes = [0] * len(self.shape), list(self.shape)
+        for axis, dim in self.cuts:
+            chunk = -(-sizes[dim] // self.counts[axis])
+            first = min(place[axis] * chunk, sizes[dim])
+            starts[dim] += first
+            sizes[dim] = min(chunk, sizes[dim] - first)
+        return Region(tuple(starts), tuple(sizes))
+
+    @cached_property
+    def largest(self) -> tuple[int, ...]:
+        """Sizes of the largest block."""
+        return self.block([0] * len(self.counts)).sizes
+
+    def places(self) -> list[tuple[int, ...]]:
+        """Return the places that hold different blocks, the last axis fastest."""
+        found: list[tuple[int, ...]] = [()]
+        for axis, count in enumerate(self.counts):
+            numbers = range(count) if axis in self.axes else range(1)
+            found = [(*place, number) for place in found for number in numbers]
+        return found
+
+
+def part_of(block: Region, piece: Region) -> Region:
+    """Return the part of a piece that a block has, counted from the block's start."""
+    starts = tuple(min(s, n) for s, n in zip(piece.starts, block.sizes, strict=True))
+    sizes = tuple(
+        min(start + size, n) - first
+        for start, size, n, first in zip(
+            piece.starts, piece.sizes, block.sizes, starts, strict=True
+        )
+    )
+    return Region(starts, tuple(max(size, 0) for size in sizes))
+
+
+def within(block: Region, part: Region) -> Region:
+    """Return a part of a block, counted from the start of the whole."""
+    starts = tuple(a + b for a, b in zip(block.starts, part.starts, strict=True))
+    return Region(starts, part.sizes)
+
+
+def split(sizes: Sequence[int], most: int) -> Iterator[Region]:
+    """Split a block into pieces of at most ``most`` elements, rows first; never below one."""
+    if math.prod(sizes) <= most or not sizes:
+        yield Region((0,) * len(sizes), tuple(sizes))
+        return
+    row = math.prod(sizes[1:])
+    rows = max(1, most // max(row, 1))
+    for start in range(0, sizes[0], rows):
+        count = min(rows, sizes[0] - start)
+        for rest in split(sizes[1:], most) if count == 1 else [_whole(sizes[1:])]:
+            yield Region((start, *rest.starts), (count, *rest.sizes))
+
+
+def _whole(sizes: Sequence[int]) -> Region:
+    return Region((0,) * len(sizes), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor as the plan needs it.
+
+    ``grid`` tells tensors of other meshes apart. ``copies`` is how many times a piece is in memory
+    while it travels; ``kept_nbytes`` is what a receiver holds of the whole until its batch is done.
+    """
+
+    blocks: Blocks
+    grid: int
+    itemsize: int
+    copies: int
+    kept_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the tensor ``index``, at ``offset`` bytes of every rank's buffer."""
+
+    index: int
+    region: Region
+    offset: int
+
+
+@dataclass
+class Lot:
+    """Pieces that travel together. ``nbytes`` is the buffer of one rank."""
+
+    axes: tuple[int, ...]
+    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass
+class Batch:
+    """Lots that are in memory at a time, and the tensors that are whole afterwards."""
+
+    lots: dict[tuple[int, tuple[int, ...]], Lot] = field(default_factory=dict)
+    finished: list[int] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, index: int, item: Item, region: Region) -> None:
+        lot = self.lots.setdefault((item.grid, item.blocks.axes), Lot(item.blocks.axes))
+        lot.pieces.append(Piece(index, region, lot.nbytes))
+        nbytes = align(region.numel * item.itemsize)
+        lot.nbytes += nbytes
+        self.nbytes += item.copies * nbytes
+
+
+def plan(items: Sequence[Item], max_nbytes: int) -> list[Batch]:
+    """Plan batches of at most ``max_nbytes``, in the order of ``items``.
+
+    A tensor that is larger has batches of its own: its pieces keep to the limit, and what a
+    receiver keeps of it is counted for nobody else.
+    """
+    batches = [Batch()]
+
+    def room_for(nbytes: int) -> Batch:
+        last = batches[-1]
+        if (last.lots or last.finished) and last.nbytes + nbytes > max_nbytes:
+            batches.append(Batch())
+        return batches[-1]
+
+    for index, item in enumerate(items):
+        sizes = item.blocks.largest
+        sent = item.copies * align(math.prod(sizes) * item.itemsize)
+        if item.kept_nbytes + sent <= max_nbytes:
+            batch = room_for(item.kept_nbytes + sent)
+            batch.add(index, item, _whole(sizes))
+            batch.nbytes += item.kept_nbytes
+            batch.finished.append(index)
+            continue
+        room_for(max_nbytes)
+        most = max(1, max_nbytes // max(item.copies, 1) // item.itemsize)
+        for region in split(sizes, most if item.copies else math.prod(sizes)):
+            room_for(item.copies * align(region.numel * item.itemsize)).add(index, item, region)
+        batches[-1].finished.append(index)
+        if item.kept_nbytes:
+            batches.append(Batch())
+    return [batch for batch in batches if batch.lots or batch.finished]

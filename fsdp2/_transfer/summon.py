@@ -1,0 +1,292 @@
+"""``summon_full_params``: whole parameters registered on the modules, inside a context.
+
+Owns what is registered meanwhile, and what of it goes back into the shards. It must not know how
+tensors travel.
+
+[Note: summoned]
+Whole parameters are tensors of their own in the dtype that shards are kept in, not the buffers of a
+group: nothing here moves a group's state. While they are registered, the units must not run or look
+at them, so their modules refuse a forward, and ``Unit.is_summoned`` keeps units from adopting them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2._base import torch_dtensor
+from fsdp2._base.arguments import check_flag
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._comm.process_mesh import operation
+from fsdp2._engine.between_steps import require_idle
+from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._param_group.param import SUMMONED, OwnerMark, Site
+from fsdp2._transfer.redistribute import Grids, Held, Target, gather
+
+STAGED_NBYTES = 64 << 20
+
+
+@dataclass(eq=False)
+class _Summoned:
+    """A parameter in both forms, and the places where it is registered."""
+
+    name: str
+    sharded: nn.Parameter
+    sites: list[Site]
+    held: Held
+    whole: nn.Parameter | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the whole parameter, or a file with it, is no longer summoned."""
+        return type(None), ()
+
+    def write_back(self, with_grads: bool) -> None:
+        """Copy this rank's block of what is registered now into the shard."""
+        found = self.sites[0].registered
+        assert found is not None
+        block = found.detach()[self.held.own.slices]
+        with torch.no_grad():
+            self.held.local.copy_(block)
+        if with_grads:
+            self._write_grad(found.grad)
+
+    def _write_grad(self, grad: Tensor | None) -> None:
+        if grad is None:
+            self.sharded.grad = None
+            return
+        block = grad.detach()[self.held.own.slices]
+        if self.sharded.grad is None:
+            dtype = grad.dtype if self.sharded.grad_dtype is None else self.sharded.dtype
+            made = torch.empty_like(self.held.local, dtype=dtype)
+            placed = torch_dtensor.spec_of(self.sharded)  # type: ignore[arg-type]  # a DTensor
+            like = self.sharded.shape, self.sharded.stride()
+            spec = torch_dtensor.make_spec(placed.mesh, placed.placements, *like, dtype)
+            self.sharded.grad = torch_dtensor.new_dtensor(made, spec)
+        with torch.no_grad():
+            torch_dtensor.local_tensor(self.sharded.grad).copy_(block)
+
+
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Register whole parameters on a module's units inside the context.
+
+    They are plain ``nn.Parameter``s under the same names, in the dtype of the shards (not the
+    compute dtype), whole over replicate and tensor-parallel axes too, so ``module.apply(fn)``,
+    ``state_dict()`` and initialisers see what one process would. Gathers are collective, on entry;
+    nothing is sent on exit. Works on a module inside a sharded one, and nested: what an outer
+    context has summoned stays as it is, and an inner one with ``writeback`` writes it back at once.
+
+    Args:
+        recurse: units below ``module`` too; False takes the module's own unit (or, for a module
+            that is none, the parameters that it registers itself).
+        writeback: on exit each rank copies its own part of what is registered into its shard; parts
+            that differ between ranks stay so. False drops every change.
+        rank0_only: only the first rank of the mesh gets whole parameters; the others keep their
+            shards. Not with ``writeback``.
+        offload_to_cpu: whole parameters are in host memory.
+        with_grads: whole gradients as ``grad``, and back with ``writeback``: a gradient set to None
+            is dropped, a new one is placed as its parameter is.
+
+    Raises:
+        ConfigError: not a module; a flag that is no bool; ``rank0_only`` with ``writeback``; some
+            ranks have a gradient that others lack.
+        StateError: inside a forward or a backward; a forward, ``unshard`` or ``fully_shard`` of a
+            summoned unit inside the context; on exit, a parameter that was removed or reshaped
+            (shards keep their values).
+        UnsupportedError: a parameter without bytes of its own (a wrapper subclass).
+
+    Source: ``FullyShardedDataParallel.summon_full_params`` of torch, for composable modules.
+    """
+    flags = {
+        "recurse": recurse,
+        "writeback": writeback,
+        "rank0_only": rank0_only,
+        "offload_to_cpu": offload_to_cpu,
+        "with_grads": with_grads,
+    }
+    for name, flag in flags.items():
+        check_flag("summon_full_params", name, flag)
+    if rank0_only and writeback:
+        raise ConfigError(
+            "summon_full_params: rank0_only=True with writeback=True cannot work: the other ranks "
+            "do not have what would be written. Pass writeback=False, or rank0_only=False."
+        )
+    if offload_to_cpu and not rank0_only and torch.accelerator.is_available():
+        warnings.warn(
+            "summon_full_params: offload_to_cpu without rank0_only puts a copy of every parameter "
+            "into host memory for each rank of the machine.",
+            stacklevel=3,
+        )
+    units = require_idle(module, "summon_full_params")
+    if any(unit.is_summoned_on_first or (rank0_only and unit.is_summoned) for unit in units):
+        raise StateError(
+            "summon_full_params: is nested in a context of the same parameters, and one of the two "
+            "has rank0_only. Leave the outer one first."
+        )
+    outer = _already_summoned(module) if writeback else []
+    found = _find(module, units if recurse else None)
+    grids = Grids([item.sharded for item in found])
+    with operation("summon_full_params"):
+        _gather(found, grids, rank0_only, offload_to_cpu, with_grads)
+    top = unit_of(module)
+    own = [unit for unit in units if not unit.is_summoned and (recurse or unit is top)]
+    parts = [part for unit in own for part in unit.modules]
+    parts += [site.module for item in found for site in item.sites]
+    handles = [
+        part.register_forward_pre_hook(_refuse_forward, prepend=True)
+        for part in dict.fromkeys(parts)
+    ]
+    for unit in own:
+        unit.is_summoned, unit.is_summoned_on_first = True, rank0_only
+    _register(found)
+    try:
+        yield
+    finally:
+        for unit in own:
+            unit.is_summoned = unit.is_summoned_on_first = False
+        for handle in handles:
+            handle.remove()
+        problems = [_problem(item) for item in found]
+        changed = [(item, item.sites[0].registered) for item in found if item.whole is not None]
+        try:
+            bad = next((problem for problem in problems if problem), None)
+            if bad is not None:
+                raise StateError(f"summon_full_params: {bad} No shard was changed.")
+            if writeback:
+                for item, _ in changed:
+                    item.write_back(with_grads)
+                for item in outer:
+                    item.write_back(with_grads)
+        finally:
+            for item in found:
+                for site in item.sites:
+                    site.put(item.sharded)
+                if item.whole is not None:
+                    item.whole.__dict__.pop(SUMMONED, None)
+
+
+def _refuse_forward(module: nn.Module, args: Any) -> None:
+    unit = unit_of(module)
+    name = unit.fqn if unit is not None else ""
+    raise StateError(
+        f"{name or type(module).__name__}: its forward was called inside summon_full_params, where "
+        "no parameters are gathered or reduced. Leave the context first."
+    )
+
+
+def _already_summoned(module: nn.Module) -> list[_Summoned]:
+    """Return what an outer context has registered below a module."""
+    items = (p.__dict__.get(SUMMONED) for p in module.parameters())
+    return [item for item in items if isinstance(item, _Summoned)]
+
+
+def _find(module: nn.Module, units: list[Unit] | None) -> list[_Summoned]:
+    """Return the sharded parameters of a module's tree, or of its own unit if ``units`` is None."""
+    sites: dict[int, list[Site]] = {}
+    params: dict[int, tuple[str, nn.Parameter]] = {}
+    wanted: set[int] | None = None
+    if units is None:
+        unit = unit_of(module)
+        own = list(module.parameters(recurse=False))
+        if unit is not None:
+            own = [param.sharded for group in unit.own_groups for param in group.params]
+        wanted = {id(param) for param in own}
+    for prefix, part in module.named_modules():
+        for name, param in part._parameters.items():
+            if not isinstance(param, DTensor) or (wanted is not None and id(param) not in wanted):
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            params.setdefault(id(param), (fqn, param))  # type: ignore[arg-type]  # both
+            sites.setdefault(id(param), []).append(Site(part, name))
+    for key, (_, param) in params.items():
+        owner = OwnerMark.owner_of(param)
+        if owner is not None and owner.sharded is param:  # sites outside of the module too
+            sites[key] = list(owner.sites)
+    grids = Grids([param for _, param in params.values()])
+    return [
+        _Summoned(fqn, param, sites[key], grids.hold(fqn, param))
+        for key, (fqn, param) in params.items()
+    ]
+
+
+def _gather(
+    found: list[_Summoned], grids: Grids, rank0_only: bool, offload: bool, with_grads: bool
+) -> None:
+    """Make whole parameters, and gradients, where they are wanted."""
+    helds = [item.held for item in found]
+    if rank0_only:
+        grids.require_common(helds, "summon_full_params")
+    device = torch.device("cpu") if offload else None
+    target = Target(on_all=not rank0_only, device=device, counted=False)
+    what = "summon_full_params"
+    with contextlib.closing(gather(helds, STAGED_NBYTES, target, grids.main, what)) as tensors:
+        for index, tensor in tensors:
+            item = found[index]
+            if tensor is not None:
+                whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
+                kept = vars(item.sharded).items()
+                vars(whole).update({k: v for k, v in kept if not k.startswith("_fsdp2")})
+                whole.__dict__[SUMMONED] = item
+                item.whole = whole
+    if not with_grads:
+        return
+    having = [item for item in found if item.sharded.grad is not None]
+    names = [item.name for item in having]
+    others = next((seen for seen in grids.main.collect(names) if seen != names), None)
+    error = None
+    if others is not None:
+        differ = sorted(set(names) ^ set(others))
+        error = ConfigError(
+            f"summon_full_params: {differ[:1]} has a gradient on some ranks only. Clear it "
+            "everywhere, or leave with_grads out."
+        )
+    grids.main.raise_together(error, "summon_full_params")
+    grads = [grids.hold(f"{item.name}.grad", item.sharded.grad) for item in having]  # type: ignore[arg-type]  # not None
+    with contextlib.closing(gather(grads, STAGED_NBYTES, target, grids.main, what)) as tensors:
+        for index, tensor in tensors:
+            item = having[index]
+            if item.whole is not None and tensor is not None:
+                item.whole.grad_dtype = item.sharded.grad_dtype
+                item.whole.grad = tensor
+
+
+def _register(found: list[_Summoned]) -> None:
+    for item in found:
+        if item.whole is not None:
+            for site in item.sites:
+                site.put(item.whole)
+
+
+def _problem(item: _Summoned) -> str | None:
+    """Say why what is registered cannot go back into the shard."""
+    if item.whole is None:
+        return None
+    seen = [site.registered for site in item.sites]
+    now = seen[0]
+    if now is None:
+        return f"{item.name} was removed inside the context. Leave it registered."
+    if isinstance(now, DTensor):
+        return f"{item.name} is a DTensor now. Replace it by a whole parameter."
+    if tuple(now.shape) != item.held.shape:
+        return (
+            f"{item.name} has shape {tuple(now.shape)} now, and was {item.held.shape}. Write to it "
+            "in place."
+        )
+    if any(other is not now for other in seen):
+        return f"{item.name} is tied, and was replaced in one of its places. Replace it in all."
+    return None

@@ -1,0 +1,333 @@
+"""What a load changes, in any form, in a model and an optimizer: all of it, or nothing.
+
+Owns the comparison of what is loaded with what is there, the room for values that are not the
+model's yet, and the moment when they become the model's. It must not know where values come from.
+
+[Note: all or nothing]
+1. *Compare.* Who has a state tells names, shapes and dtypes; every rank compares them with its own
+   model and optimizer, which are the same everywhere. Values in memory are looked at, too.
+2. *Beside.* Values get room of their own: an optimizer's always, a model's where reading them may
+   fail (files). It is as large as what the rank holds of them, and not counted by ``max_bytes``.
+3. *Agree.* Every rank has all of its values, or all ranks raise. Only now, what users wrote runs
+   (``load_state_dict`` of the optimizer, ``set_extra_state``); if it raises, it is undone.
+4. *Write.* Values are copied to where the model's lie, from room or from a state in memory.
+So up to the last step nothing was changed, and nothing in the last step can fail by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp2._base import torch_dtensor
+from fsdp2._base.errors import ConfigError
+from fsdp2._base.fitting import check_options, check_state
+from fsdp2._base.names import clean, named_modules, named_parameters
+from fsdp2._transfer.materialize import allocate
+from fsdp2._transfer.redistribute import Grids
+from fsdp2.checkpoint._optimizer_state import (
+    keys_of,
+    load_named,
+    map_values,
+    matched_groups,
+    names_in_groups,
+    rekey,
+    with_clean_names,
+)
+from fsdp2.checkpoint._state import is_extra, model_tensors
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that a load with ``strict=False`` passed over."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the rank that has a full state tells the others about it."""
+
+    model: dict[str, tuple[int, ...] | None]
+    extra: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+
+
+# 1. Compare.
+
+
+def tell(what: str, state: Any, model: nn.Module, optimizer: Optimizer | None) -> Told:
+    """Describe a state.
+
+    Raises:
+        ConfigError: it is none; it has no part for the optimizer.
+    """
+    if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
+        raise ConfigError(
+            f"{what}: expected {{'model': ..., 'optimizer': ...}}, found "
+            f"{list(state)[:5] if isinstance(state, Mapping) else type(state).__name__}. Put a "
+            "plain state dict under 'model'."
+        )
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    extra: dict[str, Any] = {}
+    for name, value in state["model"].items():
+        if isinstance(value, Tensor) and not is_extra(name):
+            shapes[clean(name)] = tuple(value.shape)
+        else:
+            extra[clean(name)] = value
+    told = None
+    if optimizer is not None:
+        named = optimizer_part(what, state, model, optimizer)
+        for name, fields in named["state"].items():
+            _refuse_aliases(name, fields)
+        told = {
+            "param_groups": named["param_groups"],
+            "state": {
+                name: map_values(lambda _, value: _without_values(value), name, fields)
+                for name, fields in named["state"].items()
+            },
+        }
+    return Told(shapes, extra, told)
+
+
+def optimizer_part(
+    what: str, state: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
+) -> dict[str, Any]:
+    """Return the optimizer's state under clean names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    named = state.get("optimizer")
+    if not isinstance(named, Mapping) or "param_groups" not in named or "state" not in named:
+        raise ConfigError(
+            f"{what}: an optimizer was passed, and the state has no 'optimizer'. Leave it out, or "
+            "load a state that was taken with one."
+        )
+    named = dict(named)
+    if keys_of(named) == "id":
+        return rekey(named, "name", model=model, optimizer=optimizer)
+    return with_clean_names(named)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise if two values of a parameter's state are the same memory.
+
+    Observed with torch 2.11 and 2.13: ``FSDP.optim_state_dict`` of a model with
+    ``use_orig_params=True`` on a CPU gathers one value after another into one buffer, and with
+    ``offload_to_cpu=True`` returns views of it, so that every value is the last one.
+    """
+    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    for key, value in fields.items():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
+            place = value.data_ptr(), tuple(value.shape)
+            if place in seen:
+                raise ConfigError(
+                    f"load_full_state: {seen[place]} and {key} of {name} in the optimizer's state "
+                    "share memory, so one of them has the other's values. If torch's FSDP1 made "
+                    "it: take it with FullOptimStateDictConfig(offload_to_cpu=False), or under "
+                    "StateDictType.SHARDED_STATE_DICT. If it is meant, clone one of them."
+                )
+            seen[place] = key
+
+
+def compare(
+    what: str, told: Told, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], strict: bool
+) -> IncompatibleKeys:
+    """Compare a state that is to be loaded with the model. A tie needs one of its names.
+
+    Raises:
+        ConfigError: a shape differs; with ``strict``, a name that only one of the two has.
+    """
+    offered = {**told.model, **told.extra}
+    given = {id(tensors[name]) for name in told.model if name in tensors}
+    missing = [n for n, tensor in tensors.items() if n not in offered and id(tensor) not in given]
+    missing += [name for name in extra if name not in offered]
+    unexpected = [name for name in offered if name not in tensors and name not in extra]
+    wrong = [
+        f"{name}: {tuple(tensors[name].shape)} in the model, {shape} in the state"
+        for name, shape in told.model.items()
+        if name in tensors and shape is not None and tuple(tensors[name].shape) != shape
+    ]
+    wrong += [f"{name}: no tensor in the state" for name in told.extra if name in tensors]
+    problems = []
+    if wrong:
+        problems.append("other shapes for " + "; ".join(wrong[:5]))
+    if strict and missing:
+        problems.append(f"{len(missing)} missing names: {', '.join(missing[:5])}")
+    if strict and unexpected:
+        problems.append(
+            f"{len(unexpected)} names that the model lacks: {', '.join(unexpected[:5])}"
+        )
+    if problems:
+        hint = "" if wrong else " Pass strict=False to load what fits."
+        raise ConfigError(
+            f"{what}: the state does not fit the model. Found {' and '.join(problems)}.{hint} "
+            "Nothing was changed."
+        )
+    return IncompatibleKeys(missing, unexpected)
+
+
+def check_optimizer(
+    what: str, model: nn.Module, optimizer: Optimizer, named: Mapping[str, Any], strict: bool
+) -> None:
+    """Compare an optimizer's state under names, values of which may be on meta, with it.
+
+    Raises:
+        ConfigError: it is another optimizer's; with ``strict``, it has parameters that the model
+            lacks; the optimizer was built before its parameters had memory.
+    """
+    own = names_in_groups(model, optimizer)
+    for names, group in zip(own, optimizer.param_groups, strict=True):
+        on_meta = [n for n, p in zip(names, group["params"], strict=True) if p.is_meta]
+        if on_meta:
+            raise ConfigError(
+                f"{what}: {on_meta[0]} is on the meta device, and gets memory as a new parameter, "
+                "which the optimizer does not hold. Load the model first (or call "
+                "fsdp2.materialize), build the optimizer, and load both. Nothing was changed."
+            )
+    groups = matched_groups(model, optimizer, dict(named))
+    check_options(what, optimizer, named["param_groups"])
+    params = named_parameters(model)
+    unknown = [name for name in named["state"] if name not in params]
+    if strict and unknown:
+        raise ConfigError(
+            f"{what}: the optimizer's state has {len(unknown)} names that the model lacks: "
+            f"{', '.join(map(str, unknown[:5]))}. Pass strict=False to load what fits. Nothing "
+            "was changed."
+        )
+    check_state(what, optimizer, groups, own, named["state"])
+
+
+# 2. Beside.
+
+
+def state_like(
+    param: Tensor,
+    current: object,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    is_number: bool = False,
+) -> Tensor:
+    """Return an empty tensor for a value of a parameter's state, placed as it will be used.
+
+    A value lies as what is there now. If that has another shape, or is not there yet, a value of
+    the parameter's shape lies as the parameter does, unless it ``is_number``: a number of steps of
+    a 0-dim parameter has its shape too. Others are whole on every rank, numbers on the CPU.
+    """
+    like: Tensor | None = None if is_number else param
+    if isinstance(current, Tensor) and tuple(current.shape) == shape:
+        like = current
+    if isinstance(like, DTensor) and tuple(like.shape) == shape:
+        local = torch.empty_like(torch_dtensor.local_tensor(like), dtype=dtype)
+        spec = torch_dtensor.spec_of(like)
+        made = torch_dtensor.make_spec(spec.mesh, spec.placements, shape, like.stride(), dtype)
+        return torch_dtensor.new_dtensor(local, made)
+    device = param.device if shape else torch.device("cpu")
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def room_for(tensor: Tensor) -> Tensor:
+    """Return an empty tensor placed as another, with memory though that one may have none."""
+    if not isinstance(tensor, DTensor):
+        kept = torch.device("cpu") if tensor.is_meta else tensor.device
+        return torch.empty_like(tensor.detach(), device=kept)
+    local = torch_dtensor.local_tensor(tensor).detach()
+    kept = torch.device(tensor.device_mesh.device_type) if local.is_meta else local.device
+    return torch_dtensor.new_dtensor(
+        torch.empty_like(local, device=kept), torch_dtensor.spec_of(tensor)
+    )
+
+
+class Rooms:
+    """What a model's tensors will be, beside them. Made on every rank, or on none."""
+
+    def __init__(
+        self, what: str, model: nn.Module, chosen: Mapping[str, Tensor], grids: Grids
+    ) -> None:
+        self._what = what
+        self._model = model
+        self._main = grids.main
+        with self._main.together(what):
+            made = {name: room_for(tensor) for name, tensor in chosen.items()}
+        self.helds = {name: grids.hold(name, room) for name, room in made.items()}
+
+    def write(self) -> None:
+        """Copy all of it to the model, whose parameters on meta get memory first."""
+        tensors, _ = model_tensors(self._model)
+        if any(tensor.is_meta for tensor in tensors.values()):
+            with self._main.together(self._what):
+                allocate(self._model)
+            tensors, _ = model_tensors(self._model)
+        copy_all((local_of(tensors[name]), held.local) for name, held in self.helds.items())
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    local = torch_dtensor.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for target, source in pairs:
+            target.copy_(source)
+
+
+# 3. Agree, and 4. write.
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a load does beside writing tensors of the model.
+
+    ``extra`` are extra states by name; ``named`` is an optimizer's state under names.
+    """
+
+    what: str
+    model: nn.Module
+    optimizer: Optimizer | None
+    named: Mapping[str, Any] | None
+    extra: Mapping[str, Any]
+
+    def apply(self, grids: Grids, write: Callable[[], None]) -> None:
+        """Do it on every rank, or on none, and then write. See [Note: all or nothing]."""
+        undo: list[Callable[[], None]] = []
+        try:
+            with grids.main.together(self.what):
+                if self.optimizer is not None and self.named is not None:
+                    undo.append(_undo_of(self.optimizer))
+                    load_named(self.model, self.optimizer, dict(self.named))
+                self._set_extra(undo)
+        except BaseException:
+            for back in reversed(undo):
+                with contextlib.suppress(Exception):  # of what the user wrote: the rest goes on
+                    back()
+            raise
+        write()
+
+    def _set_extra(self, undo: list[Callable[[], None]]) -> None:
+        modules = named_modules(self.model)
+        for name, value in self.extra.items():
+            module = modules[name.rpartition(".")[0]]
+            before = copy.deepcopy(module.get_extra_state())
+            undo.append(partial(module.set_extra_state, before))
+            module.set_extra_state(value)
+
+
+def _undo_of(optimizer: Optimizer) -> Callable[[], None]:
+    kept = {"state": optimizer.state, "param_groups": optimizer.param_groups}
+    return lambda: optimizer.__setstate__(dict(kept))

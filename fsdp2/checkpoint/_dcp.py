@@ -1,0 +1,444 @@
+"""Sharded checkpoints in files, as ``torch.distributed.checkpoint`` writes them.
+
+Owns which entries a checkpoint has, what becomes of them in a model and an optimizer, and when a
+checkpoint takes its name. It must not know how tensors are cut, nor the form of files.
+
+[Note: saves, all or nothing]
+A checkpoint is written to a workspace beside its place (see ``_publish``). When every rank has said
+that it is done, the first one looks whether it sees all files, as large as they were written; it
+renames what is there to ``.NAME.old-TOKEN``, the new one to ``NAME``, and removes the old one;
+files in it that are not of a checkpoint go to the new one. Whatever stops a save before, the old
+one has its name; if it is stopped between the two renames, the old one is whole under its other
+name, where ``load`` looks next.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import uuid
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.optim import Optimizer
+
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.fitting import numbers_of
+from fsdp2._base.names import clean, named_parameters
+from fsdp2._engine.between_steps import require_idle
+from fsdp2._engine.precision import original_buffers
+from fsdp2._transfer.chunk_plan import Region
+from fsdp2._transfer.redistribute import Grids
+from fsdp2.checkpoint._change import Change, Rooms, Told, check_optimizer, compare, state_like
+from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
+from fsdp2.checkpoint._optimizer_state import keys_of, names_in_groups, rekey, with_clean_names
+from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbours, sync
+from fsdp2.checkpoint._reading import Reader
+from fsdp2.checkpoint._saved import METADATA, Entry, Saved, read
+from fsdp2.checkpoint._state import is_extra, model_tensors, sharded
+from fsdp2.checkpoint._summing import SummingWriter
+
+PathLike = str | os.PathLike[str]
+
+RENAMES = 100
+"""How often a save gives its names again, where others give theirs at the same time."""
+
+
+# Saving.
+
+
+def save(path: PathLike, model: nn.Module, optimizer: Optimizer | None, extra: Any) -> None:
+    """Write a checkpoint. See [Note: saves, all or nothing]."""
+    place = Path(path).resolve()
+    state = sharded(model, optimizer, "name")
+    state["model"] = {k: v for k, v in state["model"].items() if v is not None}
+    if optimizer is not None:
+        state["optimizer"]["state"] = _without_tuples(state["optimizer"]["state"])
+    grids = Grids([*state["model"].values()])
+    main = grids.main
+    if extra is not None:
+        with main.together("save"):
+            state |= packed(extra, main.is_first)
+    workspace = Workspace(place, main.broadcast(uuid.uuid4().hex[:8]))
+    try:
+        with main.together("save"):
+            _require_room(place)
+            if main.is_first:
+                workspace.make()
+        with main.together("save"):
+            _require_shared(workspace.path)
+        writer = SummingWriter(workspace.path)
+        _in_step(grids, lambda: save_state_dict(state, storage_writer=writer))
+        with main.together("save"):
+            _require_written(workspace.path, writer.sizes)
+            if main.is_first:
+                _publish(workspace, place)
+    except BaseException as error:
+        if main.is_first or isinstance(error, Exception):
+            workspace.remove()
+        raise
+
+
+def _require_room(place: Path) -> None:
+    """Raise ConfigError unless a checkpoint may take the name: nothing else may be lost.
+
+    Other saves rename what is there: what was found counts if it still stands there after.
+    """
+    for _ in range(RENAMES):
+        try:
+            found = os.stat(place)
+            problem = _in_the_way(place, found)
+            if problem is None:
+                return
+            if _same(found, os.stat(place)):
+                raise ConfigError(f"save: {problem}")
+        except FileNotFoundError:
+            if not place.exists():
+                return
+
+
+def _same(one: os.stat_result, other: os.stat_result) -> bool:
+    """True for one folder; a number may be that of a removed one, so its time counts too."""
+    return os.path.samestat(one, other) and one.st_ctime_ns == other.st_ctime_ns
+
+
+def _in_the_way(place: Path, found: os.stat_result) -> str | None:
+    """Say what a checkpoint would replace, unless that is nothing, or a checkpoint."""
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{place} is a file. Pass a folder."
+    is_here = os.path.samestat(found, os.stat("."))
+    if is_here or os.path.ismount(place):
+        what = "the working directory" if is_here else "a mount point"
+        return (
+            f"{place} is {what}, and a checkpoint takes the place of its folder. Pass a "
+            "folder in it."
+        )
+    is_ours = (place / METADATA).exists() or any(_old_ones(place))
+    if not is_ours and any(place.iterdir()):
+        return (
+            f"{place} is a folder with other files, and no checkpoint. A checkpoint takes "
+            "the place of its folder: pass one that is empty, or does not exist."
+        )
+    return None
+
+
+def _require_shared(folder: Path) -> None:
+    if not folder.is_dir():
+        raise StateError(
+            f"save: does not see {folder}, which the first rank has made. All ranks must save to "
+            "one path on a file system that all of them see."
+        )
+
+
+def _require_written(folder: Path, sizes: dict[str, int]) -> None:
+    """Raise StateError unless every file is there, as large as it was written."""
+    for name, size in sizes.items():
+        try:
+            found = (folder / name).stat().st_size
+        except FileNotFoundError:
+            found = None
+        if found != size:
+            what = "is not there" if found is None else f"has {found} bytes"
+            raise StateError(
+                f"save: {folder / name}, which a rank wrote with {size} bytes, {what} where the "
+                "first rank looks. All ranks must see one file system. The checkpoint before, if "
+                "there is one, is as it was."
+            )
+
+
+def _in_step(grids: Grids, run: Any) -> None:
+    """Run a function of DCP, which tells its failures to all ranks itself, and be sure of it."""
+    error: BaseException | None = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is there, and deprecations
+            run()
+    except CheckpointException as caught:  # the same on every rank
+        own = caught.failures.get(dist.get_rank() if dist.is_initialized() else 0)
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[0] from None  # DCP has told the others of this interrupt
+        rank, (first, _) = next(iter(caught.failures.items()))
+        raise StateError(
+            f"checkpoint: rank {rank} failed with {type(first).__name__}: {first}"
+        ) from caught
+    except Exception as caught:
+        error = caught
+    grids.main.raise_together(error, "checkpoint")
+
+
+def _publish(workspace: Workspace, place: Path) -> None:
+    """Give a checkpoint its name, whoever else does so. See [Note: saves, all or nothing]."""
+    sync(workspace.path)
+    with exclusive(place):
+        workspace.release()
+        for number in range(RENAMES):
+            try:
+                aside = neighbour(place, f"old-{workspace.token}-{number}")
+                if place.exists():
+                    os.rename(place, aside)
+                older = _old_ones(place)
+                os.rename(workspace.path, place)
+            except FileNotFoundError:
+                if not workspace.path.exists():
+                    raise
+            except OSError as error:  # the other one's has the name again
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+            else:
+                break
+        else:
+            raise StateError(
+                f"save: others gave {place} to their checkpoints {RENAMES} times meanwhile. Save "
+                "to another path."
+            )
+        sync(place.parent)
+        for old in older:
+            _retire(old, place)
+
+
+def _old_ones(place: Path) -> list[Path]:
+    """Return what earlier saves renamed: what they replaced, or had no time to."""
+    return neighbours(place, "old")
+
+
+def _retire(old: Path, heir: Path) -> None:
+    """Remove a checkpoint. What somebody else put into its folder moves to the heir's.
+
+    Where there are no locks, another save may do the same, or rename the heir meanwhile: then the
+    rest is left to it, or to the next save.
+    """
+    try:
+        for entry in old.iterdir():
+            is_ours = entry.name.startswith(METADATA) or entry.suffix == ".distcp"
+            if not is_ours and not (heir / entry.name).exists():
+                os.rename(entry, heir / entry.name)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _without_tuples(value: Any) -> Any:
+    """Return lists for tuples of tensors, which DCP does not look into."""
+    if isinstance(value, dict):
+        return {key: _without_tuples(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        return list(value)
+    return value
+
+
+# Loading.
+
+
+def find(path: PathLike) -> Path:
+    """Return where a checkpoint lies: at ``path``, or where an interrupted save left it.
+
+    Raises:
+        ConfigError: at neither.
+    """
+    place = Path(path).resolve()
+    if (place / METADATA).exists():
+        return place
+    older = [old for old in _old_ones(place) if (old / METADATA).exists()]
+    if older:
+        return max(older, key=lambda old: (old / METADATA).stat().st_mtime)
+    raise ConfigError(
+        f"load: no checkpoint at {place}. Pass the folder that fsdp2.checkpoint.save or "
+        "torch.distributed.checkpoint.save wrote."
+    )
+
+
+def load(
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    strict: bool,
+    model_key: str | None,
+    optim_key: str,
+    verify: bool,
+    trust: bool,
+) -> Any:
+    """Load a checkpoint: its metadata says what to make room for."""
+    with original_buffers(require_idle(model, "load")):
+        tensors, extra = model_tensors(model)
+        grids = Grids([*tensors.values()])
+        main = grids.main
+        saved: Saved | None = None
+        with main.together("load"):
+            saved = read(find(path), verify=verify, trust=trust)
+        assert saved is not None
+        if len(set(main.collect(saved.digest))) > 1:
+            raise StateError(
+                f"load: ranks see different checkpoints at {path}. All ranks must see one file "
+                "system, and nobody may save there meanwhile. Nothing was changed."
+            )
+        content = _Content(saved.entries, model_key, optim_key)
+        with Reader(saved, verify=verify, trust=trust) as reader:
+            named: dict[str, Any] | None = None
+            with main.together("load"):
+                content.compare(tensors, extra, strict)
+                if optimizer is not None:
+                    named = content.optimizer_state(reader, model, optimizer)
+                    check_optimizer("load", model, optimizer, named, strict)
+                extra_states = content.extra_states(reader, extra)
+                found = content.extra(reader, trust)
+            rooms = Rooms("load", model, content.chosen(tensors), grids)
+            with main.together("load"):
+                for name, held in rooms.helds.items():
+                    reader.fill(content.in_model[name][0], held.own, held.local)
+                for entry, room in content.rooms:
+                    held = grids.hold(entry.key, room)
+                    reader.fill(entry, held.own, held.local)
+        Change("load", model, optimizer, named, extra_states).apply(grids, rooms.write)
+        return found
+
+
+class _Content:
+    """What a checkpoint has for a model, for an optimizer, and beside.
+
+    ``rooms`` are the tensors of an optimizer's state, and what to fill them with.
+    """
+
+    def __init__(self, entries: Sequence[Entry], model_key: str | None, optim_key: str) -> None:
+        self._entries = entries
+        self._optim_key = optim_key
+        self._depth = 1 if model_key is None else 2
+        self.in_model: dict[str, list[Entry]] = {}
+        for entry in entries:
+            if model_key is None or entry.is_under(model_key):
+                name = clean(str(entry.path[model_key is not None]))
+                self.in_model.setdefault(name, []).append(entry)
+        self.rooms: list[tuple[Entry, Tensor]] = []
+
+    def compare(self, tensors: dict[str, Tensor], extra: dict[str, Any], strict: bool) -> None:
+        shapes = {n: found[0].shape for n, found in self.in_model.items() if _is_one(found)}
+        told = Told(
+            {name: shape for name, shape in shapes.items() if not is_extra(name)},
+            {name: None for name in self.in_model if name not in shapes or is_extra(name)},
+        )
+        compare("load", told, tensors, extra, strict)
+
+    def chosen(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's tensors that are here, each once."""
+        found = {id(tensors[n]): (n, tensors[n]) for n in reversed(self.in_model) if n in tensors}
+        return dict(reversed(found.values()))
+
+    def extra_states(self, reader: Reader, extra: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, entries in self.in_model.items():
+            if name in extra and is_extra(name):
+                inside = [replace(e, path=("", *e.path[self._depth :])) for e in entries]
+                values = {entry.key: _whole(reader, entry) for entry in inside}
+                found[name] = _lists(_tree(inside, values)[""])
+        return found
+
+    def optimizer_state(
+        self, reader: Reader, model: nn.Module, optimizer: Optimizer
+    ) -> dict[str, Any]:
+        """Return the optimizer's state under names, its tensors placed and empty.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        own = [entry for entry in self._entries if entry.is_under(self._optim_key)]
+        if not any(entry.path[1] == "param_groups" for entry in own):
+            raise ConfigError(
+                "load: an optimizer was passed, and the checkpoint has none under "
+                f"{self._optim_key!r}. Found {sorted({str(e.path[0]) for e in self._entries})}. "
+                "Pass optim_key=. Nothing was changed."
+            )
+        ordered = [name for names in names_in_groups(model, optimizer) for name in names]
+        params = named_parameters(model)
+        now, numbers = optimizer.state, numbers_of(optimizer)
+        values: dict[str, Any] = {}
+        own = [_with_ids(entry, params) for entry in own]
+        for entry in own:
+            path = entry.path
+            if not entry.is_tensor or len(path) < 4 or path[1] != "state":
+                values[entry.key] = _whole(reader, entry)
+                continue
+            assert entry.shape is not None
+            assert entry.dtype is not None
+            name = clean(str(path[2]))
+            if isinstance(path[2], int) and path[2] < len(ordered):
+                name = ordered[path[2]]
+            if name in params:
+                current = now.get(params[name], {}).get(path[3]) if len(path) == 4 else None
+                is_number = path[3] in numbers
+                room = state_like(params[name], current, entry.shape, entry.dtype, is_number)
+                self.rooms.append((entry, room))
+            else:
+                room = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            values[entry.key] = room
+        tree = _tree(own, values)[self._optim_key]
+        loaded = {**tree, "param_groups": _lists(tree["param_groups"])}
+        loaded["state"] = {
+            name: {key: _lists(value) for key, value in fields.items()}
+            for name, fields in tree.get("state", {}).items()
+        }
+        if keys_of(loaded) == "id":
+            return rekey(loaded, "name", model=model, optimizer=optimizer)
+        return with_clean_names(loaded)
+
+    def extra(self, reader: Reader, trust: bool) -> Any:
+        """Return what the user saved beside."""
+        own = [e for e in self._entries if e.path[0] in ("extra", EXTRA, EXTRA_TENSORS)]
+        tree = _tree(own, {entry.key: _whole(reader, entry) for entry in own})
+        if EXTRA in tree:
+            return unpacked(tree[EXTRA], tree.get(EXTRA_TENSORS, {}), trust=trust)
+        return _lists(tree.get("extra"))
+
+
+def _is_one(found: list[Entry]) -> bool:
+    """True if what was saved under a name is a tensor, not an object that may hold some."""
+    return len(found) == 1 and found[0].is_tensor and len(found[0].path) <= 2
+
+
+def _whole(reader: Reader, entry: Entry) -> Any:
+    """Read a value as it was saved."""
+    if entry.shape is None:
+        return reader.value(entry)
+    made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    reader.fill(entry, Region((0,) * len(entry.shape), entry.shape), made)
+    return made
+
+
+def _with_ids(entry: Entry, params: dict[str, nn.Parameter]) -> Entry:
+    """Return an entry of an optimizer's state with a number for an id that was made a string."""
+    path = entry.path
+    is_id = len(path) > 2 and path[1] == "state" and str(path[2]).isdecimal()
+    if not is_id or path[2] in params:
+        return entry
+    return replace(entry, path=(*path[:2], int(path[2]), *path[3:]))
+
+
+def _tree(entries: Sequence[Entry], values: dict[str, Any]) -> dict[Any, Any]:
+    """Put values back into the dicts that they were saved in; lists are dicts of numbers."""
+    root: dict[Any, Any] = {}
+    for entry in entries:
+        target = root
+        for part in entry.path[:-1]:
+            target = target.setdefault(part, {})
+        target[entry.path[-1]] = values[entry.key]
+    return root
+
+
+def _lists(value: Any) -> Any:
+    """Turn dicts whose keys are 0, 1, 2, ... back into lists."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _lists(item) for key, item in value.items()}
+    if inner and all(isinstance(key, int) for key in inner):
+        return [inner[key] for key in sorted(inner)]
+    return inner

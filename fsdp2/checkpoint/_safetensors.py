@@ -1,0 +1,369 @@
+"""Full models in files, as ``safetensors`` writes them.
+
+Owns where files lie and when they take their names. It must not know how tensors are cut.
+
+[Note: sums of safetensors]
+In the text that a file may have beside its tensors, ours has one key, which other readers pass
+over: which save it is of, and a checksum of each tensor with its name, dtype and shape. The index
+of several files has the same key, and a checksum of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import uuid
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.names import clean
+from fsdp2._engine.between_steps import require_idle
+from fsdp2._transfer.redistribute import Grids, Target
+from fsdp2.checkpoint._change import IncompatibleKeys, Told
+from fsdp2.checkpoint._checksums import sum_of_tensor
+from fsdp2.checkpoint._load import load_full
+from fsdp2.checkpoint._publish import Workspace, exclusive, file_in, plain_name, sync
+from fsdp2.checkpoint._state import full, model_tensors
+
+PathLike = str | os.PathLike[str]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+OURS = "fsdp2"
+
+
+def _require_safetensors() -> Any:
+    """Import the package when it is needed: it is optional."""
+    try:
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
+    except ImportError as error:
+        raise ConfigError(
+            "safetensors: the package is not installed. Install it with pip install safetensors."
+        ) from error
+
+
+class _Writer:
+    """Collects tensors of a file and writes it when it is full; the names come last."""
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        self._folder = folder
+        self._limit = max_file_bytes
+        self._token = uuid.uuid4().hex[:8]
+        self._workspace = Workspace(folder / SINGLE, self._token)
+        self._pending: dict[str, Tensor] = {}
+        self._pending_nbytes = 0
+        self._files: list[tuple[Path, list[str]]] = []
+        self._total = 0
+        self.error: BaseException | None = None
+
+    def __call__(self, names: list[str], tensor: Tensor | None) -> None:
+        """Take a tensor. An error is kept: the ranks that send must not be left alone."""
+        if tensor is None or self.error is not None:
+            return
+        try:
+            if self._pending and self._pending_nbytes + tensor.nbytes > self._limit:
+                self._flush()
+            self._pending[names[0]] = tensor.contiguous()
+            self._pending_nbytes += tensor.nbytes
+        except BaseException as caught:  # an interrupt is raised at the end too
+            self.error = caught
+
+    def _flush(self) -> None:
+        package = _require_safetensors()
+        if not self._files:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._workspace.make()
+        path = self._workspace.path / str(len(self._files))
+        sums = {name: _sum_of(name, tensor) for name, tensor in self._pending.items()}
+        told = json.dumps(_told(self._token, sums))
+        package.torch.save_file(self._pending, str(path), metadata={"format": "pt", OURS: told})
+        sync(path)
+        self._files.append((path, list(self._pending)))
+        self._total += self._pending_nbytes
+        self._pending, self._pending_nbytes = {}, 0
+
+    def finish(self) -> None:
+        """Give the files their names, all of them or none."""
+        try:
+            if self.error is not None:
+                raise self.error
+            self._flush()
+            with exclusive(self._folder / SINGLE):
+                self._publish()
+            sync(self._folder)
+        finally:
+            self._workspace.remove()
+
+    def _publish(self) -> None:
+        """Replace what is there.
+
+        A name that is in use is not given to one of several files: until the index is replaced, the
+        old one is valid.
+        """
+        before = _stale_files(self._folder)
+        weight_map: dict[str, str] = {}
+        if len(self._files) == 1:
+            os.replace(self._files[0][0], self._folder / SINGLE)
+            self._replace_index({})
+            weight_map = dict.fromkeys(self._files[0][1], SINGLE)
+        else:
+            finals = self._take_names()
+            try:
+                for (_, names), final in zip(self._files, finals, strict=True):
+                    weight_map.update(dict.fromkeys(names, final))
+                self._replace_index(weight_map)
+            except BaseException:
+                for final in finals:
+                    (self._folder / final).unlink(missing_ok=True)
+                raise
+        for stale in before - set(weight_map.values()):
+            (self._folder / stale).unlink(missing_ok=True)
+
+    def _take_names(self) -> list[str]:
+        """Give several files the names that readers know, if all are free, or else new ones."""
+        count = len(self._files)
+        finals = _names_of_several("model", count)
+        taken: list[Path] = []
+        try:
+            for (path, _), final in zip(self._files, finals, strict=True):
+                os.link(path, self._folder / final)  # which never replaces anything
+                taken.append(self._folder / final)
+        except OSError:
+            for path in taken:
+                path.unlink(missing_ok=True)
+            finals = _names_of_several(f"model-{self._token}", count)
+            for (path, _), final in zip(self._files, finals, strict=True):
+                os.rename(path, self._folder / final)
+        return finals
+
+    def _replace_index(self, weight_map: dict[str, str]) -> None:
+        index = self._folder / INDEX
+        if not weight_map:
+            index.unlink(missing_ok=True)
+            return
+        ours = _told(self._token, {INDEX: _sum_of_map(weight_map)})
+        text = {"metadata": {"total_size": self._total, OURS: ours}, "weight_map": weight_map}
+        temporary = self._workspace.path / INDEX
+        temporary.write_text(json.dumps(text, indent=2) + "\n")
+        sync(temporary)
+        os.replace(temporary, index)
+
+
+def _names_of_several(stem: str, count: int) -> list[str]:
+    return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _sum_of(name: str, tensor: Tensor) -> int:
+    """Return the checksum of a tensor and of what a header says about it."""
+    said = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+    return sum_of_tensor(tensor.contiguous(), zlib.crc32(said.encode()))
+
+
+def _told(save: str, sums: dict[str, int]) -> dict[str, Any]:
+    """Return what a file or an index says about itself."""
+    return {"save": save, "crc32": sums, "self": _sum_of_map({"save": save, **sums})}
+
+
+def _checked(told: Any, save: str | None, names: set[str]) -> dict[str, int]:
+    """Return the sums that a file says, if they are of these names, and of this save."""
+    sums = {str(name): int(value) for name, value in told["crc32"].items()}
+    if told != _told(str(told["save"]), sums) or set(sums) != names:
+        raise ValueError("its checksums are not those that were written")
+    if save is not None and told["save"] != save:
+        raise ValueError(f"it is of save {told['save']}, and the index of {save}")
+    return sums
+
+
+def _sum_of_map(mapping: Mapping[str, object]) -> int:
+    return zlib.crc32(json.dumps(mapping, sort_keys=True).encode())
+
+
+def _stale_files(folder: Path) -> set[str]:
+    """Return files that a save may remove: those of the checkpoint before, in this folder alone."""
+    try:
+        names = _Index.read(folder).files
+    except (ConfigError, StateError):  # it names others, or is damaged: they stay
+        return set()
+    return {name for name in names if name.endswith(".safetensors")}
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The files of a checkpoint, and which tensors they must have; the save that wrote them."""
+
+    files: tuple[str, ...]
+    weight_map: dict[str, str]
+    save: str | None = None
+
+    @staticmethod
+    def read(folder: Path, *, verify: bool = True) -> _Index:
+        """Read what a folder has; nothing, if there is none.
+
+        Raises:
+            StateError: the index is damaged.
+            ConfigError: it names files outside of the folder.
+        """
+        path = folder / INDEX
+        if not path.exists():
+            return _Index((SINGLE,) if (folder / SINGLE).exists() else (), {})
+        try:
+            told = json.loads(path.read_bytes())
+            weight_map = {str(name): file for name, file in told["weight_map"].items()}
+            ours = told.get("metadata", {}).get(OURS) if verify else None
+            save = None if ours is None else str(ours["save"])
+            if ours is not None and _checked(ours, None, {INDEX})[INDEX] != _sum_of_map(weight_map):
+                raise ValueError("its checksum is another one")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"load_safetensors: {path} is damaged: {type(error).__name__}: {error}. Take "
+                "another checkpoint; nothing was changed."
+            ) from error
+        files = sorted({plain_name(file, str(path)) for file in weight_map.values()})
+        return _Index(tuple(files), weight_map, save)
+
+
+def save(
+    folder: PathLike,
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    max_bytes: int,
+    max_file_bytes: int,
+) -> None:
+    """Write a full model, file by file."""
+    require_idle(model, "save_safetensors")
+    tensors, _ = model_tensors(model)
+    main = Grids([*tensors.values()]).main
+    with main.together("save_safetensors"):
+        _require_safetensors()
+    writer = _Writer(Path(folder), max_file_bytes)
+    target = Target(on_all=False, dtype=dtype, device=torch.device("cpu"), counted=False)
+    full(model, None, "name", target, max_bytes, visit=writer)
+    with main.together("save_safetensors"):
+        if main.is_first:
+            writer.finish()
+
+
+class _Files:
+    """The tensors of a folder, on the rank that reads; a context, which closes the files."""
+
+    def __init__(self, folder: Path, *, verify: bool, trust: bool) -> None:
+        self._folder = folder
+        self._verify = verify
+        self._trust = trust
+        self._stack = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}
+        self._sums: dict[str, int] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def describe(self) -> Told:
+        """Open the files and return the shapes of their tensors.
+
+        Raises:
+            ConfigError: there are none.
+            StateError: they are damaged, or of several saves.
+        """
+        package = _require_safetensors()
+        index = _Index.read(self._folder, verify=self._verify)
+        if not index.files:
+            raise ConfigError(
+                f"load_safetensors: neither {SINGLE} nor {INDEX} in {self._folder}. Pass the "
+                "folder that save_safetensors, or save_pretrained of transformers, wrote."
+            )
+        shapes: dict[str, tuple[int, ...] | None] = {}
+        where: dict[str, str] = {}
+        for name in index.files:
+            path = file_in(self._folder, name, f"{self._folder / INDEX}", trust=self._trust)
+            try:
+                file = self._stack.enter_context(package.safe_open(str(path), framework="pt"))
+                for key in file.keys():  # noqa: SIM118  # no mapping
+                    if key in where:
+                        raise ValueError(f"{key} is in {where[key]} too")
+                    where[key], self._files[key] = name, file
+                    shapes[key] = tuple(file.get_slice(key).get_shape())
+                self._take_sums(file, index.save)
+            except Exception as error:
+                raise self._damaged(path, error) from error
+        wrong = [key for key, file in index.weight_map.items() if where.get(key) != file]
+        if wrong:
+            raise StateError(
+                f"load_safetensors: {self._folder / INDEX} names {wrong[0]} in "
+                f"{index.weight_map[wrong[0]]}, which does not have it. Take another checkpoint; "
+                "nothing was changed."
+            )
+        return Told(shapes)
+
+    def _take_sums(self, file: Any, save: str | None) -> None:
+        text = (file.metadata() or {}).get(OURS)
+        if text is not None and self._verify:
+            self._sums.update(_checked(json.loads(text), save, set(file.keys())))
+        elif save is not None:
+            raise ValueError("it has no checksums, and the index says that it has")
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor.
+
+        Raises:
+            StateError: it is not what was written.
+        """
+        tensor: Tensor = self._files[name].get_tensor(name)
+        if name in self._sums and _sum_of(name, tensor) != self._sums[name]:
+            raise self._damaged(self._folder, ValueError(f"the checksum of {name} is another one"))
+        return tensor
+
+    def _damaged(self, path: Path, error: Exception) -> StateError:
+        return StateError(
+            f"load_safetensors: {path} is damaged or missing: {type(error).__name__}: {error}. "
+            "Take another checkpoint; nothing was changed."
+        )
+
+
+def load(
+    folder: PathLike,
+    model: nn.Module,
+    *,
+    strict: bool,
+    max_bytes: int,
+    verify: bool,
+    trust: bool,
+) -> IncompatibleKeys:
+    """Read tensors one by one on the first rank, and scatter them."""
+
+    def no_optimizer(name: str) -> Tensor:
+        raise AssertionError(name)
+
+    with _Files(Path(folder), verify=verify, trust=trust) as files:
+        names: dict[str, str] = {}
+
+        def describe() -> Told:
+            told = files.describe()
+            names.update({clean(name): name for name in told.model})
+            return Told({clean(name): shape for name, shape in told.model.items()})
+
+        return load_full(
+            "load_safetensors",
+            model,
+            None,
+            describe,
+            lambda name: files.read(names[name]),
+            no_optimizer,
+            from_rank0=True,
+            strict=strict,
+            max_bytes=max_bytes,
+            is_in_memory=False,
+        )

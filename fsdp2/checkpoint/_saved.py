@@ -1,0 +1,244 @@
+"""What a sharded checkpoint holds and where: the ``.metadata`` of ``torch.distributed.checkpoint``.
+
+Owns the reading of that file without running anything in it, the check that it makes sense, and the
+checksums that ours carries. It must not know models, nor how values are read.
+
+[Note: stand-ins]
+The file is a pickle of a few small classes of torch. Each of them is read into a stand-in of ours,
+which holds what the pickle says and has no behaviour; ``read`` looks at every value of it before
+anybody uses one. So a name that is not in the table below cannot be reached, and torch's module of
+checkpoints need not be imported to read one.
+
+[Note: sums]
+Behind the pickle, where no other reader looks, stand the checksums of every value of every file,
+and one of all this: see ``_checksums``. A file that says it has them and has not was cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
+from fsdp2._transfer.chunk_plan import Region
+from fsdp2.checkpoint._checksums import DamagedError, split
+from fsdp2.checkpoint._publish import plain_name
+from fsdp2.checkpoint._unpickling import RefusedError, Unpickler
+
+METADATA = ".metadata"
+SUMMED = "fsdp2-sums-"
+"""What the id of a save begins with if its metadata has checksums."""
+
+
+CLASSES = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+"""What a pickle of metadata is made of."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A value, or a block of a tensor, in a file. ``sum`` is None where nobody noted one."""
+
+    region: Region | None
+    file: str
+    offset: int
+    length: int
+    sum: int | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a checkpoint: its flat key, and its path in the dict that was saved.
+
+    ``shape`` and ``dtype`` are None for a value that is no tensor.
+    """
+
+    key: str
+    path: tuple[Any, ...]
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    parts: tuple[Part, ...]
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.shape is not None
+
+    def is_under(self, key: str) -> bool:
+        return len(self.path) > 1 and self.path[0] == key
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint: its entries, sizes of its files (with checksums only), and a sum of it all."""
+
+    folder: Path
+    entries: tuple[Entry, ...]
+    sizes: dict[str, int] | None
+    digest: str
+
+
+class _StandIn:
+    """Holds what a pickle says about an object."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+        else:
+            self.args = state
+
+
+def _names() -> dict[tuple[str, str], Any]:
+    """Return the table of one unpickling. See [Note: stand-ins]."""
+
+    def nothing(*args: Any) -> None:
+        """Stand for what only describes: layouts, memory formats, the path it was saved to."""
+
+    def shape(values: Any = ()) -> tuple[Any, ...]:
+        return tuple(values)
+
+    def ordered(*items: Any) -> OrderedDict[Any, Any]:
+        return OrderedDict(*items)
+
+    where = "torch.distributed.checkpoint"
+    found = {(f"{where}.metadata", name): type(name, (_StandIn,), {}) for name in CLASSES}
+    found[f"{where}.filesystem", "_StorageInfo"] = type("_StorageInfo", (_StandIn,), {})
+    # A name in files, which nothing imports: torch writes this older one for tensors' properties.
+    older = "torch.distributed._shard.sharded_tensor.metadata"
+    for name in ("TensorProperties", "MEM_FORMAT_ENCODING"):
+        found[older, name] = type(name, (_StandIn,), {})
+    functions: dict[tuple[str, str], Any] = {
+        ("torch", "Size"): shape,
+        ("torch.serialization", "_get_layout"): nothing,
+        ("builtins", "getattr"): nothing,  # Python 3.11 looks members of enums up so
+        ("collections", "OrderedDict"): ordered,
+    }
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath"):
+            functions[module, name] = nothing
+    return {**found, **functions}
+
+
+def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
+    """Read what a folder holds.
+
+    Raises:
+        StateError: the metadata is damaged.
+        ConfigError: it names what only trusted files may; it names files outside of the folder.
+        UnsupportedError: values were written through an extension of torch's (compression).
+    """
+    data = (folder / METADATA).read_bytes()
+    try:
+        parts = split(data, verify=verify)
+        unpickler = Unpickler(parts.content, _names(), trust=trust)
+        loaded = unpickler.load()
+        if type(loaded).__name__ != "Metadata":
+            raise DamagedError(f"it holds a {type(loaded).__name__}")
+        save_id = getattr(loaded.__dict__.get("storage_meta"), "save_id", None)
+        if parts.told is None and str(save_id).startswith(SUMMED):
+            raise DamagedError("it ends too early")
+        entries = _Reader(loaded, parts.told, str(folder / METADATA)).entries()
+        sizes = None if parts.told is None else {n: int(f["size"]) for n, f in parts.told.items()}
+    except RefusedError as error:
+        raise ConfigError(
+            f"load: {folder / METADATA} names {error}, which metadata of a checkpoint needs not: "
+            "loading it could run any code. Pass trust=True if you know who wrote it."
+        ) from error
+    except (ConfigError, UnsupportedError):
+        raise
+    except Exception as error:  # a damaged pickle raises whatever it likes
+        raise StateError(
+            f"load: {folder / METADATA} is damaged: {type(error).__name__}: {error}. Take another "
+            "checkpoint; nothing was changed."
+        ) from error
+    # a CRC of what ends with its own is the same for all
+    return Saved(folder, tuple(entries), sizes, hashlib.sha256(data).hexdigest())
+
+
+class _Reader:
+    """Makes entries of what was unpickled, and takes nothing for granted."""
+
+    def __init__(self, metadata: Any, told: Any, where: str) -> None:
+        self._metadata = metadata
+        self._told = told
+        self._where = where
+        self._infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+        for index, info in metadata.storage_data.items():
+            offset = getattr(index, "offset", None)
+            self._infos[index.fqn, None if offset is None else _ints(offset)] = info
+        self._sums: dict[tuple[str, int], tuple[int, int]] = {
+            (name, offset): (length, found)
+            for name, file in (told or {}).items()
+            for offset, length, found in file["sums"]
+        }
+
+    def entries(self) -> list[Entry]:
+        paths = self._metadata.planner_data
+        paths = paths if isinstance(paths, dict) else {}
+        found = []
+        for key, meta in self._metadata.state_dict_metadata.items():
+            path = tuple(paths[key]) if key in paths else (key,)
+            if not isinstance(key, str) or not all(isinstance(p, str | int) for p in path):
+                raise DamagedError(f"{key!r} is no name")
+            if type(meta).__name__ == "BytesStorageMetadata":
+                found.append(Entry(key, path, None, None, (self._part(key, None, None),)))
+            else:
+                found.append(self._tensor(key, path, meta))
+        return found
+
+    def _tensor(self, key: str, path: tuple[Any, ...], meta: Any) -> Entry:
+        dtype = meta.properties.args[0]
+        if not isinstance(dtype, torch.dtype):
+            raise DamagedError(f"{key} has no dtype")
+        shape = _ints(meta.size)
+        parts = []
+        for chunk in meta.chunks:
+            region = Region(_ints(chunk.offsets), _ints(chunk.sizes))
+            if len(region.starts) != len(shape) or len(region.sizes) != len(shape):
+                raise DamagedError(f"a part of {key} has other dims than it")
+            ends = [s + n for s, n in zip(region.starts, region.sizes, strict=True)]
+            if any(end > n for end, n in zip(ends, shape, strict=True)):
+                raise DamagedError(f"a part of {key} lies outside of it")
+            if region.numel:
+                parts.append(self._part(key, region.starts, region))
+        return Entry(key, path, shape, dtype, tuple(parts))
+
+    def _part(self, key: str, offset: tuple[int, ...] | None, region: Region | None) -> Part:
+        info = self._infos.get((key, offset))
+        if info is None:
+            raise DamagedError(f"it does not say where {key} lies")
+        if getattr(info, "transform_descriptors", None):
+            raise UnsupportedError(
+                f"load: {key} was written through {info.transform_descriptors}. Load it with "
+                "torch.distributed.checkpoint, and save it again without."
+            )
+        name = plain_name(info.relative_path, self._where)
+        start, length = _ints((info.offset, info.length))
+        found = None
+        if self._told is not None:
+            noted, found = self._sums[name, start]
+            if noted != length:
+                raise DamagedError(f"it tells two lengths of {key}")
+        return Part(region, name, start, length, found)
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    found = tuple(values)
+    if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in found):
+        raise DamagedError(f"{found} are no sizes")
+    return found

@@ -1,0 +1,123 @@
+"""A writer for ``torch.distributed.checkpoint`` that notes checksums of what it writes.
+
+Owns where the sums come from and where they end up: each rank sums what passes through its files,
+and whoever writes the metadata appends all sums to it (see ``_saved``). Files and metadata are
+torch's own, and read by torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fsdp2.checkpoint._checksums import sum_of_part, tail_of
+from fsdp2.checkpoint._saved import METADATA, SUMMED
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Where torch says that a value lies, and its checksum: what a rank sends to the first one."""
+
+    info: Any
+    sum: int
+
+
+class SummingWriter(FileSystemWriter):
+    """Writes a checkpoint, and behind its metadata the checksums of all values.
+
+    ``sizes`` are those of all files, on the rank that wrote the metadata.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._files = _SummedFiles()
+        self.fs = self._files
+        self.sizes: dict[str, int] = {}
+
+    def storage_meta(self) -> StorageMeta | None:
+        meta = super().storage_meta()
+        return None if meta is None else replace(meta, save_id=f"{SUMMED}{meta.save_id}")
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        summed: Future[list[WriteResult]] = Future()
+        summed.set_result([replace(r, storage_data=self._summed(r.storage_data)) for r in results])
+        return summed
+
+    def _summed(self, info: Any) -> Summed:
+        path = Path(self.path) / info.relative_path
+        length, found = self._files.sums.get((info.relative_path, info.offset), (-1, 0))
+        if length != info.length:  # torch has written in other steps than it does today
+            with path.open("rb") as file:
+                found = sum_of_part(file, info.offset, info.length)
+        return Summed(info, found)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        summed = [result for of_rank in results for result in of_rank]
+        plain = [[replace(r, storage_data=r.storage_data.info) for r in own] for own in results]
+        super().finish(metadata, plain)
+        told: dict[str, dict[str, Any]] = {}
+        for value in (result.storage_data for result in summed):
+            file = told.setdefault(value.info.relative_path, {"size": 0, "sums": []})
+            file["sums"].append([value.info.offset, value.info.length, value.sum])
+            file["size"] = max(file["size"], value.info.offset + value.info.length)
+        path = Path(self.path) / METADATA
+        with path.open("ab") as stream:
+            stream.write(tail_of(path.read_bytes(), told))
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.sizes = {name: file["size"] for name, file in told.items()}
+
+
+class _SummedFiles(FileSystem):
+    """Opens files whose streams sum what is written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[str, int], tuple[int, int]] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield stream if "r" in mode else _SummedStream(stream, Path(path).name, self.sums)
+
+
+class _SummedStream:
+    """A stream that is asked where it is before and after each value, and sums what lies between.
+
+    ``sums`` takes (file, offset): (length, sum). Asked twice at one place, it begins anew there.
+    """
+
+    def __init__(
+        self, stream: Any, name: str, sums: dict[tuple[str, int], tuple[int, int]]
+    ) -> None:
+        self._stream = stream
+        self._name = name
+        self._sums = sums
+        self._start = self._told = self._sum = 0
+
+    def write(self, data: Any) -> Any:
+        self._sum = zlib.crc32(data, self._sum)
+        return self._stream.write(data)
+
+    def tell(self) -> int:
+        place: int = self._stream.tell()
+        if place == self._told:
+            self._start, self._sum = place, 0
+        else:
+            self._sums[self._name, self._start] = (place - self._start, self._sum)
+        self._told = place
+        return place
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -1,0 +1,294 @@
+"""``EMA``: an exponential moving average of parameters, shard by shard.
+
+Owns the averages, their swap with the parameters, and their state dict. It must not know groups'
+buffers: it reads and writes the local shards of what is registered between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp2._api.settings import units_in
+from fsdp2._base import torch_dtensor, torch_tensors
+from fsdp2._base.arguments import (
+    check_dtype,
+    check_flag,
+    check_module,
+    check_number,
+    wrong_value,
+)
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.events import IDLE
+from fsdp2._base.fitting import require_representable
+from fsdp2._base.names import cleaned, named_parameters
+from fsdp2._comm.process_mesh import Grid, carrying, operation
+from fsdp2._transfer.redistribute import Grids
+
+Decay = float | Callable[[int], float]
+
+
+class EMA:
+    """Keep an exponential moving average of a model's parameters.
+
+    ``average = decay * average + (1 - decay) * parameter`` at each ``update()``. Every rank
+    averages its own shards, in a few kernels for the whole model and without communication; the
+    averages start as the parameters are now, and are placed as they are.
+
+    Args:
+        model: sharded or not, or in part; materialised.
+        decay: a number from 0 to 1, or a function of the number of updates so far (0 at the first).
+        dtype: of the averages of floating-point values; default: each one's own. Averages of bf16
+            parameters want ``torch.float32``: a small step is lost otherwise.
+        include_buffers: average floating-point buffers too, and copy other ones.
+
+    Integers, booleans and 8-bit floats are copied and not averaged.
+
+    Raises:
+        ConfigError: a decay that is no number from 0 to 1; a parameter on the meta device.
+
+    Source: Polyak and Juditsky, 1992; ``torch.optim.swa_utils`` for whole parameters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: Decay = 0.999,
+        *,
+        dtype: torch.dtype | None = None,
+        include_buffers: bool = False,
+    ) -> None:
+        check_module("EMA", "model", model)
+        if not callable(decay):
+            _check_decay(decay)
+        check_dtype("EMA", "dtype", dtype)
+        check_flag("EMA", "include_buffers", include_buffers)
+        self.model = model
+        self.decay = decay
+        self.updates = 0
+        self._dtype = dtype
+        self._include_buffers = include_buffers
+        self._is_swapped = False
+        self._averages: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for name, value in self._values().items():
+                if value.is_meta:
+                    raise ConfigError(
+                        f"EMA: {name} is on the meta device. Materialise the model first."
+                    )
+                self._averages[name] = self._like(value)
+
+    def _values(self) -> dict[str, Tensor]:
+        """Return what is averaged, as it is registered between steps.
+
+        Raises:
+            StateError: called during a forward or a backward of the model.
+        """
+        for unit in units_in(self.model, recurse=True):
+            unit.reshard_if_idle()
+            if unit.runtime is not None:
+                phase = unit.runtime.clock.phase
+                if phase is not IDLE:
+                    raise StateError(
+                        f"EMA: called during the {phase} of {unit.runtime.root.fqn or '<root>'}. "
+                        "Call it between steps."
+                    )
+        values: dict[str, Tensor] = {**named_parameters(self.model)}
+        if self._include_buffers:
+            values.update(cleaned(dict(self.model.named_buffers())))
+        return values
+
+    def _like(self, value: Tensor) -> Tensor:
+        """Return a copy of a value, placed alike, in the dtype of averages."""
+        dtype = value.dtype
+        if self._dtype is not None and _is_averaged(value):
+            dtype = self._dtype
+        if not isinstance(value, DTensor):
+            return value.detach().to(dtype, copy=True)
+        local = torch_dtensor.local_tensor(value).detach().to(dtype, copy=True)
+        spec = torch_dtensor.make_spec(
+            value.device_mesh, value.placements, value.shape, value.stride(), dtype
+        )
+        return torch_dtensor.new_dtensor(local, spec)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the parameters into the average. Call it after the optimizer's step.
+
+        Raises:
+            StateError: inside ``swapped()`` or during a step; a parameter that came, went or is
+                placed otherwise than when the average was made.
+        """
+        if self._is_swapped:
+            raise StateError(
+                "EMA.update: called inside of swapped(), where the parameters are the average. "
+                "Leave the context first."
+            )
+        decay = _check_decay(self.decay(self.updates) if callable(self.decay) else self.decay)
+        averaged: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        for average, value in self._pairs():
+            if not _is_averaged(value):
+                average.copy_(value)
+                continue
+            key = (average.dtype, average.device)
+            averages, values = averaged.setdefault(key, ([], []))
+            averages.append(average)
+            values.append(value.to(average.dtype))
+        for averages, values in averaged.values():
+            torch_tensors.lerp_all_(averages, values, 1.0 - decay)
+        self.updates += 1
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the local tensors of each average and of what it averages."""
+        values = self._values()
+        self._check_names("parameters of the model", values)
+        pairs = []
+        for name, average in self._averages.items():
+            value = values[name]
+            own, local = _local(average), _local(value)
+            if own.shape != local.shape or own.device != local.device:
+                raise StateError(
+                    f"EMA: {name} is now {_describe(value)}, and its average is "
+                    f"{_describe(average)}. Make a new EMA and load the old one's state_dict."
+                )
+            pairs.append((own, local))
+        return pairs
+
+    def _check_names(self, what: str, found: Mapping[str, Any]) -> None:
+        missing = [name for name in self._averages if name not in found]
+        more = [name for name in found if name not in self._averages]
+        if missing or more:
+            raise StateError(
+                f"EMA: {what} differ from the averages: missing {missing}, unexpected {more}. Make "
+                "the EMA of the model that they belong to."
+            )
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Let the model's parameters hold the averages inside the context: to evaluate, or save.
+
+        Each rank keeps its own shards aside meanwhile. Afterwards the parameters have their values
+        again, whatever was written to them inside.
+
+        Raises:
+            StateError: as ``update``.
+        """
+        if self._is_swapped:
+            raise StateError("EMA.swapped: is entered already. Leave it first.")
+        with torch.no_grad():
+            pairs = self._pairs()
+            kept = [value.clone() for _, value in pairs]
+            self._is_swapped = True
+            try:
+                for average, value in pairs:
+                    value.copy_(average)
+            except BaseException:
+                self._put_back(kept)
+                raise
+        try:
+            yield
+        finally:
+            self._put_back(kept)
+
+    @torch.no_grad()
+    def _put_back(self, kept: list[Tensor]) -> None:
+        self._is_swapped = False
+        for (_, value), old in zip(self._pairs(), kept, strict=True):
+            value.copy_(old)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return ``{"updates": int, "averages": {name: tensor}}``; sharded values are DTensors.
+
+        ``torch.distributed.checkpoint`` saves it as it saves a model's. Tensors are not copied.
+        """
+        return {"updates": self.updates, "averages": dict(self._averages)}
+
+    @torch.no_grad()
+    @operation("EMA.load_state_dict")
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, here or on another mesh, or with whole tensors.
+
+        Collective if an average is sharded. All of it is taken, or nothing, on every rank.
+
+        Raises:
+            StateError: other names than the model's.
+            ConfigError: not such a state; a value of another shape, or one that its dtype cannot
+                hold. It names the value, and nothing was changed.
+        """
+        is_sharded = any(isinstance(average, DTensor) for average in self._averages.values())
+        main = Grids([*self._averages.values()]).main if is_sharded else Grid(())
+        values: dict[str, Tensor] = {}
+        with main.together("EMA.load_state_dict"):
+            values = self._checked(state_dict)
+        with carrying():
+            placed = {
+                name: _local(_placed_alike(values[name], average))
+                for name, average in self._averages.items()
+            }
+        for name, average in self._averages.items():
+            _local(average).copy_(placed[name])
+        self.updates = state_dict["updates"]
+
+    def _checked(self, state: Any) -> dict[str, Tensor]:
+        """Return the averages of a state dict, which fit."""
+        what = "EMA.load_state_dict"
+        averages = state.get("averages") if isinstance(state, Mapping) else None
+        updates = state.get("updates") if isinstance(state, Mapping) else None
+        if not isinstance(averages, Mapping) or type(updates) is not int or updates < 0:
+            raise ConfigError(
+                f"{what}: expected what state_dict() returned, {{'updates': a number, 'averages': "
+                f"tensors by name}}, found updates={updates!r} and averages of type "
+                f"{type(averages).__name__}. Nothing was changed."
+            )
+        values: dict[str, Tensor] = cleaned(averages)
+        self._check_names("names in the state dict", values)
+        for name, average in self._averages.items():
+            value: Any = values[name]
+            if not isinstance(value, Tensor) or value.shape != average.shape:
+                found = (
+                    f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else "is none"
+                )
+                raise ConfigError(
+                    f"{what}: {name} {found}, expected a tensor of shape {tuple(average.shape)}. "
+                    "Nothing was changed."
+                )
+            require_representable(what, name, _local(value), average.dtype)
+        return values
+
+
+def _placed_alike(value: Tensor, average: Tensor) -> Tensor:
+    """Return a value placed as an average is."""
+    if not isinstance(average, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    mesh, placements = average.device_mesh, average.placements
+    if isinstance(value, DTensor):
+        if value.device_mesh == mesh:
+            return value.redistribute(placements=placements)
+        value = value.full_tensor()
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+
+def _is_averaged(value: Tensor) -> bool:
+    return (value.is_floating_point() or value.is_complex()) and value.dtype.itemsize > 1
+
+
+def _local(value: Tensor) -> Tensor:
+    return torch_dtensor.local_tensor(value) if isinstance(value, DTensor) else value
+
+
+def _describe(value: Tensor) -> str:
+    local = _local(value)
+    return f"{type(value).__name__} with {tuple(local.shape)} here, on {local.device}"
+
+
+def _check_decay(decay: object) -> float:
+    number = check_number("EMA", "decay", decay, "a number from 0 to 1", 0.0)
+    if number > 1:
+        raise wrong_value("EMA", "decay", "a number from 0 to 1", decay)
+    return number

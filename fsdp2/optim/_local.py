@@ -1,0 +1,407 @@
+"""Optimizers that step on local shards, flat where they can, and never enter DTensor dispatch.
+
+Owns ``local``, the classes that it knows to be element-wise, and the swap of parameters and state
+around a step. Which parameters step as one tensor is decided in ``_runs``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp2._base import torch_dtensor, torch_tensors
+from fsdp2._base.arguments import check_flag, check_function, translated, wrong_type
+from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
+from fsdp2.optim._fused import VARIANTS, FusedAdam
+from fsdp2.optim._runs import Plan, Table
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+"""What one element becomes depends on that element's parameter, gradient and state alone."""
+
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""States of these classes that are 0-dim whatever the parameter is."""
+
+CACHE_LINE_NBYTES = 64
+
+
+def local(
+    cls: type[Optimizer],
+    params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+    *,
+    elementwise: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Make an optimizer of class ``cls`` whose steps run on local shards.
+
+    It is an instance of ``cls``, with its arguments, param groups, hooks and state, so learning
+    rate schedulers, ``GradScaler`` and checkpoints take it as they take the plain optimizer.
+    Parameters of one param group that are neighbours in their unit's flat buffer step as one tensor
+    (with a number of their own each, where their ``step`` differs); others step each on its local
+    tensor. Parameters, gradients and states stay ``DTensor``s to whoever looks: ``state`` and
+    ``state_dict()`` give views of what the steps write, placed as the parameters are, and copies of
+    0-dim states such as ``step``, which are up to date when ``state`` is read. A state changed
+    through ``state`` is taken over by the next step.
+
+    Results are bit for bit those of ``cls`` on the ``DTensor``s with the same arguments (of a class
+    of your own on a CPU, as far as its kernels round alike wherever an element lies). Where
+    ``foreach`` is None that means the loop, which torch chooses for ``DTensor``s. Where torch has
+    no ``DTensor`` kernels (fused SGD and Adagrad, Rprop), they are those on plain local tensors.
+
+    Args:
+        cls: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or Rprop of
+            ``torch.optim``; any other class only with ``elementwise=True``.
+        params: as ``cls`` takes them; sharded, tensor-parallel and plain parameters of any dtype.
+        elementwise: vouch for a class of your own. It must compute each element from that
+            element's parameter, gradient and states alone, keep states either in the parameter's
+            shape or 0-dim, and keep nothing else about parameters between steps.
+        kwargs: the arguments of ``cls``.
+
+    Raises:
+        ConfigError: a class that is not known to be element-wise; what a class of ``torch.optim``
+            refuses.
+        UnsupportedError: ``capturable=True`` or ``differentiable=True``.
+
+    Source: the optimizers of ``torch.optim``; only where their values lie is our choice.
+    """
+    who = "fsdp2.optim.local"
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise wrong_type(who, "cls", "a subclass of torch.optim.Optimizer", cls)
+    check_flag(who, "elementwise", elementwise)
+    if cls not in ELEMENTWISE and not elementwise:
+        known = ", ".join(c.__name__ for c in ELEMENTWISE)
+        raise ConfigError(
+            f"fsdp2.optim.local: {cls.__name__} is not known to be element-wise, and on local "
+            f"shards only element-wise optimizers compute what they compute on whole parameters. "
+            f"Use one of {known}; use {cls.__name__} itself on the DTensors; or, for a class of "
+            "your own that is element-wise, pass elementwise=True."
+        )
+    try:
+        optimizer = _local_class(cls)(params, **kwargs)
+        _check_groups(cls, optimizer.param_groups)
+    except FSDPError:
+        raise
+    except Exception as error:
+        if cls not in ELEMENTWISE:  # a class of the user's says what it likes
+            raise
+        raise translated(f"{who}: {cls.__name__} refused its arguments", error) from error
+    return optimizer
+
+
+class LocalOptimizer:
+    """What ``local`` puts in front of an optimizer class.
+
+    The state has two forms. Between the first step and the next look at ``state``, plans hold it;
+    after a look the table, by parameter, holds it, until the next step makes plans of it.
+    """
+
+    _plain_class: type[Optimizer]
+    _table: Table
+    _plans: list[Plan] | None
+    _kernels: list[FusedAdam]
+    _inside: Table | None
+    _known: set[int]
+    param_groups: list[dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> LocalOptimizer:
+        self = object.__new__(cls)
+        self._table = defaultdict(dict)
+        self._plans = self._inside = None
+        self._kernels = []
+        self._known = set()
+        return self
+
+    @property
+    def state(self) -> Table:
+        """States by parameter. Inside a step: by local tensor."""
+        if self._inside is not None:
+            return self._inside
+        if self._plans is not None:
+            self._publish()
+        return self._table
+
+    @state.setter
+    def state(self, table: Table) -> None:
+        self._table, self._plans, self._kernels = table, None, []
+        if not isinstance(table, defaultdict):
+            self._table = defaultdict(dict, table)
+        self._place_scalars()
+
+    def _place_scalars(self) -> None:
+        """Place states of 0-dim parameters as these are: torch's checkpoints bring them plain.
+
+        What has a counter's shape is no counter if it is a state of a known class that is none, or
+        has the shape of another parameter. Counters are plain, whatever brought them.
+        """
+        entries = [(p, e) for p, e in self._table.items() if isinstance(p, DTensor) and not p.dim()]
+        if not entries:
+            return
+        shaped = {
+            key
+            for entry in self._table.values()
+            for key, value in entry.items()
+            if isinstance(value, DTensor)
+        }
+        is_known = self._plain_class in ELEMENTWISE
+        for param, entry in entries:
+            for key, value in entry.items():
+                if not isinstance(value, Tensor) or value.dim():
+                    continue
+                is_counter = key in COUNTERS if is_known else key not in shaped
+                if isinstance(value, DTensor):
+                    if is_known and is_counter:
+                        entry[key] = value.to_local()
+                elif not is_counter:
+                    entry[key] = DTensor.from_local(
+                        value, param.device_mesh, param.placements, run_check=False
+                    )
+
+    def _publish(self) -> None:
+        """Let the table hold the state."""
+        self._settle()
+        plans, self._plans = self._plans, None
+        known = len(self._table)
+        with torch.no_grad():
+            for plan in plans or ():
+                plan.publish(self._table)
+                self._known |= plan.storages()
+        if len(self._table) != known:  # in the order of parameters, not of runs
+            order = [p for group in self.param_groups for p in group["params"] if p in self._table]
+            ordered = {param: self._table[param] for param in order}
+            self._table = defaultdict(dict, {**ordered, **self._table})
+
+    def _settle(self) -> None:
+        """Let the runs hold all of their state."""
+        kernels, self._kernels = self._kernels, []
+        with torch.no_grad():
+            for kernel in kernels:
+                kernel.settle()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step. ``closure`` computes the loss again, with gradients; its result is returned.
+
+        Raises:
+            UnsupportedError: a param group asks for ``capturable`` or ``differentiable``.
+        """
+        loss = None
+        check_function("step", "closure", closure)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.param_groups
+        _check_groups(self._plain_class, groups)
+        with torch.no_grad():
+            grads = self._plan(groups)
+            assert self._plans is not None
+            if any(group.get("fused") for group in groups):
+                runs = [run for plan in self._plans for run in plan.runs]
+                grads = [_laid_like(r.tensor, g) for r, g in zip(runs, grads, strict=True)]
+            if not self._step_fused(groups, grads):
+                self._step_with(groups, grads)
+            for plan in self._plans:
+                increment_version(plan.written)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients: set them to None, or to zero where they lie.
+
+        Torch's own gives all gradients to one kernel, which takes no mixture of sharded and plain
+        ones; here it is given local tensors.
+        """
+        check_flag("zero_grad", "set_to_none", set_to_none)
+        if set_to_none:
+            cast(Any, super()).zero_grad(True)
+            return
+        kinds: dict[Any, list[Tensor]] = {}
+        for param in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.grad_fn is not None:
+                grad.detach_()
+            else:
+                grad.requires_grad_(False)
+            local = torch_dtensor.local_tensor(grad) if isinstance(grad, DTensor) else grad
+            if local.layout is torch.strided:
+                kinds.setdefault((local.device, local.dtype), []).append(local)
+            else:
+                local.zero_()
+        with torch.no_grad():
+            for alike in kinds.values():
+                torch_tensors.zero_all_(alike)
+
+    def _step_with(self, groups: list[dict[str, Any]], grads: list[Tensor]) -> None:
+        """Run the class's own step on local tensors that have these gradients."""
+        assert self._plans is not None
+        targets = [t for plan in self._plans for t in plan.targets[: len(plan.runs)]]
+        try:
+            for target, grad in zip(targets, grads, strict=True):
+                target.grad = grad
+            self._step_inside(groups)
+        finally:
+            for target in targets:  # [Note: reused gradients]
+                target.grad = None
+
+    def _step_fused(self, groups: list[dict[str, Any]], grads: list[Tensor]) -> bool:
+        """Step by one kernel call a param group, if the class would do the same; or return False.
+
+        ``GradScaler`` hands a fused optimizer ``grad_scale`` and ``found_inf``, as attributes.
+        """
+        assert self._plans is not None
+        if self._plain_class not in VARIANTS or not all(group["fused"] for group in groups):
+            return False
+        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        if not scaled and not self._kernels:
+            pairs = zip(self._plans, groups, strict=True)
+            kernels = [FusedAdam.of(plan, group) for plan, group in pairs]
+            self._kernels = [kernel for kernel in kernels if kernel is not None]
+            if len(self._kernels) < len(kernels):
+                self._kernels = []  # they have not counted anything yet
+        if not self._kernels:
+            return False
+        counts = itertools.accumulate((len(plan.runs) for plan in self._plans), initial=0)
+        parts = [grads[start:end] for start, end in itertools.pairwise(counts)]
+        triples = list(zip(self._kernels, parts, groups, strict=True))
+        if scaled or not all(kernel.takes(own, group) for kernel, own, group in triples):
+            self._settle()
+            return False
+        for kernel, own, group in triples:
+            kernel.step(own, group)
+        return True
+
+    def _plan(self, groups: list[dict[str, Any]]) -> list[Tensor]:
+        """Return the gradient of each run; plan again if plans do not hold any more."""
+        if self._plans is not None and len(self._plans) == len(groups):
+            grads: list[Tensor] = []
+            for plan, group in zip(self._plans, groups, strict=True):
+                own = plan.gradients(group["params"])
+                if own is None:
+                    break
+                grads += own
+            else:
+                return grads
+        if self._plans is not None:
+            self._publish()
+        plans, grads = [], []
+        for group in groups:
+            granule = functools.partial(_granule, bool(group.get("fused")))
+            plan = Plan(group["params"], self._table, granule, self._known)
+            own = plan.gradients(group["params"])
+            if own is None:  # gradients that must be redistributed
+                plan = Plan(group["params"], self._table, lambda _: 0, self._known)
+                own = plan.loose_gradients()
+            plans.append(plan)
+            grads += own
+        self._plans, self._known = plans, set()
+        return grads
+
+    def _step_inside(self, groups: list[dict[str, Any]]) -> None:
+        """Run the class's own step with local tensors in the place of parameters."""
+        assert self._plans is not None
+        inside: Table = defaultdict(dict)
+        own_groups = []
+        for plan, group in zip(self._plans, groups, strict=True):
+            own = {**group, "params": plan.targets}
+            if plan.has_sharded and own.get("foreach", ...) is None and not own.get("fused"):
+                own["foreach"] = False  # what torch chooses for DTensors
+            own_groups.append(own)
+            for run in plan.runs:
+                inside[run.tensor] = run.state
+            for param in plan.plain:
+                inside[param] = self._table[param]
+        step: Any = self._plain_class.step
+        if getattr(step, "hooked", False):  # hooks run around our own step
+            step = step.__wrapped__
+        self._inside, self.param_groups = inside, own_groups
+        try:
+            step(self)
+        finally:
+            self._inside, self.param_groups = None, groups
+            for plan in self._plans:
+                for run in plan.runs:
+                    run.state = inside[run.tensor]
+        for own, group in zip(own_groups, groups, strict=True):
+            for key, value in own.items():
+                if key not in ("params", "foreach") and group.get(key) is not value:
+                    group[key] = value
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "state" in state:
+            self.state = state.pop("state")
+        cast(Any, super()).__setstate__(state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._plain_class,), cast(Any, self).__getstate__()
+
+
+_classes: dict[type[Optimizer], Any] = {}
+
+
+def _local_class(cls: type[Optimizer]) -> Any:
+    """Return the class that ``local`` makes instances of."""
+    if cls not in _classes:
+        names = {"_plain_class": cls, "__doc__": cls.__doc__, "__module__": __name__}
+        _classes[cls] = type(f"Local{cls.__name__}", (LocalOptimizer, cls), names)
+    return _classes[cls]
+
+
+def _rebuild(cls: type[Optimizer]) -> Any:
+    made = _local_class(cls)
+    return made.__new__(made)
+
+
+def _check_groups(cls: type[Optimizer], groups: Iterable[dict[str, Any]]) -> None:
+    for group in groups:
+        for flag in ("capturable", "differentiable"):
+            if group.get(flag):
+                raise UnsupportedError(
+                    f"fsdp2.optim.local({cls.__name__}): a param group has {flag}=True, which "
+                    f"steps on local shards do not support. Use {cls.__name__} itself on the "
+                    "DTensors."
+                )
+
+
+def _laid_like(tensor: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient with the strides of its parameter: fused kernels read memory in its order.
+
+    Autograd gives leaves such gradients; one that came through ``functional_call`` may lie as it
+    was computed.
+    """
+    if grad.stride() == tensor.stride():
+        return grad
+    return torch.empty_like(tensor, dtype=grad.dtype).copy_(grad)
+
+
+def _granule(is_fused: bool, tensor: Tensor) -> int:
+    """Say behind which tensors a run may go on, so that results stay exact. See ``Granule``.
+
+    Kernels on a device compute every element alike. Those on a CPU have a vector loop and a scalar
+    tail, which round differently in the fused kernels, and for half precision. What a fused kernel
+    gives to a thread starts on a cache line.
+    """
+    if tensor.device.type != "cpu":
+        return 1 if tensor.is_floating_point() else 0
+    if tensor.dtype not in (torch.float32, torch.float64):
+        return 0
+    return CACHE_LINE_NBYTES if is_fused else 1

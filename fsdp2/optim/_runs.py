@@ -1,0 +1,440 @@
+"""Which parameters step as one tensor: ``Run`` and ``Plan``, for one param group of an optimizer.
+
+Owns the search for neighbours in flat buffers, and the two forms of optimizer state: per parameter
+(what users and checkpoints see) and per run (what steps). It must not know optimizer classes.
+
+[Note: runs]
+The shards of a group lie side by side, padded, in its shard buffer, and its gradients in a gradient
+buffer in the same order. Neighbours whose gradients are neighbours too, and whose scalar states
+(``step``) agree, are a *run*: one tensor, padding included. Padding is never read as anything else,
+so whatever an element-wise step makes of it stays invisible. A parameter without neighbours is a
+run of its own, with its own shape.
+
+A plan keeps parameters, shards and state. It must never keep a gradient, its local tensor or its
+storage (see [Note: reused gradients]); weak references say which gradients it has checked before.
+It holds as long as every gradient lies where its run expects it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp2._base import torch_dtensor
+from fsdp2._comm.process_mesh import carrying, named
+from fsdp2._param_group import packing
+from fsdp2._param_group.gradient_buffer import GradientBuffer
+from fsdp2._param_group.param import OwnerMark, Piece
+
+State = dict[str, Any]
+Table = dict[Tensor, State]
+Granule = Callable[[Tensor], int]
+"""From a local tensor: a run may go on behind it if its bytes are a multiple of this; 0: never."""
+
+get_grad = attrgetter("grad")
+referent = methodcaller("__call__")
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A sharded parameter: its shard, where that lies, and what it has in the table of states."""
+
+    param: DTensor
+    local: Tensor
+    piece: Piece | None
+    entry: State
+
+    @staticmethod
+    def of(param: DTensor, table: Table) -> Member:
+        local = torch_dtensor.local_tensor(param)
+        owner = OwnerMark.owner_of(param)
+        piece = None
+        if owner is not None and owner.local is local and not local.is_meta:
+            piece = owner.piece
+        return Member(param, local, piece, table.get(param, {}))
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        return (0, 0) if self.piece is None else (self.piece.flat.data_ptr(), self.piece.start)
+
+    def local_gradient(self) -> Tensor:
+        """Return the local gradient, placed as the parameter is."""
+        grad = self.param.grad
+        assert grad is not None
+        if not isinstance(grad, DTensor):
+            return grad
+        if grad.placements != self.param.placements:
+            with named("step of an optimizer: a gradient placed otherwise"), carrying():
+                grad = grad.redistribute(placements=self.param.placements)
+        return torch_dtensor.local_tensor(grad)
+
+    def part(self, value: DTensor) -> Tensor:
+        """Return the local part of a state, placed as the parameter is."""
+        if value.placements != self.param.placements:
+            with named("step of an optimizer: a state placed otherwise"), carrying():
+                value = value.redistribute(placements=self.param.placements)
+        return torch_dtensor.local_tensor(value)
+
+    def spec(self, dtype: torch.dtype) -> torch_dtensor.DTensorSpec:
+        param = self.param
+        if dtype == param.dtype:
+            return torch_dtensor.spec_of(param)
+        return torch_dtensor.make_spec(
+            param.device_mesh, param.placements, param.shape, param.stride(), dtype
+        )
+
+
+class Run:
+    """Members that step as one: the tensor, the state, and what is where in them.
+
+    ``starts`` are offsets of members in the run, in elements; of a member without rows, 0.
+    """
+
+    def __init__(self, members: Sequence[Member], known: set[int]) -> None:
+        self.members = members
+        self.is_flat = len(members) > 1
+        self.filled = [i for i, member in enumerate(members) if member.local.numel()]
+        if not self.is_flat:
+            (member,) = members
+            local = member.local.detach()
+            # of 0-dim tensors, states could not be told from counters
+            self.tensor = local if local.dim() else local.view(1)
+            self.starts = [0]
+            self.state = {key: self._adopt(value) for key, value in member.entry.items()}
+            return
+        self._lay_out()
+        self.state = {key: self._join(key, known) for key in members[0].entry}
+
+    def _lay_out(self) -> None:
+        members = self.members
+        self.starts = [0] * len(members)
+        if not self.filled:
+            self.tensor = members[0].local.new_empty(0)
+            return
+        first, last = members[self.filled[0]], members[self.filled[-1]]
+        assert first.piece is not None
+        itemsize = first.local.dtype.itemsize
+        for index in self.filled:
+            piece = members[index].piece
+            assert piece is not None
+            self.starts[index] = (piece.start - first.piece.start) // itemsize
+        numel = self.starts[self.filled[-1]] + last.local.numel()
+        self.tensor = packing.typed(
+            first.piece.flat, first.piece.start, numel, first.local.dtype
+        ).detach()
+
+    def _adopt(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        return self.members[0].part(value).view(self.tensor.shape)
+
+    def _join(self, key: str, known: set[int]) -> Any:
+        """Return the run's state of members whose states agree; ``known``: storages of runs."""
+        values = [member.entry[key] for member in self.members]
+        if not isinstance(values[0], Tensor):
+            return values[0]
+        if not isinstance(values[0], DTensor):
+            return values[0].clone()
+        parts = [m.part(value) for m, value in zip(self.members, values, strict=True)]
+        if not self.filled:
+            return parts[0].new_empty(0)
+        first = parts[self.filled[0]]
+        storage = first.untyped_storage().data_ptr()
+        if storage in known and self.lie_alike(parts):
+            return first.as_strided(self.tensor.shape, (1,))
+        joined = first.new_zeros(self.tensor.shape)
+        for index, part in enumerate(parts):
+            target = self.part(joined, index)
+            target.copy_(part)
+            # the table must not keep the old memory
+            self.members[index].entry[key] = self._wrap(target, index)
+        return joined
+
+    def lie_alike(self, tensors: Sequence[Tensor]) -> bool:
+        """True if tensors of the members lie in one storage as the members do in the run."""
+        if not self.filled:
+            return True
+        first = tensors[self.filled[0]]
+        base, itemsize = first.data_ptr(), first.dtype.itemsize
+        storage = first.untyped_storage().data_ptr()
+        return all(
+            tensors[i].is_contiguous()
+            and tensors[i].dtype is first.dtype
+            and tensors[i].data_ptr() == base + self.starts[i] * itemsize
+            and tensors[i].untyped_storage().data_ptr() == storage
+            for i in self.filled
+        )
+
+    def part(self, value: Tensor, index: int) -> Tensor:
+        """View a member's part of a tensor like the run's."""
+        local = self.members[index].local
+        if not self.is_flat:
+            return value.view(local.shape)
+        start = self.starts[index]
+        return value[start : start + local.numel()].view(local.shape)
+
+    def _wrap(self, part: Tensor, index: int) -> DTensor:
+        member = self.members[index]
+        like = None
+        if part.storage_offset():
+            like = member.local if part.dtype == member.local.dtype else torch.empty_like(part)
+        return torch_dtensor.new_dtensor(part, member.spec(part.dtype), like=like)
+
+    def publish(self, table: Table) -> None:
+        """Write the run's state into the table, per parameter; counters are copied."""
+        for index, member in enumerate(self.members):
+            entry = table[member.param]
+            for key in [key for key in entry if key not in self.state]:
+                del entry[key]
+            for key, value in self.state.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == self.tensor.shape:
+                    part, old = self.part(value, index), entry.get(key)
+                    if not _is_same(part, old):
+                        entry[key] = self._wrap(part, index)
+                else:
+                    is_shared = self.is_flat and isinstance(value, Tensor)
+                    entry[key] = value.clone() if is_shared else value
+
+
+def _is_same(part: Tensor, old: Any) -> bool:
+    if not isinstance(old, DTensor):
+        return False
+    local = torch_dtensor.local_tensor(old)
+    return (
+        local.data_ptr() == part.data_ptr()
+        and local.dtype is part.dtype
+        and local.shape == part.shape
+        and local.numel() > 0
+    )
+
+
+class _Seen:
+    """Gradients that lie as a plan expects them, so that it need not look again.
+
+    Of a buffer of ours they are told by their addresses: they live as long as it does. Others are
+    told by weak references.
+    """
+
+    def __init__(
+        self,
+        addresses: list[int],
+        buffers: list[weakref.ref[GradientBuffer]],
+        others: list[weakref.ref[Tensor]],
+    ) -> None:
+        self._addresses = addresses
+        self._buffers = buffers
+        self._others = others
+        self._joined: list[weakref.ref[Tensor]] = []  # of buffers of ours, which own them
+
+    @staticmethod
+    def nothing() -> _Seen:
+        return _Seen([], [], [])
+
+    @staticmethod
+    def of(grads: Sequence[Tensor]) -> _Seen:
+        buffers: dict[int, weakref.ref[GradientBuffer]] = {}
+        others = []
+        for grad in grads:
+            buffer = GradientBuffer.holding(grad)
+            if buffer is None:
+                others.append(weakref.ref(grad))
+            else:
+                buffers[id(buffer)] = weakref.ref(buffer)
+        return _Seen(list(map(id, grads)), list(buffers.values()), others)
+
+    def are(self, grads: Sequence[Tensor]) -> bool:
+        """True if these are the gradients that were seen."""
+        if list(map(id, grads)) != self._addresses:
+            return False
+        for known in (self._buffers, self._others):
+            if any(map(is_, map(referent, known), repeat(None))):
+                return False
+        return True
+
+    def join(self, firsts: Sequence[Tensor], runs: Sequence[Tensor]) -> list[Tensor]:
+        """View the gradient of each run, from that of its first member with rows on."""
+        if self._joined:
+            return list(map(referent, self._joined))
+        joined = []
+        for first, run in zip(firsts, runs, strict=True):
+            buffer, numel = GradientBuffer.holding(first), run.numel()
+            if not numel:
+                joined.append(run.new_empty(0))
+            elif buffer is None:
+                joined.append(torch_dtensor.local_tensor(first).as_strided((numel,), (1,)))
+            else:
+                joined.append(buffer.lend(first, numel))
+        if not self._others and all(run.numel() for run in runs):
+            self._joined = list(map(weakref.ref, joined))
+        return joined
+
+
+class Plan:
+    """The runs of one param group, for parameters of which the same ones have gradients."""
+
+    def __init__(
+        self, params: Sequence[Tensor], table: Table, granule: Granule, known: set[int]
+    ) -> None:
+        self.params = list(params)
+        self.idle = [p for p in params if p.grad is None]
+        self.plain = [p for p in params if p.grad is not None and not isinstance(p, DTensor)]
+        members = [
+            Member.of(p, table) for p in params if p.grad is not None and isinstance(p, DTensor)
+        ]
+        chains = _chain(sorted(members, key=lambda member: member.sort_key), granule)
+        runs = [Run(chain, known) for chain in chains]
+        self.flat = [run for run in runs if run.is_flat]
+        self.single = [run for run in runs if not run.is_flat]
+        self.runs = self.flat + self.single
+        members = [member for run in self.runs for member in run.members]
+        self._stepped: list[DTensor] = [member.param for member in members]
+        self._locals = [member.local for member in members]
+        flat = [member for run in self.flat for member in run.members]
+        self._flat_count = len(flat)
+        starts = itertools.accumulate((len(run.members) for run in self.flat), initial=0)
+        self._firsts = [
+            start + (run.filled or [0])[0] for run, start in zip(self.flat, starts, strict=False)
+        ]
+        self._flat_tensors = [run.tensor for run in self.flat]
+        self._seen = _Seen.nothing()
+        # written through other tensors, which autograd and the sharded module must notice
+        self.written: list[Tensor] = [*self._stepped, *(member.local for member in flat)]
+        self.targets: list[Tensor] = [*(run.tensor for run in self.runs), *self.plain]
+        self.has_sharded = bool(self.runs)
+
+    def gradients(self, params: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return the gradient of each run, in order; None if the plan does not hold any more."""
+        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+            return None
+        if not all(map(is_, map(get_grad, self.idle), repeat(None))):
+            return None
+        if any(map(is_, map(get_grad, self.plain), repeat(None))):
+            return None
+        with (
+            torch_dtensor.DisableTorchFunctionSubclass()
+        ):  # asking DTensors costs four times as much
+            grads = list(map(get_grad, self._stepped))
+        if not all(map(is_, map(torch_dtensor.get_local_tensor, self._stepped), self._locals)):
+            return None
+        if not self._seen.are(grads):
+            if any(map(is_, grads, repeat(None))) or not self._lie_as_shards(grads):
+                return None
+            self._seen = _Seen.of(grads)
+        firsts = [grads[first] for first in self._firsts]
+        joined = self._seen.join(firsts, self._flat_tensors)
+        parts = map(torch_dtensor.get_local_tensor, grads[self._flat_count :])
+        return joined + [part if part.dim() else part.view(1) for part in parts]
+
+    def _lie_as_shards(self, grads: Sequence[Any]) -> bool:
+        """True if gradients are placed as parameters are, and lie as the flat runs expect."""
+        for grad, param in zip(grads, self._stepped, strict=True):
+            if not isinstance(grad, DTensor) or grad.placements != param.placements:
+                return False
+        begin = 0
+        for run in self.flat:
+            end = begin + len(run.members)
+            parts = list(map(torch_dtensor.get_local_tensor, grads[begin:end]))
+            if not run.lie_alike(parts) or parts[0].dtype is not run.tensor.dtype:
+                return False
+            begin = end
+        return True
+
+    def loose_gradients(self) -> list[Tensor]:
+        """Return the gradients for a plan without flat runs, redistributed where they must be."""
+        assert not self.flat
+        grads = [run.members[0].local_gradient() for run in self.single]
+        return [grad if grad.dim() else grad.view(1) for grad in grads]
+
+    def storages(self) -> set[int]:
+        """Return addresses of the storages that hold states of flat runs."""
+        values = [value for run in self.flat for value in run.state.values()]
+        return {v.untyped_storage().data_ptr() for v in values if isinstance(v, Tensor)}
+
+    def publish(self, table: Table) -> None:
+        for run in self.runs:
+            if run.state:
+                run.publish(table)
+
+
+def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
+    """Split sorted members into chains that can be runs."""
+    chains: list[list[Member]] = []
+    signature: list[Any] | None = None
+    grad_end: tuple[int, int] | None = None  # storage and address where the next one must begin
+    for member in members:
+        mine = _signature(member)
+        grad = member.local_gradient()
+        piece, local = member.piece, member.local
+        fits = (
+            piece is not None
+            and mine is not None
+            and grad.is_contiguous()
+            and grad.dtype is local.dtype
+            and grad.shape == local.shape
+        )
+        if not fits:
+            chains.append([member])
+            signature = None
+            continue
+        assert piece is not None
+        start = grad.data_ptr()
+        storage = grad.untyped_storage().data_ptr()
+        previous = chains[-1][-1] if chains and signature is not None else None
+        if (
+            previous is not None
+            and _follows(previous, member, granule)
+            and mine == signature
+            and (grad_end is None or not local.numel() or grad_end == (storage, start))
+        ):
+            chains[-1].append(member)
+        else:
+            chains.append([member])
+            grad_end = None
+        signature = mine
+        if local.numel():
+            grad_end = (storage, start + piece.nbytes)
+        elif grad_end is not None:
+            grad_end = (grad_end[0], grad_end[1] + piece.nbytes)
+    return chains
+
+
+def _follows(previous: Member, member: Member, granule: Granule) -> bool:
+    """True if a member's piece is right behind another's, and one kernel may cover both."""
+    before, piece = previous.piece, member.piece
+    if before is None or piece is None or before.flat is not piece.flat:
+        return False
+    if before.start + before.nbytes != piece.start or previous.local.dtype != member.local.dtype:
+        return False
+    step = granule(previous.local)
+    if step == 0:
+        return False
+    return before.nbytes % step == 0 and previous.local.nbytes % step == 0
+
+
+def _signature(member: Member) -> list[Any] | None:
+    """Return what must be equal for two members to step as one; None if it cannot be told."""
+    items: list[Any] = []
+    for key, value in member.entry.items():
+        if isinstance(value, DTensor):
+            part = member.part(value)
+            if part.shape != member.local.shape or not part.is_contiguous():
+                return None
+            items.append((key, "part", part.dtype))
+        elif isinstance(value, Tensor):
+            if value.dim():
+                return None
+            items.append((key, "counter", value.dtype, value.device, value.item()))
+        elif value is None or isinstance(value, bool | int | float):
+            items.append((key, "value", value))
+        else:
+            return None
+    return items
