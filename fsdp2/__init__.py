@@ -1,5 +1,6 @@
 """Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it."""
 
+from fsdp2 import _pickles as _pickles
 from fsdp2 import checkpoint as checkpoint
 from fsdp2 import debug as debug
 from fsdp2 import optim as optim

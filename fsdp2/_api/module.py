@@ -51,7 +51,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return _classes[cls]
 
 
-def _rebuild(cls: type[nn.Module]) -> nn.Module:
+def rebuild_module(cls: type[nn.Module]) -> nn.Module:
     """Make an empty sharded instance; its state follows (copy and pickle)."""
     sharded = sharded_class(cls)
     instance: nn.Module = object.__new__(sharded)
@@ -116,7 +116,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         torch_modules.forget_composable_names(state)
         cls, original = type(self), self._fsdp2_original
         if cls is _classes.get(original):
-            return (_rebuild, (original,), state, *reduced[3:])
+            return (rebuild_module, (original,), state, *reduced[3:])
         return (*reduced[:2], state, *reduced[3:])  # somebody swapped in a subclass of it
 
     def __setstate__(self, state: dict[str, Any]) -> None:

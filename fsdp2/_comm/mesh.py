@@ -147,7 +147,7 @@ class DataMesh:
         """
         # only the ranks of this slice may be here, so only they make the groups
         root = torch_dtensor.root_mesh(self.mesh)
-        kept: _Kept = root.__dict__.setdefault("_fsdp2_split", _Kept())
+        kept: KeptOnMesh = root.__dict__.setdefault("_fsdp2_split", KeptOnMesh())
         key = (self.mesh, self.roles, size)
         if key not in kept:
             ranks = self._ranks().view(-1, size)
@@ -184,14 +184,14 @@ class DataMesh:
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-class _Kept(dict[Any, DataMesh]):
+class KeptOnMesh(dict[Any, DataMesh]):
     """What is kept on a mesh; copies and pickles of the mesh have none."""
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Kept:
-        return _Kept()
+    def __deepcopy__(self, memo: dict[int, object]) -> KeptOnMesh:
+        return KeptOnMesh()
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()
+    def __reduce__(self) -> tuple[type[KeptOnMesh], tuple[()]]:
+        return KeptOnMesh, ()
 
 
 def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:

@@ -352,7 +352,7 @@ class LocalOptimizer:
         cast(Any, super()).__setstate__(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._plain_class,), cast(Any, self).__getstate__()
+        return rebuild_optimizer, (self._plain_class,), cast(Any, self).__getstate__()
 
 
 _classes: dict[type[Optimizer], Any] = {}
@@ -366,7 +366,7 @@ def _local_class(cls: type[Optimizer]) -> Any:
     return _classes[cls]
 
 
-def _rebuild(cls: type[Optimizer]) -> Any:
+def rebuild_optimizer(cls: type[Optimizer]) -> Any:
     made = _local_class(cls)
     return made.__new__(made)
 

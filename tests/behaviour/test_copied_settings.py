@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import pickle
 from collections.abc import Callable
@@ -117,8 +118,19 @@ def settings_of(model: Any) -> list[Any]:
     return found
 
 
+class Reader(pickle.Unpickler):
+    """Unpickles, and sees that no private file of ours is named that may move."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "fsdp2":
+            assert module in ("fsdp2._pickles", "fsdp2.checkpoint", "fsdp2.optim"), (module, name)
+        return super().find_class(module, name)
+
+
 def copied(model: Any, way: str) -> Any:
-    return copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    if way == "deepcopy":
+        return copy.deepcopy(model)
+    return Reader(io.BytesIO(pickle.dumps(model))).load()
 
 
 def train(pair: Pair) -> list[Tensor]:

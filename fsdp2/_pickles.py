@@ -1,0 +1,58 @@
+"""The one private place that pickles of sharded models and optimizers name.
+
+A pickle names each class by a module. These say that they are from here, so that a pickle outlives
+a move of files. What is not here is found where it is: a name may join this table, never leave it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp2._api.module import rebuild_module
+from fsdp2._base.policy import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Overlap,
+    Settings,
+)
+from fsdp2._comm.collectives import Wire
+from fsdp2._comm.mesh import DataMesh, KeptOnMesh
+from fsdp2._engine.cast_buffers import CastBuffer, CastBuffers
+from fsdp2._engine.hooks import ForwardHooks, ForwardMethod
+from fsdp2._engine.unit import Unit
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.layout import ShardLayout
+from fsdp2._param_group.param import FSDPParam, OwnerMark, Site
+from fsdp2._param_group.placement import ParamPlacement
+from fsdp2.optim._local import rebuild_optimizer
+
+NAMED: tuple[Any, ...] = (
+    CPUOffloadPolicy,
+    CastBuffer,
+    CastBuffers,
+    DataMesh,
+    DataMesh.of,
+    DataParallelMeshDims,
+    FSDPParam,
+    ForwardHooks,
+    ForwardMethod,
+    KeptOnMesh,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Overlap,
+    OwnerMark,
+    ParamGroup,
+    ParamPlacement,
+    Settings,
+    ShardLayout,
+    Site,
+    Unit,
+    Wire,
+    rebuild_module,
+    rebuild_optimizer,
+)
+
+for _named in NAMED:
+    _named.__module__ = __name__
