@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp2._api.comm_hooks import Compress, Hooked
 from fsdp2._api.module import rebuild_module
 from fsdp2._base.policy import (
     CPUOffloadPolicy,
@@ -21,7 +22,9 @@ from fsdp2._comm.collectives import Wire
 from fsdp2._comm.mesh import DataMesh, KeptOnMesh
 from fsdp2._engine.cast_buffers import CastBuffer, CastBuffers
 from fsdp2._engine.hooks import ForwardHooks, ForwardMethod
+from fsdp2._engine.root_groups import PartHook
 from fsdp2._engine.unit import Unit
+from fsdp2._param_group.full_buffer import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import ShardLayout
 from fsdp2._param_group.param import FSDPParam, OwnerMark, Site
@@ -32,12 +35,14 @@ NAMED: tuple[Any, ...] = (
     CPUOffloadPolicy,
     CastBuffer,
     CastBuffers,
+    Compress,
     DataMesh,
     DataMesh.of,
     DataParallelMeshDims,
     FSDPParam,
     ForwardHooks,
     ForwardMethod,
+    Hooked,
     KeptOnMesh,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -45,6 +50,8 @@ NAMED: tuple[Any, ...] = (
     OwnerMark,
     ParamGroup,
     ParamPlacement,
+    PartHook,
+    Readers,
     Settings,
     ShardLayout,
     Site,

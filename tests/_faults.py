@@ -689,7 +689,7 @@ FAULTS = [
     ),
     Fault(
         "version-counts-first-write-only",
-        "fsdp2/_param_group/group.py",
+        "fsdp2/_param_group/replaced_params.py",
         "return [steps_so_far(), *map(torch_autograd.version_of, self._versioned)]",
         "return [min(n, 1) for n in (steps_so_far(), *map(torch_autograd.version_of, self._versioned))]",
         "Parameters that stay whole after a forward or a backward (reshard_after_backward off, a root after an evaluation) are not gathered again after the second optimizer step: later forwards compute with stale weights.",

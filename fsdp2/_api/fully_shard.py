@@ -39,6 +39,7 @@ from fsdp2._engine.hooks import ForwardMethod, register_hooks
 from fsdp2._engine.precision import policy_for
 from fsdp2._engine.root_groups import PartHook
 from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, unit_of
+from fsdp2._param_group.full_buffer import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.optimizer_steps import watch_optimizers
 from fsdp2._param_group.param import FSDPParam
@@ -124,7 +125,7 @@ def fully_shard(
     unit.chosen_policy = mp_policy
     device = data.device
     params = _make_params(collected)
-    hooked: list[tuple[nn.Module, ParamGroup]] = []
+    hooked: list[tuple[nn.Module, Readers]] = []
     names = {part: name for top in modules for name, part in top.named_modules()}
 
     def make_group(used: DataMesh, members: list[FSDPParam]) -> ParamGroup:
@@ -141,8 +142,7 @@ def fully_shard(
         parts = {} if conditional else find_parts(modules, params[used])
         for part, members in parts.items():
             group = make_group(used, members)
-            group.is_part, group.part = True, names[part]
-            hooked.append((part, group))
+            hooked.append((part, group.become_part(names[part])))
         taken = {param for members in parts.values() for param in members}
         params[used] = [param for param in params[used] if param not in taken]
     for used, tied in take_ties(collected).items():
@@ -150,8 +150,8 @@ def fully_shard(
     for used, members in params.items():
         if members:
             make_group(used, members)
-    for part, group in hooked:
-        hook = PartHook(group)
+    for part, readers in hooked:
+        hook = PartHook(readers)
         for inner in part.modules():
             inner.register_forward_pre_hook(hook)
     for buffer_site in collected.buffers:

@@ -251,8 +251,8 @@ class FunctionalStep:
             unit.unit.reshard()
             for group in unit.unit.groups:
                 check_group(group, group.fqn)
-                if group.awaits_stand_ins:
-                    group.forget_stand_ins()
+                if group.watch.stand_ins:
+                    group.watch.forget_stand_ins()
                     raise UnsupportedError(
                         f"{group.fqn or '<root>'}: tensors stand in for its parameters "
                         "(functional_call), and a compiled model gathers its own. Use the model "

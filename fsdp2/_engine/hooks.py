@@ -224,8 +224,8 @@ def _leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -
     if not (unit.in_backward or (recomputing and with_grad)):
         _reshard_after(unit, module, with_grad)
     for group in unit.groups:
-        if group.has_stand_ins:
-            group.return_stand_ins()
+        if group.watch.placed:
+            group.watch.return_stand_ins()
     if runtime.forward_root is unit:
         runtime.end_forward()
 
@@ -242,7 +242,7 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
     if unit.keeps_after_forward(with_grad):
         for group in unit.groups:
             if group.is_unsharded:
-                group.note_values()
+                group.watch.note_values()
         return
     if with_grad:
         unit.reshard_post_forward()

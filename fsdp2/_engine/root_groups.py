@@ -37,6 +37,7 @@ from fsdp2._comm.consistency import STAMP_NUMEL, Stamp
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.streams import Streams
 from fsdp2._engine.unit import Unit
+from fsdp2._param_group.full_buffer import Readers
 from fsdp2._param_group.group import ParamGroup
 
 UNREAD, UNKNOWN, READ = 0, 1, 2
@@ -47,18 +48,18 @@ FACTS = 3
 class PartHook:
     """Sees a part's modules run: an object, so that copies of them copy it."""
 
-    def __init__(self, group: ParamGroup) -> None:
-        self.group = group
+    def __init__(self, readers: Readers) -> None:
+        self.readers = readers
 
     @torch_compiler.eager_unless_inlined
     def __call__(self, _module: torch.nn.Module, _args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling() or torch_autograd.graph_task_id() != -1:
             return
-        self.group.is_called = True
+        self.readers.is_called = True
         if torch_autograd.is_packing_saved_tensors():
-            self.group.is_recomputed = True
+            self.readers.is_recomputed = True
         if not torch.is_grad_enabled():
-            self.group.ran_without_grad = True
+            self.readers.ran_without_grad = True
 
 
 class Part:
@@ -98,7 +99,7 @@ class Part:
         """A forward with gradients is over: see whether its backward will read the parameters."""
         group = self.group
         found = UNKNOWN
-        if group.is_called:
+        if group.readers is not None and group.readers.is_called:
             found = UNREAD if group.is_unread() else READ
         self.reads = found if self.reads == UNKNOWN else max(self.reads, found)
 
@@ -160,13 +161,15 @@ class Parts:
     def end_forward(self, group: ParamGroup, with_grad: bool) -> None:
         """See who reads a part after a forward; lay it aside if nobody does."""
         part, settings = self._of.get(group), group.settings
-        group.is_recomputed |= with_grad and group.ran_without_grad
+        readers = group.readers
+        assert readers is not None
+        readers.is_recomputed |= with_grad and readers.ran_without_grad
         if part is not None and with_grad and part.agreed_reads != READ:
             part.note_reads()
             keeps = settings.reshard_after_forward is False or settings.overlap.keeps_parts
             if not keeps and settings.reshard_after_backward and self.knows_unread(group):
                 group.lay_aside(skips_backward=True)
-        group.ran_without_grad = False
+        readers.ran_without_grad = False
 
     def begin(self) -> None:
         """A backward begins."""

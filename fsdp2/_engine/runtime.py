@@ -360,7 +360,7 @@ class Runtime:
         parts = self.parts
         assert parts is not None
         for group in unit.own_groups:
-            if group.is_part:
+            if group.readers is not None:
                 parts.end_forward(group, with_grad)
 
     def _lay_aside(self, part: Part) -> None:
@@ -439,7 +439,7 @@ class Runtime:
         for group in unit.groups:
             group.is_held = False
             if group.is_unsharded:
-                group.note_values()
+                group.watch.note_values()
         if is_last and self.forward_root is None:  # else the step goes on
             unit.show_shards()
 
@@ -582,7 +582,7 @@ def attach(root: Unit) -> Runtime:
         Part(group, unit)
         for unit in names
         for group in unit.own_groups
-        if group.is_part and group.params and unit.governor is None
+        if group.readers is not None and group.params and unit.governor is None
     ]
     if parts:
         runtime.parts = Parts(parts)

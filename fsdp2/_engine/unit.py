@@ -206,7 +206,7 @@ class Unit:
     def reshard_unless_gathering(self) -> None:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
         for group in self.groups:
-            group.forget_stand_ins()
+            group.watch.forget_stand_ins()
             if group.is_gathering:  # from shards on a smaller mesh, which may be registered
                 group.show_shards()
             else:

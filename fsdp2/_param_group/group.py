@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import events, torch_autograd, torch_dtensor, torch_modes, torch_tensors
+from fsdp2._base import events, torch_dtensor, torch_modes
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import BACKWARD, IDLE, Clock
 from fsdp2._base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
@@ -61,9 +61,9 @@ from fsdp2._param_group.extension import (
     is_extended,
     smaller_mesh_refused,
 )
+from fsdp2._param_group.full_buffer import FullBuffer, Readers
 from fsdp2._param_group.functional_call import whole_tensor
 from fsdp2._param_group.layout import GatherItem, GatherLayout, ShardLayout
-from fsdp2._param_group.optimizer_steps import steps_so_far
 from fsdp2._param_group.param import (
     SHARDED,
     SHARDED_POST_FORWARD,
@@ -75,11 +75,9 @@ from fsdp2._param_group.placement import shrink
 from fsdp2._param_group.reduction import Reducer, Reduction
 from fsdp2._param_group.replaced_params import (
     Source,
-    StandIn,
-    look,
+    Watch,
     own_rows,
     own_sources,
-    refuse_assigned_data,
     source_of,
 )
 from fsdp2._param_group.shard_buffer import ShardBuffer
@@ -121,24 +119,13 @@ class ParamGroup:
         self._smaller: DataMesh | None = None
         self._home: ShardBuffer | None = None
         self._waiting: ShardBuffer | None = None
-        self._full: Tensor | None = None
-        self._has_full_memory = False
-        self._stand_ins: list[StandIn] = []
-        self._placed: list[StandIn] = []
-        self.is_held = False
-        self._versioned: list[Tensor] = []
-        self._sharded: list[Tensor] = []
-        self._shells: list[int] = []  # see shells_of
-        self._values: list[int] | None = None
-        self.is_part = False
-        self.part = ""
-        self.is_called = False
-        self.is_recomputed = False
-        self.ran_without_grad = False
+        self._full: FullBuffer | None = None
+        self.watch = Watch()
+        self.is_held = False  # whole and registered, because the user asked for it
+        self.part = ""  # the name of a large part of a root, which is a group of its own
+        self.readers: Readers | None = None  # of such a part
         self.is_laid_aside = False
         self.skips_backward = False
-        self._accumulators: list[Any] = []
-        self._at_rest: list[int] | None = None
         self._gathering: InFlight | None = None
 
     @property
@@ -230,15 +217,16 @@ class ParamGroup:
                 self._know(buffer)
         self.reducer.invalidate()
 
+    def become_part(self, name: str) -> Readers:
+        """Be a large part of a root, called ``name`` in it. Return who will read it."""
+        self.part, self.readers = name, Readers()
+        return self.readers
+
     def forget_step(self) -> None:
         """Drop what an unfinished step left."""
         self.reducer.discard()
         self.owes_reduction = False
-        self.forget_stand_ins()
-
-    def forget_stand_ins(self) -> None:
-        """Drop tensors of the user's that stood in for parameters of a forward that raised."""
-        self._stand_ins, self._placed = [], []
+        self.watch.forget_stand_ins()
 
     @property
     def stamps(self) -> list[Stamp]:
@@ -255,11 +243,6 @@ class ParamGroup:
     def smaller_mesh(self) -> DataMesh | None:
         """The mesh that parameters wait on between forward and backward, if not the whole one."""
         return self._smaller
-
-    @property
-    def awaits_stand_ins(self) -> bool:
-        """True if ``inspect`` found tensors that stand in for parameters."""
-        return bool(self._stand_ins)
 
     # Planning and adoption.
 
@@ -331,10 +314,11 @@ class ParamGroup:
         self.reducer.invalidate()
         if not sources:
             self._home = self._full = self._waiting = None
-            self._versioned, self._sharded, self._shells = [], [], []
+            self.watch.see([])
             self._tail.plan([])
             return
-        self._at_rest = None  # until the unsharded parameters are made anew, owners are not known
+        if self.readers is not None:
+            self.readers.forget()
         layout = self._layout()
         if self._home is None or not layout.has_full_of(self._home.layout):
             self._full = self._waiting = None
@@ -351,10 +335,7 @@ class ParamGroup:
         )
         self._know(buffer)
         if self._full is not None:
-            storage = self._full.untyped_storage()
-            storage.resize_(layout.full_nbytes)  # views cannot be made of a freed storage
-            buffer.bind(self._full)
-            storage.resize_(0)
+            self._full.bind(buffer)
         index = 0
         for param, (source, registered) in zip(self.params, sources, strict=True):
             if param.is_extended:
@@ -366,11 +347,7 @@ class ParamGroup:
             index += 1
         self._tail.plan([param for param in self.params if param.is_extended])
         self._home = buffer
-        # DTensor operations count on the DTensor, operations on local shards count there
-        forms = [f for p in self.params for f in (p.sharded, torch_dtensor.local_tensor(p.sharded))]
-        self._versioned = [form for form in forms if not form.is_inference()]
-        self._sharded = [param.sharded for param in self.params]
-        self._shells = torch_dtensor.shells_of(self._sharded)
+        self.watch.see(self.params)
         self._register(SHARDED)
 
     def _split_params(self, shards: Sequence[Tensor]) -> None:
@@ -444,14 +421,20 @@ class ParamGroup:
         if self._smaller is not None:
             self._build_waiting(self._smaller)
         layout = self._home.layout
-        self._full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=self.device)
+        self._full = full = FullBuffer(layout.full_nbytes, self.device)
         for buffer in (self._home, self._waiting):
             if buffer is not None:
-                buffer.bind(self._full)
-        tensors = packing.full_tensors(self._full, layout)
+                buffer.bind(full.flat)
+        tensors = packing.full_tensors(full.flat, layout)
         for param, tensor in zip(self._flat_params, tensors, strict=False):
             param.set_unsharded(tensor)
-        self._full.untyped_storage().resize_(0)
+        full.free()
+
+    def _meet_readers(self) -> None:
+        """Count references to a part's unsharded parameters when there are none but ours."""
+        if self.readers is not None and not self._tail.items and self._smaller is None:
+            assert self._full is not None
+            self.readers.meet(self._full, [param.unsharded for param in self.params])
 
     def _build_waiting(self, smaller: DataMesh) -> None:
         """Plan the shards over the smaller mesh. Both plans must place unsharded tensors alike."""
@@ -479,15 +462,9 @@ class ParamGroup:
         recomputation uses the values of its backward, whatever was written since.
         """
         self.is_held = False
-        if not recomputing and self._values is not None and self._values != self._versions():
-            self.reshard()  # the shards were written to since they were gathered
-        findings = look(self.params)
-        self._stand_ins = findings.stand_ins
-        shells = torch_dtensor.shells_of(self._sharded)
-        if shells != self._shells:
-            for param, seen, now in zip(self.params, self._shells, shells, strict=True):
-                if seen != now and param not in findings.replaced:
-                    refuse_assigned_data(param)
+        if not recomputing and self.watch.were_written:
+            self.reshard()
+        findings = self.watch.look(self.params)
         if findings.toggled:
             self._toggle(findings.toggled)
         if findings.cast:  # by the model's own forward: what is unsharded lies elsewhere now
@@ -546,26 +523,12 @@ class ParamGroup:
                 else:
                     param.sharded.grad.zero_()
 
-    def note_values(self) -> None:
-        """Remember what the unsharded parameters, which may stay, are gathered from."""
-        if self._values is None:
-            self._values = self._versions()
-
-    def _versions(self) -> list[int]:
-        """Return what changes when somebody writes to the shards."""
-        return [steps_so_far(), *map(torch_autograd.version_of, self._versioned)]
-
     # The moves.
 
     @property
     def is_unsharded(self) -> bool:
         """True if no rank has to gather. See [Note: laid aside]."""
         return self.machine.state is UNSHARDED and not self.is_laid_aside
-
-    @property
-    def has_stand_ins(self) -> bool:
-        """True if tensors of the user's stand in for parameters in the running forward."""
-        return bool(self._placed)
 
     @property
     def is_gathering(self) -> bool:
@@ -587,17 +550,10 @@ class ParamGroup:
                 found = registered[name] if name in registered else None  # noqa: SIM401  # a call
                 if found is shown or param.is_form(found):
                     registered[name] = form
-        if self._stand_ins and state is UNSHARDED:
-            for item in self._stand_ins:
+        if self.watch.stand_ins and state is UNSHARDED:
+            for item in self.watch.place_stand_ins():
                 whole = whole_tensor(item.tensor, item.param, self.data, self.wire, self.settings)
                 item.site.put(whole)
-            self._placed, self._stand_ins = self._stand_ins, []
-
-    def return_stand_ins(self) -> None:
-        """Register stand-ins again after the forward: ``functional_call`` takes them from there."""
-        for item in self._placed:
-            item.site.put(item.tensor)
-        self._placed = []
 
     def unshard(self) -> None:
         """Issue the all-gather, unless the parameters are whole or on their way."""
@@ -609,20 +565,20 @@ class ParamGroup:
             self.inspect()
         if self._full is None:
             self._build_full()
-            if self.is_part:
-                self._at_rest = self._count_owners(renew=True)
+            self._meet_readers()
         source = self._home if self.machine.state is SHARDED else self._waiting
         assert source is not None
         phase = self.clock.phase
         if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
-            self.note_values()  # in a forward those are noted that stay, at its end
+            self.watch.note_values()  # in a forward those are noted that stay, at its end
         if events.listeners:
             nbytes = source.axis.size * source.sent_nbytes
             events.emit("unshard", self.fqn, self.clock.phase, nbytes)
         if source.stamp is not None:
             source.stamp.before()
         if source.gathers_straight(self.wire):
-            self._allocate_full(source)
+            assert self._full is not None
+            self._full.allocate(source.layout.full_nbytes)
             self.streams.order_after_compute("gather")  # whose memory it was
         gather = self._gather_extended if self._tail.items else source.gather
         self._gathering = self.streams.launch(
@@ -652,15 +608,15 @@ class ParamGroup:
         assert source is not None
         self._gathering.wait()
         buffers, self._gathering = self._gathering.buffers, None
-        if not self._has_full_memory:
-            self._allocate_full(source)
+        if not self._full.has_memory:
+            self._full.allocate(source.layout.full_nbytes)
         try:
             source.unpack(*buffers)
             if self._tail.items:
                 self._unpack_extended(buffers[2])
         except BaseException:  # ranks differ, or an extension raised
             self.streams.retire("gather", buffers)
-            self._free_full()
+            self._full.free()
             raise
         self.streams.retire("gather", buffers)
         if source is self._waiting:
@@ -670,11 +626,6 @@ class ParamGroup:
         if events.listeners:
             events.emit("wait_for_unshard", self.fqn, self.clock.phase)
 
-    def _allocate_full(self, source: ShardBuffer) -> None:
-        assert self._full is not None
-        self._full.untyped_storage().resize_(source.layout.full_nbytes)
-        self._has_full_memory = True
-
     def _unpack_extended(self, gathered: Tensor) -> None:
         self._tail.unpack(gathered)
         self.reducer.see_dtypes()
@@ -682,7 +633,7 @@ class ParamGroup:
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones."""
         self.is_laid_aside = self.skips_backward = self.is_held = False
-        self._values = None
+        self.watch.values = None
         if self._gathering is not None:
             self._drop_gather()
         if self.machine.state is SHARDED or not self.params:
@@ -702,10 +653,11 @@ class ParamGroup:
     def _drop_gather(self) -> None:
         """Wait for the gather that is in flight, and forget what it brought."""
         assert self._gathering is not None
+        assert self._full is not None
         self._gathering.wait()
         self.streams.retire("gather", self._gathering.buffers)
         self._gathering = None
-        self._free_full()
+        self._full.free()
         for buffer in (self._home, self._waiting):
             if buffer is not None:
                 buffer.free_gathered()
@@ -718,42 +670,29 @@ class ParamGroup:
         if self.machine.state is SHARDED and not skips_backward:
             return
         self.is_laid_aside, self.skips_backward = True, skips_backward
-        self._values = None
+        self.watch.values = None
         if self.machine.state is UNSHARDED and self.is_unread():
+            assert self._full is not None
             self.machine.move(SHARDED, self.fqn)
             self._register(SHARDED)
-            self._free_full()
+            self._full.free()
 
     def is_unread(self) -> bool:
         """True if nothing on this rank reads the unsharded parameters any more, this is certain."""
-        if self._at_rest is None or self.is_recomputed or not self.is_called or self._placed:
+        readers, full = self.readers, self._full
+        if readers is None or full is None or not readers.are_sure() or self.watch.placed:
             return False
         self._register(SHARDED)
-        found = self._count_owners()
+        is_unread = readers.are_gone(full, [param.unsharded for param in self.params])
         self._register(UNSHARDED)
-        return found == self._at_rest
-
-    def _count_owners(self, renew: bool = False) -> list[int] | None:
-        """Count what refers to the unsharded parameters' memory while they are not registered.
-
-        None if that cannot be told. ``renew``: the unsharded parameters are new ones.
-        """
-        wholes = [param.unsharded for param in self.params]
-        if self._full is None or self._tail.items or self._smaller is not None:
-            return None
-        if any(isinstance(whole, DTensor) for whole in wholes):
-            return None
-        if renew:  # or a graph that uses them would count too
-            self._accumulators = torch_autograd.accumulators_of(wholes)
-        owners = torch_tensors.count_owners(wholes)
-        return [*owners, torch_tensors.storage_use_count(self._full.untyped_storage())]
+        return is_unread
 
     def reshard_post_forward(self) -> None:
         """Reshard to the smaller mesh, if there is one, else fully."""
         if self._waiting is None or self.machine.state is not UNSHARDED:
             self.reshard()
             return
-        self.note_values()
+        self.watch.note_values()
         layout, waiting = self._waiting.layout, self._waiting
         waiting.flat.untyped_storage().resize_(layout.shard_nbytes)
         with torch.no_grad():
@@ -768,14 +707,9 @@ class ParamGroup:
         self._register(SHARDED_POST_FORWARD)
         self._give_up_full()
 
-    def _free_full(self) -> None:
-        assert self._full is not None
-        self._full.untyped_storage().resize_(0)
-        self._has_full_memory = False
-
     def _give_up_full(self) -> None:
         assert self._full is not None
-        self._free_full()
+        self._full.free()
         if self._tail.items:
             self._tail.free()
         if events.listeners:
@@ -792,7 +726,7 @@ class ParamGroup:
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
         kept = ["data", "policy", "device", "offload", "settings", "fqn", "params"]
-        kept += ["is_part", "part"]
+        kept += ["part", "readers"]
         state = {name: getattr(self, name) for name in kept}
         state["wire"], state["hook"] = self.wire, self.reducer.hook
         return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
@@ -802,7 +736,7 @@ class ParamGroup:
             state["data"], state["policy"], state["device"], state["offload"]
         )
         self.settings, self.fqn = state["settings"], state["fqn"]
-        self.is_part, self.part = state["is_part"], state["part"]
+        self.part, self.readers = state["part"], state["readers"]
         self.reducer.wire, self.reducer.hook = state["wire"], state["hook"]
         if self.wire.uses_group_memory:
             self.wire.use_group_memory(self.data.shard.pg)

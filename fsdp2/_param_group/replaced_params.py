@@ -6,7 +6,7 @@ holds. It must not know buffers, states or collectives. A group asks before ever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +14,11 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_dtensor
+from fsdp2._base import torch_autograd, torch_dtensor
 from fsdp2._base.errors import StateError
 from fsdp2._param_group import packing
 from fsdp2._param_group.extension import needs_extension, own_shard
+from fsdp2._param_group.optimizer_steps import steps_so_far
 from fsdp2._param_group.param import FSDPParam, Site
 
 Source = tuple[Tensor, nn.Parameter | None]
@@ -67,6 +68,70 @@ def look(params: Iterable[FSDPParam]) -> Findings:
             else:
                 findings.stand_ins.append(StandIn(site, param, found))
     return findings
+
+
+class Watch:
+    """What a group looks at to see what programs did to its parameters."""
+
+    def __init__(self) -> None:
+        self.stand_ins: list[StandIn] = []  # for the forward that begins
+        self.placed: list[StandIn] = []  # whose whole tensors are registered in a running one
+        self.values: list[int] | None = None  # of the shards, when they were gathered to stay
+        self._sharded: list[nn.Parameter] = []
+        self._versioned: list[Tensor] = []
+        self._shells: list[int] = []  # see shells_of
+
+    def see(self, params: Iterable[FSDPParam]) -> None:
+        """Look at what these register while sharded from now on."""
+        self._sharded = [param.sharded for param in params]
+        # DTensor operations count on the DTensor, operations on local shards count there.
+        forms = [f for p in self._sharded for f in (p, torch_dtensor.local_tensor(p))]
+        self._versioned = [form for form in forms if not form.is_inference()]
+        self._shells = torch_dtensor.shells_of(self._sharded)
+
+    def look(self, params: Sequence[FSDPParam]) -> Findings:
+        """Find what changed; stand-ins wait for ``place_stand_ins``.
+
+        Raises:
+            StateError: ``.data`` of a sharded parameter was assigned.
+        """
+        findings = look(params)
+        self.stand_ins = findings.stand_ins
+        shells = torch_dtensor.shells_of(self._sharded)
+        if shells != self._shells:
+            for param, seen, now in zip(params, self._shells, shells, strict=True):
+                if seen != now and param not in findings.replaced:
+                    refuse_assigned_data(param)
+        return findings
+
+    def note_values(self) -> None:
+        """Remember what the unsharded parameters, which may stay, are gathered from."""
+        if self.values is None:
+            self.values = self._versions()
+
+    @property
+    def were_written(self) -> bool:
+        """True if somebody wrote to the shards since ``note_values``."""
+        return self.values is not None and self.values != self._versions()
+
+    def _versions(self) -> list[int]:
+        """Return what changes when somebody writes to the shards."""
+        return [steps_so_far(), *map(torch_autograd.version_of, self._versioned)]
+
+    def place_stand_ins(self) -> list[StandIn]:
+        """Return what waits: it is placed now."""
+        self.placed, self.stand_ins = self.stand_ins, []
+        return self.placed
+
+    def return_stand_ins(self) -> None:
+        """Register stand-ins again after the forward: ``functional_call`` takes them from there."""
+        for item in self.placed:
+            item.site.put(item.tensor)
+        self.placed = []
+
+    def forget_stand_ins(self) -> None:
+        """Drop tensors of the user's that stood in for parameters of a forward that raised."""
+        self.stand_ins, self.placed = [], []
 
 
 def refuse_assigned_data(param: FSDPParam) -> None:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize
 
 import fsdp2
+from fsdp2._base import events
 from tests._models import (
     Batch,
     Block,
@@ -408,8 +409,8 @@ def check_compiled_blocks(how: str, backend: str, when: str) -> None:
     names = [name.replace("_orig_mod.", "") for name in names_of(pair.model)]
     assert names == list(names_of(pair.reference))
     for _ in range(3):
-        events: list[str] = []
-        with events.listen(lambda event, events=events: events.append(str(event))):
+        seen: list[str] = []
+        with events.listen(lambda event, seen=seen: seen.append(str(event))):
             batch = pair.batch()
             loss, expected = pair.losses(batch)
             loss.backward()
@@ -422,8 +423,8 @@ def check_compiled_blocks(how: str, backend: str, when: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert graphs.count == 1
-    assert sum("forward: prefetch" in event for event in events) == 3
-    assert sum("backward: prefetch" in event for event in events) == 3
+    assert sum("forward: prefetch" in event for event in seen) == 3
+    assert sum("backward: prefetch" in event for event in seen) == 3
 
 
 @pytest.mark.parametrize("how", with_slow(["method", "wrapper"], ["method"]))

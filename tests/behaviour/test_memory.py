@@ -80,14 +80,14 @@ CASE = Case(Language, lambda m: list(m.blocks), batch)
 
 @contextmanager
 def recording() -> Iterator[list[Event]]:
-    events: list[Event] = []
-    with events.listen(events.append):
-        yield events
+    seen: list[Event] = []
+    with events.listen(seen.append):
+        yield seen
 
 
-def moves(events: list[Event], kind: str, phase: str | None = None) -> Counter[str]:
-    """Count events of a kind by the name of their group."""
-    return Counter(e.fqn for e in events if e.kind == kind and phase in (None, e.phase))
+def moves(seen: list[Event], kind: str, phase: str | None = None) -> Counter[str]:
+    """Count seen of a kind by the name of their group."""
+    return Counter(e.fqn for e in seen if e.kind == kind and phase in (None, e.phase))
 
 
 def gradients_of(pair: Pair, *heads: str) -> None:
@@ -158,12 +158,12 @@ def test_backward_does_not_gather_the_embedding(reshard: bool | None) -> None:
     loss = pair.run(pair.model, pair.local(pair.batch()))
     assert isinstance(pair.model.embed.weight, DTensor)
     assert isinstance(pair.model.head.weight, DTensor) == (reshard is True)
-    with recording() as events:
+    with recording() as seen:
         loss.backward()
-    gathered = moves(events, "unshard")
+    gathered = moves(seen, "unshard")
     assert gathered["embed"] == 0
     assert gathered["head"] == (reshard is True)
-    assert moves(events, "reduce")["embed"] == 1
+    assert moves(seen, "reduce")["embed"] == 1
     pair.model.zero_grad()
     pair.train(steps=1)
 
@@ -172,10 +172,10 @@ def test_backward_does_not_gather_the_embedding(reshard: bool | None) -> None:
 def test_an_embedding_that_is_a_unit_is_not_gathered_either() -> None:
     pair = Pair(Case(Language, lambda m: [m.embed, *m.blocks, m.head], batch))
     pair.train(steps=2)
-    with recording() as events:
+    with recording() as seen:
         pair.backward()
-    assert moves(events, "unshard")["embed"] == 1
-    assert moves(events, "unshard")["head"] == 2
+    assert moves(seen, "unshard")["embed"] == 1
+    assert moves(seen, "unshard")["head"] == 2
     pair.step()
     pair.check()
 
@@ -282,9 +282,9 @@ def test_parts_in_checkpoint_wrappers() -> None:
 def test_a_frozen_embedding() -> None:
     pair = Pair(CASE, prepare=lambda m: m.embed.requires_grad_(False))
     pair.train(steps=3)
-    with recording() as events:
+    with recording() as seen:
         pair.backward()
-    assert moves(events, "unshard")["embed"] == 1
+    assert moves(seen, "unshard")["embed"] == 1
     pair.step()
 
 
@@ -298,9 +298,9 @@ def test_evaluation_before_and_between_steps() -> None:
         with torch.no_grad():
             pair.losses(pair.batch())
         pair.check()
-    with recording() as events:
+    with recording() as seen:
         pair.backward()
-    assert moves(events, "unshard")["embed"] == 1
+    assert moves(seen, "unshard")["embed"] == 1
     pair.step()
 
 
@@ -340,9 +340,9 @@ def test_the_head_is_reduced_before_the_blocks() -> None:
     """Its gradient is complete before theirs. The embedding's is not."""
     pair = Pair(CASE)
     for step in range(3):
-        with recording() as events:
+        with recording() as seen:
             pair.backward()
-        order = [e.fqn for e in events if e.kind == "reduce"]
+        order = [e.fqn for e in seen if e.kind == "reduce"]
         blocks = ["blocks.2", "blocks.1", "blocks.0"]
         expected = ["head", *blocks, "embed", ""] if step else [*blocks, "embed", "head", ""]
         assert order == expected
@@ -356,14 +356,14 @@ def test_ranks_may_differ_in_their_use_of_a_part(rank: int, world_size: int) -> 
     pair.train(steps=2)
     others = ["yes"] * (world_size - 1)
     for heads in (["no", *others], [*others, "no"], ["no"] * world_size, [*others, "twice"]):
-        with recording() as events:
+        with recording() as seen:
             gradients_of(pair, *heads)
         late = heads[-1] == "twice"
-        assert moves(events, "reduce")["head"] == (2 if late else 1), heads
+        assert moves(seen, "reduce")["head"] == (2 if late else 1), heads
     for _ in range(2):  # now known to be late: reduced once again
-        with recording() as events:
+        with recording() as seen:
             gradients_of(pair, *others, "twice")
-        assert moves(events, "reduce")["head"] == 1
+        assert moves(seen, "reduce")["head"] == 1
     pair.train(steps=1)
 
 
@@ -448,7 +448,7 @@ def test_a_copy_has_parts_of_its_own() -> None:
     assert copied is not None
     assert [g.part for g in copied.own_groups] == [g.part for g in unit.own_groups]
     hooks = other.embed._forward_pre_hooks.values()
-    assert [hook.group for hook in hooks] == copied.own_groups[:1]
+    assert [hook.readers for hook in hooks] == [copied.own_groups[0].readers]
 
 
 # --- which groups there are -----------------------------------------------------------------------

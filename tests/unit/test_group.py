@@ -286,10 +286,10 @@ def test_reshard_while_gathering_finishes_and_drops_the_gather() -> None:
 
 def test_reshard_of_sharded_parameters_does_nothing() -> None:
     ranks = linear(2)
-    events: list[events.Event] = []
-    with events.listen(events.append):
+    seen: list[events.Event] = []
+    with events.listen(seen.append):
         ranks.reshard()
-    assert events == []
+    assert seen == []
     assert states(ranks) == {SHARDED}
 
 
@@ -303,15 +303,15 @@ def test_an_empty_group_moves_without_a_collective() -> None:
 
 def test_events_carry_the_name_and_the_bytes() -> None:
     ranks = linear(2)
-    events: list[events.Event] = []
+    seen: list[events.Event] = []
     for group in ranks.groups:
         group.fqn = "layer"
-    with events.listen(events.append):
+    with events.listen(seen.append):
         ranks.gather()
         ranks.reshard()
     padded = 2 * 4 * (3 * 4 + 3)  # 2 ranks, 4 bytes, pieces of 3 rows of 4 and of 3
-    assert events[:2] == [events.Event("unshard", "layer", "idle", padded)] * 2
-    assert [event.kind for event in events[2:]] == ["wait_for_unshard"] * 2 + ["reshard"] * 2
+    assert seen[:2] == [events.Event("unshard", "layer", "idle", padded)] * 2
+    assert [event.kind for event in seen[2:]] == ["wait_for_unshard"] * 2 + ["reshard"] * 2
 
 
 # --- the smaller mesh -----------------------------------------------------------------------------
@@ -589,10 +589,10 @@ def test_replaced_parameters_are_adopted(how: str) -> None:
     for module in ranks.modules:
         replace_everything(module, how)
     registered = [ranks.parameters(rank) for rank in range(3)]
-    events: list[str] = []
-    with events.listen(lambda event: events.append(event.kind)):
+    seen: list[str] = []
+    with events.listen(lambda event: seen.append(event.kind)):
         ranks.gather()
-    assert events[:3] == ["adopt"] * 3
+    assert seen[:3] == ["adopt"] * 3
     expected = {
         "to": ranks.original.weight.double(),
         "assign": ranks.original.weight * 3.0,
@@ -607,10 +607,10 @@ def test_replaced_parameters_are_adopted(how: str) -> None:
         assert all(isinstance(param, DTensor) for param in now)
         if how != "whole parameters":  # the optimizer may hold what `.to()` left
             assert all(new is old for new, old in zip(now, params, strict=True))
-    events.clear()
-    with events.listen(lambda event: events.append(event.kind)):
+    seen.clear()
+    with events.listen(lambda event: seen.append(event.kind)):
         ranks.gather()
-    assert "adopt" not in events
+    assert "adopt" not in seen
 
 
 def test_what_cannot_be_adopted_is_refused_and_named() -> None:

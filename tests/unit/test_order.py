@@ -624,10 +624,10 @@ forward: prefetch a""",
 def test_bytes_of_a_step() -> None:
     """Received: padded. Freed: aligned. Contributed: padded, with a count for each parameter."""
     model = sharded()
-    events: list[events.Event] = []
-    with events.listen(events.append):
+    seen: list[events.Event] = []
+    with events.listen(seen.append):
         model(inputs()).sum().backward()
-    lines = [f"{e.kind} {e.fqn or '<root>'} {e.nbytes}" for e in events if e.nbytes]
+    lines = [f"{e.kind} {e.fqn or '<root>'} {e.nbytes}" for e in seen if e.nbytes]
     assert_expected_inline(
         "\n".join(lines),
         """\

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp2._param_group.param import Piece
-from fsdp2.optim import ELEMENTWISE, _granule
+from fsdp2.optim._local import ELEMENTWISE, _granule
 from fsdp2.optim._runs import Member, _follows
 from tests._slow import slow
 
