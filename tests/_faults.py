@@ -28,12 +28,12 @@ FAULTS = [
         "toggle-of-whole-parameter-unseen",
         "fsdp2/_param_group/replaced_params.py",
         """\
-        if sharded.requires_grad is not trainable or (
-            unsharded is not None and unsharded.requires_grad is not trainable
-        ):
+            if sharded.requires_grad is not trainable or (
+                unsharded is not None and unsharded.requires_grad is not trainable
+            ):
 """,
         """\
-        if sharded.requires_grad is not trainable:
+            if sharded.requires_grad is not trainable:
 """,
         "requires_grad_(False) on a parameter while it is whole (after unshard(), or on a root that stays whole) is not carried over: after the reshard the sharded parameter still says that it is trainable.",
         near=("behaviour/test_surprises.py",),

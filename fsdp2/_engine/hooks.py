@@ -141,8 +141,9 @@ class Call:
 
 def _enter(unit: Unit) -> None:
     """Make parameters whole."""
-    runtime = unit.runtime or attach(unit)
-    assert isinstance(runtime, Runtime)
+    if unit.runtime is None:
+        attach(unit)
+    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
     if unit.governor is not None and not unit.is_governed_now:
         raise StateError(
             f"{unit.fqn}: is conditional, and was called outside of the module above it, "
@@ -168,8 +169,7 @@ def pre_forward(
         torch_modes.run_aside(_enter, unit)
     else:
         _enter(unit)
-    runtime = unit.runtime
-    assert isinstance(runtime, Runtime)
+    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
     call = None
     if torch.is_grad_enabled() and unit.groups:
         order = runtime.order if runtime.clock.phase is FORWARD else None
@@ -196,14 +196,13 @@ def pre_forward(
 @torch_compiler.always_eager
 def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Prepare the outputs and give parameters back."""
-    call = unit.calls.pop() if unit.calls else None
-    runtime = unit.runtime
-    assert isinstance(runtime, Runtime)
+    call: Call | None = unit.calls.pop() if unit.calls else None  # type: ignore[assignment]  # ours
+    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
     dtype = unit.policy.output_dtype
     if dtype is not None:
         output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
     recomputing = runtime.is_recomputing
-    if isinstance(call, Call) and (call.mark_outputs(output) or (unit.trains and not recomputing)):
+    if call is not None and (call.mark_outputs(output) or (unit.trains and not recomputing)):
         if not recomputing or unit.open_calls == 0:  # else it repeats a call that is open
             unit.open_calls += 1
         if not recomputing:
@@ -235,8 +234,7 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
     if len(unit.ran) < len(unit.modules):
         return
     unit.ran.clear()
-    runtime = unit.runtime
-    assert isinstance(runtime, Runtime)
+    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
     if runtime.parts is not None:
         runtime.end_parts(unit, with_grad)
     if unit.keeps_after_forward(with_grad):

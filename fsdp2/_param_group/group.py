@@ -462,9 +462,10 @@ class ParamGroup:
         recomputation uses the values of its backward, whatever was written since.
         """
         self.is_held = False
-        if not recomputing and self.watch.were_written:
+        watch = self.watch
+        if not recomputing and watch.values is not None and watch.were_written:
             self.reshard()
-        findings = self.watch.look(self.params)
+        findings = watch.look(self.params)
         if findings.toggled:
             self._toggle(findings.toggled)
         if findings.cast:  # by the model's own forward: what is unsharded lies elsewhere now

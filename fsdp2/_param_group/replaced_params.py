@@ -7,7 +7,7 @@ holds. It must not know buffers, states or collectives. A group asks before ever
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -34,40 +34,14 @@ class StandIn:
     tensor: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # frozen would take five calls more for each group and forward
 class Findings:
     """What differs from what the group registered."""
 
-    toggled: list[FSDPParam] = field(default_factory=list)
-    cast: list[FSDPParam] = field(default_factory=list)
-    replaced: dict[FSDPParam, Tensor | None] = field(default_factory=dict)
-    stand_ins: list[StandIn] = field(default_factory=list)
-
-
-def look(params: Iterable[FSDPParam]) -> Findings:
-    """Compare what is registered with what the group registered, by identity. Changes nothing."""
-    findings = Findings()
-    for param in params:
-        sharded, unsharded = param.sharded, param.unsharded
-        trainable = param.trainable
-        if sharded.requires_grad is not trainable or (
-            unsharded is not None and unsharded.requires_grad is not trainable
-        ):
-            findings.toggled.append(param)
-        if unsharded is not None and unsharded.dtype is not param.unsharded_dtype:
-            findings.cast.append(param)
-        if torch_dtensor.local_tensor(sharded) is not param.local:
-            findings.replaced[param] = sharded
-        for site in param.sites:
-            found: Tensor | None = site.module._parameters.get(site.name)
-            if found is sharded:
-                continue
-            if found is None or isinstance(found, nn.Parameter):
-                if found is None or (found is not unsharded and found is not param.post_forward):
-                    findings.replaced[param] = found
-            else:
-                findings.stand_ins.append(StandIn(site, param, found))
-    return findings
+    toggled: list[FSDPParam]
+    cast: list[FSDPParam]
+    replaced: dict[FSDPParam, Tensor | None]
+    stand_ins: list[StandIn]
 
 
 class Watch:
@@ -90,12 +64,36 @@ class Watch:
         self._shells = torch_dtensor.shells_of(self._sharded)
 
     def look(self, params: Sequence[FSDPParam]) -> Findings:
-        """Find what changed; stand-ins wait for ``place_stand_ins``.
+        """Compare what is registered with what the group registered, by identity.
+
+        Stand-ins wait for ``place_stand_ins``; nothing else is changed.
 
         Raises:
             StateError: ``.data`` of a sharded parameter was assigned.
         """
-        findings = look(params)
+        findings = Findings([], [], {}, [])
+        for param in params:
+            sharded, unsharded = param.sharded, param.unsharded
+            trainable = param.trainable
+            if sharded.requires_grad is not trainable or (
+                unsharded is not None and unsharded.requires_grad is not trainable
+            ):
+                findings.toggled.append(param)
+            if unsharded is not None and unsharded.dtype is not param.unsharded_dtype:
+                findings.cast.append(param)
+            if torch_dtensor.local_tensor(sharded) is not param.local:
+                findings.replaced[param] = sharded
+            for site in param.sites:
+                found: Tensor | None = site.module._parameters.get(site.name)
+                if found is sharded:
+                    continue
+                if found is None or isinstance(found, nn.Parameter):
+                    if found is None or (
+                        found is not unsharded and found is not param.post_forward
+                    ):
+                        findings.replaced[param] = found
+                else:
+                    findings.stand_ins.append(StandIn(site, param, found))
         self.stand_ins = findings.stand_ins
         shells = torch_dtensor.shells_of(self._sharded)
         if shells != self._shells:
@@ -111,8 +109,8 @@ class Watch:
 
     @property
     def were_written(self) -> bool:
-        """True if somebody wrote to the shards since ``note_values``."""
-        return self.values is not None and self.values != self._versions()
+        """True if somebody wrote to the shards since ``note_values``, which was called."""
+        return self.values != self._versions()
 
     def _versions(self) -> list[int]:
         """Return what changes when somebody writes to the shards."""
