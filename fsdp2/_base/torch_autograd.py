@@ -43,9 +43,8 @@ def computes_gradient(param: torch.Tensor) -> bool:
         return True
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that ``tensor`` is a view of."""
-    return tensor._base
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+"""The tensor that a tensor is a view of."""
 
 
 def apply_gradient_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

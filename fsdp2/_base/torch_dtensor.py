@@ -6,7 +6,7 @@ a unit or a group is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import cast
 
@@ -69,23 +69,15 @@ def as_parameter(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
     return cast(nn.Parameter, tensor)
 
 
-def spec_of(tensor: DTensor) -> DTensorSpec:
-    return tensor._spec
+spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's own local tensor; ``to_local()`` would view it, and enter autograd."""
-    return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]  # of a DTensor
+local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
+"""A DTensor's own local tensor; ``to_local()`` would view it, and enter autograd."""
 
 
 def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     """Let a DTensor keep its values in other memory (the group's flat buffer)."""
     tensor._local_tensor = local
-
-
-get_local_tensor = attrgetter("_local_tensor")
-get_spec = attrgetter("_spec")
-"""``local_tensor`` and ``spec_of`` for ``map``: an optimizer step asks for hundreds of each."""
 
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass

@@ -323,7 +323,7 @@ class Plan:
             torch_dtensor.DisableTorchFunctionSubclass()
         ):  # asking DTensors costs four times as much
             grads = list(map(get_grad, self._stepped))
-        if not all(map(is_, map(torch_dtensor.get_local_tensor, self._stepped), self._locals)):
+        if not all(map(is_, map(torch_dtensor.local_tensor, self._stepped), self._locals)):
             return None
         if not self._seen.are(grads):
             if any(map(is_, grads, repeat(None))) or not self._lie_as_shards(grads):
@@ -331,7 +331,7 @@ class Plan:
             self._seen = _Seen.of(grads)
         firsts = [grads[first] for first in self._firsts]
         joined = self._seen.join(firsts, self._flat_tensors)
-        parts = map(torch_dtensor.get_local_tensor, grads[self._flat_count :])
+        parts = map(torch_dtensor.local_tensor, grads[self._flat_count :])
         return joined + [part if part.dim() else part.view(1) for part in parts]
 
     def _lie_as_shards(self, grads: Sequence[Any]) -> bool:
@@ -342,7 +342,7 @@ class Plan:
         begin = 0
         for run in self.flat:
             end = begin + len(run.members)
-            parts = list(map(torch_dtensor.get_local_tensor, grads[begin:end]))
+            parts = list(map(torch_dtensor.local_tensor, grads[begin:end]))
             if not run.lie_alike(parts) or parts[0].dtype is not run.tensor.dtype:
                 return False
             begin = end
