@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -291,3 +292,12 @@ def test_policies_are_frozen() -> None:
         policy.param_dtype = None  # type: ignore[misc]  # the point of the test
     assert policy.param_dtype is torch.bfloat16
     assert hash(policy) == hash(fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", fsdp2.__all__)
+def test_annotations_can_be_read(name: str) -> None:
+    """Programs that make options of dataclasses ask for types; pickles move classes elsewhere."""
+    found = getattr(fsdp2, name)
+    assert typing.get_type_hints(found.__init__ if isinstance(found, type) else found) is not None
+    if isinstance(found, type):
+        assert typing.get_type_hints(found) is not None

@@ -1,7 +1,5 @@
 """What a user chooses: policies (frozen, for good) and settings (frozen, replaced at run time)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
