@@ -109,6 +109,12 @@ def foreign_private_names(name: str) -> set[str]:
             and isinstance(node.args[1], ast.Constant)
         ):
             used.add(str(node.args[1].value))
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("attrgetter", "methodcaller")
+        ):
+            used |= {str(arg.value) for arg in node.args if isinstance(arg, ast.Constant)}
     return {attr for attr in used if is_private(attr)} - own_private_names() - AGREED
 
 
