@@ -84,7 +84,7 @@ class FunctionalBackward:
             if unit.runner is None:  # else another step of the same units is in its backward
                 if unit.runtime is None or unit.runtime.clock.phase is IDLE:
                     unit.reshard()  # somebody made it whole since
-                unit.runner, self._open[unit] = _Again(self, traced), traced
+                unit.runner, self._open[unit] = Again(self, traced), traced
         owners = [
             _Owner(traced, group) for traced in self._open.values() for group in traced.groups
         ]
@@ -107,6 +107,10 @@ class FunctionalBackward:
             registered.update(changed)
             module.__dict__["_parameters"] = registered
         self._registered.clear()
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._open)
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -132,7 +136,8 @@ class FunctionalBackward:
             return
         self._take_readers_off()
         for unit in self._open:
-            unit.runner = None
+            if isinstance(unit.runner, Again):  # else a step runs, which sees that this is over
+                unit.runner = None
         for owner in self._owners.values():
             owner.group.forget_again()
         self._open.clear()
@@ -183,12 +188,17 @@ class FunctionalBackward:
 
 
 @dataclass(frozen=True, eq=False)
-class _Again:
+class Again:
     """Runs a unit's modules while a backward of a functional step runs them again."""
 
     backward: FunctionalBackward
     traced: TracedUnit
     is_traced = False
+
+    @property
+    def is_over(self) -> bool:
+        """True if the backward ended, or failed, since."""
+        return not self.backward.is_open
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.backward.call(self.traced, run, args, kwargs)

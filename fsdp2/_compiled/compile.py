@@ -20,7 +20,7 @@ from fsdp2._base.arguments import check_flag, check_mapping, check_module, trans
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.events import IDLE
 from fsdp2._base.policy import CPUOffloadPolicy
-from fsdp2._compiled.backward import FunctionalBackward
+from fsdp2._compiled.backward import Again, FunctionalBackward
 from fsdp2._compiled.functional import TracedUnit
 from fsdp2._compiled.ops import outer_gather, plan_of, unshard
 from fsdp2._compiled.passes import overlap as overlap_collectives
@@ -215,7 +215,8 @@ class FunctionalStep:
             return output
         finally:
             for unit, runner in zip(self._units, outer, strict=True):
-                unit.unit.runner = runner
+                is_over = isinstance(runner, Again) and runner.is_over
+                unit.unit.runner = None if is_over else runner
                 unit.put_parameters_back()
 
     def _begin(self) -> None:

@@ -278,6 +278,37 @@ def _fail(*_: Any) -> None:
 
 
 @ranks(2)
+def test_a_backward_that_is_over_before_the_step_inside_of_it() -> None:
+    """The engine may drop a failed backward late: then nothing is put back of it."""
+    pair = layered()
+    pair.train(steps=1)
+    step = pair.compiled.__dict__["_compiled_model"]
+    backward, units = step._backward, [traced.unit for traced in step._units]
+    runners = []
+
+    def end(*_: Any) -> None:
+        backward.end(backward._number)
+        runners.append([unit.runner for unit in units])
+
+    def run(grad: Tensor) -> Tensor:
+        backward._begin(())
+        assert backward._open
+        handle = pair.model[0].register_forward_hook(end)  # type: ignore[index, operator]
+        with torch.no_grad():
+            pair.compiled(*pair.local(pair.batch()).args)
+        handle.remove()
+        return grad
+
+    root = torch.ones(1, requires_grad=True)
+    root.register_hook(run)
+    (root * 2).sum().backward()
+    assert runners == [step._units]  # the step went on
+    assert all(unit.runner is None for unit in units)
+    assert_sharded(pair.model)
+    pair.train(steps=1)
+
+
+@ranks(2)
 def test_parameters_are_shards_for_hooks_and_copies() -> None:
     """Between recomputations ``parameters()`` gives shards, and a rank may look at them alone."""
     for reentrant in KINDS:
