@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp2._api.comm_hooks import Compress, Hooked
+from fsdp2._api.inspect import GroupInfo, ShardInfo, UnitInfo
 from fsdp2._api.module import rebuild_module
 from fsdp2._base.policy import (
     CPUOffloadPolicy,
@@ -29,6 +30,7 @@ from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import ShardLayout
 from fsdp2._param_group.param import FSDPParam, OwnerMark, Site
 from fsdp2._param_group.placement import ParamPlacement
+from fsdp2.optim._ema import EMA
 from fsdp2.optim._local import rebuild_optimizer
 
 NAMED: tuple[Any, ...] = (
@@ -39,9 +41,11 @@ NAMED: tuple[Any, ...] = (
     DataMesh,
     DataMesh.of,
     DataParallelMeshDims,
+    EMA,
     FSDPParam,
     ForwardHooks,
     ForwardMethod,
+    GroupInfo,
     Hooked,
     KeptOnMesh,
     MixedPrecisionPolicy,
@@ -53,9 +57,11 @@ NAMED: tuple[Any, ...] = (
     PartHook,
     Readers,
     Settings,
+    ShardInfo,
     ShardLayout,
     Site,
     Unit,
+    UnitInfo,
     Wire,
     rebuild_module,
     rebuild_optimizer,

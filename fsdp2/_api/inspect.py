@@ -3,8 +3,6 @@
 Owns the description. It changes nothing and communicates nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -7,11 +7,12 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
@@ -125,6 +126,38 @@ class Reader(pickle.Unpickler):
         if module.partition(".")[0] == "fsdp2":
             assert module in ("fsdp2._pickles", "fsdp2.checkpoint", "fsdp2.optim"), (module, name)
         return super().find_class(module, name)
+
+
+class Language(nn.Module):
+    """Large enough for its embedding to be a part of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(4096, 128), nn.BatchNorm1d(128)
+        self.block = nn.Linear(128, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return cast(Tensor, self.block(self.norm(self.embed(ids))))
+
+    def encode(self, ids: Tensor) -> Tensor:
+        return cast(Tensor, self.embed(ids))
+
+
+@ranks(1)
+def test_what_hangs_on_a_model_is_named_in_one_place() -> None:
+    """A part of a root, cast buffers, a method, a hook, an optimizer, averages, descriptions."""
+    model: Any = Language()
+    policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, buffer_dtype=torch.bfloat16)
+    fsdp2.fully_shard(model.block, mp_policy=policy, conditional=True)
+    fsdp2.fully_shard(model, mp_policy=policy)
+    assert [group.part for group in fsdp2.fully_shard.state(model).own_groups] == ["embed", ""]  # type: ignore[attr-defined]  # the accessor
+    fsdp2.register_fsdp_forward_method(model, "encode")
+    fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16, error_feedback=True))
+    optimizer = fsdp2.optim.local(torch.optim.AdamW, model.parameters())
+    model(torch.arange(8)).sum().backward()
+    optimizer.step()
+    for what in (model, optimizer, fsdp2.optim.EMA(model, 0.9), fsdp2.units(model)):
+        Reader(io.BytesIO(pickle.dumps(what))).load()
 
 
 def copied(model: Any, way: str) -> Any:
