@@ -296,10 +296,8 @@ class ControlSurface:
         _refuse_custom("set_allocate_memory_from_process_group_for_comm", groups)
         for group in groups:
             wire = group.wire
-            wire.gather, wire.scatter = (
-                collectives.DefaultAllGather(),
-                collectives.DefaultReduceScatter(),
-            )
+            wire.gather = collectives.DefaultAllGather()
+            wire.scatter = collectives.DefaultReduceScatter()
             if enable:
                 wire.use_group_memory(group.data.shard.pg)
             group.rewire()

@@ -123,9 +123,8 @@ class DataMesh:
             start = names.index(shard[0])
             parts = [full[name] for name in names if name not in shard]
             flat = torch_dtensor.flatten_dims(full, shard)
-            mesh = (
-                torch_dtensor.join_meshes([*parts[:start], flat, *parts[start:]]) if parts else flat
-            )
+            joined = [*parts[:start], flat, *parts[start:]]
+            mesh = torch_dtensor.join_meshes(joined) if parts else flat
             names, shard = tuple(mesh.mesh_dim_names or ()), (flat_shard.name,)
         roles = tuple(
             SHARD if name in shard else REPLICATE if name in replicate else OWN for name in names

@@ -66,7 +66,8 @@ class Readers:
         self._accumulators = torch_autograd.accumulators_of(wholes)
         self._at_rest = _owners(full, wholes)
 
-    def are_sure(self) -> bool:
+    @property
+    def are_known(self) -> bool:
         """True if looking at references would tell."""
         return self._at_rest is not None and not self.is_recomputed and self.is_called
 

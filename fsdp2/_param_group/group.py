@@ -681,7 +681,7 @@ class ParamGroup:
     def is_unread(self) -> bool:
         """True if nothing on this rank reads the unsharded parameters any more, this is certain."""
         readers, full = self.readers, self._full
-        if readers is None or full is None or not readers.are_sure() or self.watch.placed:
+        if readers is None or full is None or not readers.are_known or self.watch.placed:
             return False
         self._register(SHARDED)
         is_unread = readers.are_gone(full, [param.unsharded for param in self.params])
