@@ -25,8 +25,8 @@ SCATTER_KERNEL = r"reduce_kernel"  # the sum of a loss is one too, and small
 class _Enqueued(_Done):
     """A work that is in a stream."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], event: torch.Event) -> None:
-        super().__init__(tensors)
+    def __init__(self, event: torch.Event) -> None:
+        super().__init__()  # without tensors, or the group would keep the last ones alive
         self._event = event
 
     def wait(self, timeout: Any = None) -> bool:
@@ -64,7 +64,7 @@ class EmulatedGroup(NoopGroup):
             self._sleep()
             work()
             event = stream.record_event()
-        enqueued = _Enqueued(tensors, event)
+        enqueued = _Enqueued(event)
         self._held.append(enqueued)
         return enqueued
 
