@@ -205,6 +205,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         """Free this unit's unsharded parameters and register the sharded ones."""
         for group in own_unit(self).own_groups:
             group.reshard()
+            group.streams.finish_host_reads()
 
     def reset_iter_state(self) -> None:
         """Drop what an unfinished step left in the whole tree, now.

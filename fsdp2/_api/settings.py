@@ -404,7 +404,10 @@ class ControlSurface:
         """
         unit = own_unit(self)
         is_nothing = event is None and unit.device.type == "cpu"
-        is_event = callable(getattr(event, "synchronize", None)) and not isinstance(event, type)
+        methods = ("synchronize",) if unit.device.type == "cpu" else ("synchronize", "wait")
+        is_event = not isinstance(event, type) and all(
+            callable(getattr(event, method, None)) for method in methods
+        )
         if not is_event and not is_nothing:
             raise wrong_type("set_post_optim_event", "event", "a torch.Event", event)
         root = unit if unit.runtime is None else unit.runtime.root

@@ -96,6 +96,12 @@ class Streams:
         """Let a lane wait for an event of the user's; here, the host does."""
         event.synchronize()
 
+    def note_host_read(self, flight: InFlight) -> None:
+        """Note that a launch reads host memory which the user may write to between steps."""
+
+    def finish_host_reads(self) -> None:
+        """Make the host wait until nothing reads its memory any more."""
+
     def lane_of(self, stream: torch.Stream) -> str:
         """Return the lane that is a stream of the user's; here, none is needed."""
         return "all_reduce"
@@ -114,6 +120,7 @@ class DeviceStreams(Streams):
             name: torch.Stream(device, priority=-1) for name in ("gather", "reduce", "all_reduce")
         }
         self._retired: dict[str, list[InFlight]] = {name: [] for name in self._lanes}
+        self._host_read: InFlight | None = None  # the last one: a lane runs in order
 
     def launch(
         self, lane: str, issue: Callable[[], Launched], after: InFlight | None = None
@@ -127,19 +134,36 @@ class DeviceStreams(Streams):
         with stream:
             launched = issue()
             event = stream.record_event()
+        if after is not None:  # read or written here, in memory of another lane
+            buffers = (*launched.buffers, *after.buffers)
+            launched = Launched(buffers, launched.work, launched.lost)
         return InFlight(launched, event)
 
     def order_after_compute(self, lane: str) -> None:
         self._lanes[lane].wait_stream(torch.accelerator.current_stream())
 
     def order_after_event(self, lane: str, event: torch.Event) -> None:
-        self._lanes[lane].wait_event(event)
+        with self._lanes[lane]:
+            event.wait()  # its own method: a stream takes a torch.cuda.Event, and waits for nothing
 
     def lane_of(self, stream: torch.Stream) -> str:
         name = f"stream {stream.stream_id}"
-        self._lanes.setdefault(name, stream)
-        self._retired.setdefault(name, [])
+        if name not in self._lanes:  # a plain stream: its events are what other lanes can wait for
+            self._lanes[name] = torch.Stream(
+                stream_id=stream.stream_id,
+                device_index=stream.device_index,
+                device_type=stream.device_type,
+            )
+            self._retired[name] = []
         return name
+
+    def note_host_read(self, flight: InFlight) -> None:
+        self._host_read = flight
+
+    def finish_host_reads(self) -> None:
+        if self._host_read is not None:
+            self._host_read.synchronize()
+            self._host_read = None
 
     def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
         event = torch.accelerator.current_stream().record_event()

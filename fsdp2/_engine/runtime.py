@@ -128,6 +128,10 @@ class Runtime:
         self.last_units = ()
         self.order = Order()
         self.schedule.begin(entry)
+        if not self.streams.async_op:
+            for unit in self.units:
+                for group in unit.own_groups:
+                    group.reducer.release_gradients()
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Issue the unshard of what follows ``unit``, to overlap with its compute."""
@@ -164,15 +168,21 @@ class Runtime:
             if unit.ran:  # not all of its modules ran in this forward
                 unit.ran.clear()
                 unit.reshard()
+        is_recorded = False
         for unit in self.units:
-            if not unit.recorded_calls:  # no backward of this forward can come
+            if unit.recorded_calls:
+                is_recorded = True
+            else:  # no backward of this forward can come
                 unit.show_shards()
+        if not is_recorded:
+            self.streams.finish_host_reads()
 
     def lose_graph(self, unit: Unit) -> None:
         """A recorded forward of a unit is gone: no backward through it can come any more."""
         unit.recorded_calls -= 1
         if not unit.recorded_calls and self.clock.phase is IDLE:
             unit.show_shards()
+            self.streams.finish_host_reads()
 
     def _drop_unused_prefetches(self) -> None:
         for unit in self._prefetched:
@@ -409,6 +419,7 @@ class Runtime:
         if is_last:
             self.wait_for_reductions()
             self._flush_partial()
+            self.streams.finish_host_reads()
         self.clock.phase = IDLE if self.forward_root is None else FORWARD
         self._callback = None
 

@@ -242,6 +242,7 @@ class Unit:
             for group in self.own_groups:
                 if not group.is_gathering or self.runtime is None or not self.runtime.failed:
                     group.reshard()
+                    group.streams.finish_host_reads()
 
     def before_load(
         self,

@@ -123,7 +123,7 @@ class _GatherShard(torch.autograd.Function):
         layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype)
         scale = GradientScale.choose(data.size, grad.dtype, settings.divide_by, settings.only_sums)
         packed = wire.allocate((layout.size, layout.numel), grad.dtype, grad.device)
-        behind = packing.tail([True], (), layout, grad.dtype, grad.device)
+        behind = packing.tail((), layout, grad.dtype, grad.device)
         packing.pack_gradients([grad], layout, data.shard.rank, behind, packed)
         packed.mul_(scale.before)
         reduced = packed.view(-1)

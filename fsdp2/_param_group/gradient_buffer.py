@@ -9,6 +9,8 @@ the gradients of its last reduction, and fills the same memory again if nothing 
 refers to it: not the DTensors (``p.grad``, a list of the user's, a saved tensor of autograd), not
 their local tensors, not the storage (views). Otherwise it makes a new buffer, and the old one
 belongs to whoever holds it. A user who keeps ``p.grad`` across steps keeps the values.
+On a device the memory of a buffer that nobody refers to is *released* when a forward begins: it
+would lie idle where the step needs most, while allocating it anew costs next to nothing there.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class GradientBuffer:
         pinned: bool = False,
     ) -> None:
         self.is_filling = False
+        self.is_released = False
         self._device = device
         self._flats: dict[torch.dtype, Tensor] = {}
         self._layout = layout
@@ -81,9 +84,29 @@ class GradientBuffer:
         local = view = only = None  # or they would count as holders
         self._lent: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._held = self._references()
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._enter()
+
+    def _enter(self) -> None:
         if torch_modes.has_real_memory():
             for storage in self._storages:
                 _buffers[storage.data_ptr()] = self
+
+    def release(self) -> None:
+        """Give the memory back; only while ``is_free``. See [Note: reused gradients]."""
+        for storage in self._storages:
+            _buffers.pop(storage.data_ptr(), None)
+            storage.resize_(0)
+        self._lent.clear()  # they are found by their address
+        self._held = self._references()
+        self.is_released = True
+
+    def reclaim(self) -> None:
+        """Have memory again, of undefined values."""
+        for storage, nbytes in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(nbytes)
+        self._enter()
+        self.is_released = False
 
     def _references(self) -> list[int]:
         counts = [torch_tensors.storage_use_count(storage) for storage in self._storages]

@@ -585,6 +585,8 @@ class ParamGroup:
         self._gathering = self.streams.launch(
             "gather", lambda: gather(self.wire, self.streams.async_op)
         )
+        if self._is_away:
+            self.streams.note_host_read(self._gathering)
 
     def _gather_extended(self, wire: Wire, async_op: bool) -> Launched:
         """Issue the all-gather with the tail of the extended parameters."""

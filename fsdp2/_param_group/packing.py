@@ -6,6 +6,7 @@ Legend: W = ranks of the shard axis, C = bytes (or wire elements) that a rank co
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -147,7 +148,11 @@ def pack_gradients(
 
     ``behind`` is what ``tail`` made. A gradient that is ``None`` counts as zero. Gradients and
     ``behind`` have one dtype, and are cast to that of ``out``.
+
+    On CUDA one kernel does it for contiguous columns only: it copies columns that are permuted but
+    dense in the order of their memory, and is one kernel a column where one is not dense.
     """
+    as_it_is = out.device.type == "cpu"
     columns = []
     for position in layout.packed:
         grad, shard = grads[position], layout.shards[position]
@@ -163,7 +168,7 @@ def pack_gradients(
             grad = grad.reshape(1, -1).expand(layout.size, -1)
         elif shard.dim:
             grad = grad.movedim(shard.dim, 0)
-        columns.append(grad)
+        columns.append(grad if as_it_is else grad.contiguous())
     columns.append(behind)
     torch_tensors.chunk_cat(columns, layout.size, out)
 
@@ -203,15 +208,29 @@ def rearranged(waiting: Tensor | None, old: ReduceLayout, new: ReduceLayout) -> 
 
 
 def tail(
-    present: Sequence[bool],
-    stamps: Sequence[float],
-    layout: ReduceLayout,
-    dtype: torch.dtype,
-    device: torch.device,
+    stamps: Sequence[float], layout: ReduceLayout, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return what a rank adds behind the gradients: ``[W, P + S]`` of 0 and 1."""
-    row = torch.tensor([*map(float, present), *stamps], dtype=dtype, device=device)
-    return row.expand(layout.size, -1)
+    """Return what a rank that has every gradient adds behind them: ``[W, P + S]``."""
+    row = torch.tensor([*[1.0] * len(layout.members), *stamps], dtype=dtype, device=device)
+    return _for_each_rank(row, layout)
+
+
+def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) -> Tensor:
+    """Return what a rank adds that has no gradient for some members: 0 for these.
+
+    Made of what ``tail`` returned, and not of values from the host, for which a device would wait.
+    """
+    row = complete[0].clone()
+    for _, run in itertools.groupby(enumerate(absent), lambda pair: pair[1] - pair[0]):
+        positions = [position for _, position in run]
+        row[positions[0] : positions[-1] + 1] = 0
+    return _for_each_rank(row, layout)
+
+
+def _for_each_rank(row: Tensor, layout: ReduceLayout) -> Tensor:
+    """Return ``[W, n]``, each row of which is ``row``; on a device with memory of its own."""
+    rows = row.expand(layout.size, -1)
+    return rows if row.device.type == "cpu" else rows.contiguous()
 
 
 def sum_of_slots(reduced: Tensor, layout: ReduceLayout, position: int) -> Tensor:

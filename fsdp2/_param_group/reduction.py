@@ -7,11 +7,12 @@ not know hooks or when to reduce.
 A group reduces every trainable parameter, on every rank, whatever took part: ranks that took
 different branches cannot mismatch their collectives. How many ranks had a gradient travels in the
 last elements of the buffer, so that a parameter that nobody used keeps ``grad is None``. A rank
-that has every gradient itself need not look; on a device, looking costs a synchronisation.
+that has every gradient itself need not look; on a device, looking makes the host wait in ``wait``.
 
 A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
 that compute runs between them. On a device they are enqueued at once and streams do the waiting.
-``wait`` delivers gradients that are kept in host memory: the host must have waited for the copy.
+``wait`` delivers gradients that are kept in host memory, or that may be those of nobody: the host
+must have waited for the copy.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class Reducer:
         )
         is_renumbered = self._number(layout)
         codes = [value for stamp in self.stamps for value in stamp.code]
-        complete = packing.tail([True] * len(indices), codes, layout, grad_dtype, self._device)
+        complete = packing.tail(codes, layout, grad_dtype, self._device)
         self._buffer = None
         if self._layout is not None:
             self.accumulated = packing.rearranged(self.accumulated, self._layout, layout)
@@ -224,11 +225,11 @@ class Reducer:
     def _renumbered(self, plan: Plan) -> Plan:
         """Return a plan with the numbers that stamps have now; nothing else of it changes."""
         layout = plan.layout
-        if self._number(layout):
-            self._erase_stamps(layout)
+        if not self._number(layout):
+            return plan
+        self._erase_stamps(layout)
         codes = [value for stamp in self.stamps for value in stamp.code]
-        present = [True] * len(plan.members)
-        complete = packing.tail(present, codes, layout, plan.grad_dtype, self._device)
+        complete = packing.tail(codes, layout, plan.grad_dtype, self._device)
         return replace(plan, codes=codes, complete=complete)
 
     def _tell_stamps(self, layout: ReduceLayout) -> None:
@@ -281,8 +282,8 @@ class Reducer:
             return None
         behind = plan.complete
         if missing:
-            present = [grad is not None for grad in grads]
-            behind = packing.tail(present, plan.codes, layout, plan.grad_dtype, self._device)
+            absent = [position for position, grad in enumerate(grads) if grad is None]
+            behind = packing.tail_without(behind, absent, layout)
         inputs = self._inputs_of(grads, behind, plan, settings.reduce_grads)
         if not settings.reduce_grads:
             self.accumulated = inputs[0]
@@ -340,12 +341,25 @@ class Reducer:
     def acquire(self) -> GradientBuffer:
         """Return a buffer for sharded gradients that nobody reads."""
         buffer = self._buffer
-        if buffer is None or not buffer.is_free:
+        if buffer is not None and buffer.is_released:
+            buffer.reclaim()
+        elif buffer is None or not buffer.is_free:
             plan, rank = self.plan(), self._data.shard.rank
             buffer = GradientBuffer(plan.layout, plan.members, rank, self._home, pinned=self.pinned)
             self._buffer = buffer
         buffer.is_filling = True
         return buffer
+
+    def release_gradients(self) -> None:
+        """Give back the memory of sharded gradients that nobody refers to, until there are others.
+
+        On a device only: the memory of a host costs more to get than to keep.
+        """
+        buffer = self._buffer
+        if buffer is None or buffer.is_released or self._home.type == "cpu":
+            return
+        if buffer.is_free:
+            buffer.release()
 
 
 class Reduction:
@@ -374,9 +388,9 @@ class Reduction:
         self._is_borrowed = self._reduced is None  # then it lies in the wire's memory
         self._flight: InFlight | None = None
         self._held: Tensor | None = None
-        self._counts: list[float] | None = None
+        self._counts: Tensor | None = None
         self._grads: list[Tensor] | None = None
-        self._waits_for_copy = owner._home != device
+        self._waits_for_copy = device.type != "cpu" and (look or owner._home != device)
         self.nbytes = plan.layout.nbytes
 
     def is_of(self, owner: Reducer) -> bool:
@@ -463,7 +477,8 @@ class Reduction:
         if self._scale.after != 1.0:
             reduced.mul_(self._scale.after)
         if self._look:
-            self._counts = reduced[layout.tail_start : layout.stamp_start].tolist()
+            counts = reduced[layout.tail_start : layout.stamp_start]
+            self._counts = counts.to("cpu", non_blocking=True)
         self._grads = self._buffer.fill(reduced)
         if not self._waits_for_copy:
             self._deliver()
@@ -486,10 +501,11 @@ class Reduction:
     def _deliver(self) -> None:
         """Set or add the gradients; where nobody had one, leave what is there."""
         self._buffer.settle()
-        counts, grads, self._grads = self._counts, self._grads or [], None
+        counts, grads = self._counts, self._grads or []
+        self._counts = self._grads = None
         params = [member.sharded for member in self._plan.members]
         if counts is not None:
-            used = [position for position, count in enumerate(counts) if count != 0]
+            used = [position for position, count in enumerate(counts.tolist()) if count != 0]
             params, grads = [params[p] for p in used], [grads[p] for p in used]
         accumulate(params, grads)
 

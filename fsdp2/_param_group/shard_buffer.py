@@ -177,7 +177,8 @@ class ShardBuffer:
         """
         layout, axis, flat = self.layout, self.axis, self.flat
         if self._views is None:
-            flat = flat.to(self._compute, non_blocking=True)
+            has_lanes = not async_op  # then somebody sees to it that the host waits for the copy
+            flat = flat.to(self._compute, non_blocking=has_lanes)
             to_cast, sent = self._views_of(flat)
         else:
             to_cast, sent = self._views

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
+from fsdp2._comm.collectives import STRAIGHT_NBYTES, _joined
 from fsdp2._comm.collectives import Wire as Sender
 from fsdp2._comm.mesh import ABSENT_AXIS, DataMesh, MeshAxis
 from fsdp2._comm.streams import Streams
@@ -125,6 +126,13 @@ class LoopbackComm(Sender):
         meeting = axis.pg.join(kind, axis.rank, output, sent, divide_by)
         return meeting if async_op else None
 
+    def all_gather_each(self, pairs: Any, axis: MeshAxis, async_op: bool) -> Any:
+        works = [self.all_gather(*pair, axis, async_op) for pair in pairs]  # nothing to coalesce
+        return _joined(works)
+
+    def reduce_scatter_each(self, pairs: Any, op: Any, axis: MeshAxis, async_op: bool) -> Any:
+        return _joined([self.reduce_scatter(*pair, op, axis, async_op) for pair in pairs])
+
     def all_gather(self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool) -> Any:
         assert output.numel() == axis.size * sent.numel()
         return self._join("all_gather", axis, output, sent, async_op)
@@ -217,12 +225,14 @@ class LoopbackGroup:
         placement_fn: Callable[[nn.Parameter], Any] | None = None,
         device: str = "cpu",
         streams: Streams | None = None,
+        straight_nbytes: int | None = STRAIGHT_NBYTES,
     ) -> None:
         self.original = module
         self.settings = Settings()
         self.modules: list[nn.Module] = []
         self.groups: list[ParamGroup] = []
         comm = LoopbackComm()
+        comm.straight_nbytes = straight_nbytes
         for data in data_meshes(shard, replicate, device):
             own = copy.deepcopy(module)
             group = ParamGroup(data, policy, data.device)

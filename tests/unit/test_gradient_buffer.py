@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._base.policy import MixedPrecisionPolicy
-from fsdp2._param_group.gradient_buffer import accumulate
+from fsdp2._param_group.gradient_buffer import GradientBuffer, accumulate
 from fsdp2._param_group.group import ParamGroup
 from tests.unit._loopback import LoopbackGroup, fake_process_group, local_of
 
@@ -127,9 +127,38 @@ def values_of(held: Any) -> Tensor:
     return torch.from_numpy(held)
 
 
+def release(ranks: LoopbackGroup) -> list[bool]:
+    """Do what a forward does to gradients on a device; say where memory was given back."""
+    done = []
+    for group in ranks.groups:
+        buffer = group.reducer._buffer
+        assert buffer is not None
+        done.append(buffer.is_free)
+        if buffer.is_free:
+            buffer.release()
+            assert all(storage.nbytes() == 0 for storage in buffer._storages)
+    return done
+
+
+@KINDS
+def test_gradients_come_back_to_memory_that_was_released(case: str) -> None:
+    ranks = CASES[case]()
+    backward(ranks, 1.0)
+    ids = [id(grad) for grad in gradients(ranks)]
+    for value in (2.0, 3.0):
+        zero_grad(ranks)
+        assert all(release(ranks))
+        backward(ranks, value)
+        assert_all(gradients(ranks), value)
+        assert [id(grad) for grad in gradients(ranks)] == ids
+        holding = GradientBuffer.holding(ranks.parameters(0)[0].grad)
+        assert holding is ranks.groups[0].reducer._buffer
+
+
+@pytest.mark.parametrize("releases", [False, True])
 @pytest.mark.parametrize("hold", HOLDS)
 @KINDS
-def test_what_a_user_holds_keeps_its_values(case: str, hold: str) -> None:
+def test_what_a_user_holds_keeps_its_values(case: str, hold: str, releases: bool) -> None:
     ranks = CASES[case]()
     for _ in range(2):
         backward(ranks, 1.0)
@@ -137,6 +166,8 @@ def test_what_a_user_holds_keeps_its_values(case: str, hold: str) -> None:
     backward(ranks, 1.0)
     held = [HOLDS[hold](grad) for grad in gradients(ranks)]
     zero_grad(ranks)
+    if releases:
+        assert not any(release(ranks))
     backward(ranks, 2.0)
     assert_all(gradients(ranks), 2.0)
     assert_all([values_of(h) for h in held], 1.0)

@@ -180,8 +180,10 @@ def pack(
     grads: list[Tensor | None], layout: ReduceLayout, dtype: torch.dtype, rank: int = 0
 ) -> Tensor:
     """Return one rank's inputs of the reduce-scatters, side by side as `[W, numel]`."""
-    present = [grad is not None for grad in grads]
-    counts = packing.tail(present, (), layout, dtype, CPU)
+    counts = packing.tail((), layout, dtype, CPU)
+    absent = [position for position, grad in enumerate(grads) if grad is None]
+    if absent:
+        counts = packing.tail_without(counts, absent, layout)
     packed = torch.full((layout.size, layout.packed_numel), math.nan, dtype=layout.dtype)
     packing.pack_gradients(grads, layout, rank, counts, packed)
     straight = packing.straight_gradients(grads, layout, CPU)

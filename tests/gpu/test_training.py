@@ -1,7 +1,6 @@
-"""What only a device shows: streams and events, no synchronisation with the host, memory.
+"""Training on one GPU: the numbers of a plain model, no synchronisation with the host, memory.
 
-One process and one GPU. Several ranks are simulated with the loopback of `tests/unit`: they share
-one stream for each lane, as the groups of one rank do.
+One process, one rank, NCCL.
 """
 
 from __future__ import annotations
@@ -9,98 +8,35 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2._base.containers import map_tensors
 from fsdp2._base.policy import MixedPrecisionPolicy
-from fsdp2._comm.streams import DeviceStreams, streams_for
-from fsdp2._param_group.group import ParamGroup
-from tests._models import CASES, Case, loss_of, seeded
+from tests._models import CASES, loss_of, seeded
 from tests._parity import assert_same
-from tests.unit._loopback import LoopbackGroup, chunk_of, fake_process_group, local_of
+from tests.gpu._device import (
+    BF16,
+    ON_A_GPU,
+    batch_of,
+    here,
+    keep_compute_busy,
+    no_synchronisation,
+    optimizer_of,
+    shard,
+)
+from tests.unit._loopback import local_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
-
-BUSY_CYCLES = 50_000_000  # tens of milliseconds: what is not ordered behind it runs before it
-MODELS = ["stack", "nested_units", "tied_lm", "partly_frozen"]
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Return a mesh of one rank on NCCL."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cuda", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    """Let meshes of four simulated ranks exist."""
-    with fake_process_group(4):
-        yield
-
-
-def here() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def keep_compute_busy() -> None:
-    """Delay the current stream, to widen the window of a missing order between streams."""
-    torch.cuda._sleep(BUSY_CYCLES)
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    """Turn every wait of the host for the device into an error."""
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def shard(model: nn.Module, case: Case, mesh: DeviceMesh, **kwargs: Any) -> nn.Module:
-    for unit in case.units(model):
-        fsdp2.fully_shard(unit, mesh=mesh, **kwargs)
-    return fsdp2.fully_shard(model, mesh=mesh, **kwargs)
-
-
-def batch_of(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    batch = case.batch(8)
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(here())
-
-    return map_tensors(move, batch.args), map_tensors(move, batch.kwargs)
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-
-
-# --- training -------------------------------------------------------------------------------------
+pytestmark = ON_A_GPU
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CASES)
 def test_training_equals_that_of_a_plain_model(
     mesh: DeviceMesh, name: str, reshard_after_forward: bool
 ) -> None:
@@ -243,6 +179,133 @@ def test_an_offloaded_optimizer_in_backward_sees_finished_gradients(mesh: Device
         assert_same(seen[key].cuda(), local_of(parameter.grad), key, 1e-5)
 
 
+def test_the_host_may_write_offloaded_shards_once_a_forward_is_over(mesh: DeviceMesh) -> None:
+    """Without gradients nothing waits for the device: a copy may still read the pinned shards."""
+    case = CASES["stack"]
+    model = shard(seeded(case.build), case, mesh, offload_policy=fsdp2.CPUOffloadPolicy())
+    args, kwargs = batch_of(case)
+    with torch.no_grad():
+        expected = loss_of(model(*args, **kwargs))
+        for _ in range(3):
+            keep_compute_busy()
+            output = model(*args, **kwargs)
+            old = [local_of(parameter).clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                local_of(parameter).fill_(7.0)
+            torch.testing.assert_close(loss_of(output), expected)
+            for parameter, value in zip(model.parameters(), old, strict=True):
+                local_of(parameter).copy_(value)
+
+
+@pytest.mark.parametrize("kind", [torch.Event, torch.cuda.Event])
+def test_a_forward_waits_for_the_optimizers_event(mesh: DeviceMesh, kind: Any) -> None:
+    case = CASES["stack"]
+    model = shard(seeded(case.build).to(here()), case, mesh)
+    args, kwargs = batch_of(case)
+    loss_of(model(*args, **kwargs)).backward()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        keep_compute_busy()
+        for parameter in model.parameters():
+            local_of(parameter).fill_(0.25)
+        event = kind()
+        event.record(side)
+    model.set_post_optim_event(event)  # type: ignore[operator]
+    seen: list[Tensor] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(
+            lambda module, _: seen.extend(p.detach().clone() for p in module.parameters())
+        )
+    model(*args, **kwargs)
+    assert seen
+    for value in seen:
+        assert torch.equal(value, torch.full_like(value, 0.25))
+
+
+@pytest.mark.parametrize("kind", [torch.Stream, torch.cuda.Stream])
+def test_gradients_wait_for_a_hook_in_a_stream_of_the_users(mesh: DeviceMesh, kind: Any) -> None:
+    case = CASES["stack"]
+    model = shard(seeded(case.build).to(here()), case, mesh)
+    args, kwargs = batch_of(case)
+
+    def clear(reduced: Tensor) -> None:
+        keep_compute_busy()
+        reduced.zero_()
+
+    stream = kind(device=here())
+    model.set_all_reduce_hook(clear, stream=stream)  # type: ignore[operator]
+    for _ in range(2):
+        loss_of(model(*args, **kwargs)).backward()
+        own = [p for name, p in model.named_parameters() if "blocks" not in name]
+        assert own
+        for parameter in own:
+            assert torch.equal(local_of(parameter.grad), torch.zeros_like(local_of(parameter)))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("reduce_unused", [True, False])
+def test_parameters_that_nobody_used_are_no_reason_to_wait_in_backward(
+    mesh: DeviceMesh, reduce_unused: bool
+) -> None:
+    """Whether anybody used them is learned where backward ends, if it matters at all."""
+    case = CASES["unused_parts"]
+    model = shard(seeded(case.build).to(here()), case, mesh)
+    reference = seeded(case.build).to(here())
+    model.set_reduce_scatter_unused_params(reduce_unused)  # type: ignore[operator]
+    args, kwargs = batch_of(case)
+    for _ in range(2):
+        loss_of(model(*args, **kwargs)).backward()
+        model.zero_grad()
+    if reduce_unused:
+        with no_synchronisation():
+            loss_of(model(*args, **kwargs)).backward()
+    else:
+        loss_of(model(*args, **kwargs)).backward()
+    loss_of(reference(*args, **kwargs)).backward()
+    absent = 0
+    for key, parameter in reference.named_parameters():
+        grad = dict(model.named_parameters())[key].grad
+        if parameter.grad is not None:
+            assert_same(local_of(grad), parameter.grad, key, 1e-5)
+        elif not reduce_unused:
+            assert grad is None, key
+            absent += 1
+    assert reduce_unused or absent
+
+
+class Permuted(nn.Module):
+    """Gradients that are dense in another order of dims than the parameters' own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 13, 3)
+        self.transposed = nn.Parameter(torch.randn(29, 13).t())
+        self.row = nn.Parameter(torch.randn(1, 29))
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = self.conv(x.to(memory_format=torch.channels_last)).mean((2, 3))
+        return channels @ (self.transposed * self.row).t().t()
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_permuted_gradients_of_one_rank_come_out_in_order(
+    mesh: DeviceMesh, channels_last: bool
+) -> None:
+    reference = seeded(Permuted).to(here())
+    if channels_last:
+        reference.to(memory_format=torch.channels_last)
+    model = fsdp2.fully_shard(copy.deepcopy(reference), mesh=mesh)
+    x = torch.randn(4, 3, 9, 9, device=here())
+    for _ in range(2):
+        for m in (model, reference):
+            loss_of(m(x)).backward()
+    for key, parameter in model.named_parameters():
+        assert_same(
+            local_of(parameter.grad), dict(reference.named_parameters())[key].grad, key, 1e-4
+        )
+
+
 def test_an_exception_in_backward_and_training_on(mesh: DeviceMesh) -> None:
     case = CASES["stack"]
     reference = seeded(case.build).to(here())
@@ -291,6 +354,33 @@ def test_memory_returns(mesh: DeviceMesh) -> None:
     assert torch.cuda.memory_allocated() == before
 
 
+def test_cleared_gradients_take_no_memory_in_a_forward(mesh: DeviceMesh) -> None:
+    """Their memory is used again, and given back until then; what the user holds stays."""
+    width, count = 1024, 6
+    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)]).to(here())
+    for block in model:
+        fsdp2.fully_shard(block, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    x = torch.ones(1, width, device=here())
+    seen: list[int] = []
+    model[0].register_forward_hook(lambda *_: seen.append(torch.cuda.memory_allocated()))
+    losses = []
+    for _ in range(4):
+        loss = loss_of(model(x))
+        losses.append(loss)
+        loss.backward()
+        held = local_of(model[1].weight.grad).clone()
+        model.zero_grad()
+    assert seen[1] - seen[0] < width * width * 4  # not the gradients of six layers
+    assert seen[3] == seen[1]
+    loss_of(model(x)).backward()
+    kept = model[1].weight.grad
+    model.zero_grad()
+    loss_of(model(2 * x)).backward()
+    assert torch.equal(local_of(kept), held)
+    assert not torch.equal(local_of(model[1].weight.grad), held)
+
+
 def test_a_forward_without_gradients_leaves_the_shards_only(mesh: DeviceMesh) -> None:
     """A unit that is over holds nothing but its shard; one more unit's gather may be retired."""
     width, count = 1024, 6
@@ -311,154 +401,3 @@ def test_a_forward_without_gradients_leaves_the_shards_only(mesh: DeviceMesh) ->
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
     assert torch.cuda.max_memory_allocated() - before < 4 * nbytes
-
-
-# --- several ranks on one device: the order of streams --------------------------------------------
-
-
-class Blob(nn.Module):
-    """Large enough that copies take a while, and uneven over any number of ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large = nn.Parameter(torch.randn(1021, 517))
-        self.column = nn.Parameter(torch.randn(517, 301).t())
-        self.small = nn.Parameter(torch.randn(3))
-        self.scalar = nn.Parameter(torch.randn(()))
-
-
-LOOPBACKS: dict[str, dict[str, Any]] = {
-    "two ranks": {"shard": 2},
-    "three ranks": {"shard": 3},
-    "2 replicas of 2": {"shard": 2, "replicate": 2},
-    "bf16": {"shard": 3, "policy": BF16},
-}
-
-
-def simulate(name: str) -> LoopbackGroup:
-    torch.manual_seed(5)
-    module = Blob().to(here())
-    return LoopbackGroup(module, device=str(here()), streams=streams_for(here()), **LOOPBACKS[name])
-
-
-def assert_whole(ranks: LoopbackGroup, factor: float = 1.0) -> None:
-    dtype = ranks.groups[0].policy.param_dtype or torch.float32
-    expected = dict(ranks.original.named_parameters())
-    for module in ranks.modules:
-        for name, param in module.named_parameters():
-            assert torch.equal(param, (expected[name] * factor).to(dtype)), name
-
-
-def order_gathers(ranks: LoopbackGroup) -> None:
-    """Do what the beginning of a forward does."""
-    ranks.groups[0].streams.order_after_compute("gather")
-
-
-def test_a_device_has_lanes() -> None:
-    streams = streams_for(here())
-    assert isinstance(streams, DeviceStreams)
-    assert not streams.async_op
-
-
-@pytest.mark.parametrize("name", LOOPBACKS)
-@pytest.mark.usefixtures("four_ranks")
-def test_gathered_parameters_are_whole_however_busy_compute_is(name: str) -> None:
-    ranks = simulate(name)
-    for _ in range(3):
-        order_gathers(ranks)
-        keep_compute_busy()
-        ranks.gather()
-        assert_whole(ranks)
-        ranks.reshard()
-        sizes = {
-            param.unsharded.untyped_storage().nbytes()
-            for group in ranks.groups
-            for param in group.params
-        }
-        assert sizes == {0}
-
-
-@pytest.mark.usefixtures("four_ranks")
-def test_a_gather_sees_what_compute_wrote_before() -> None:
-    ranks = simulate("three ranks")
-    factor = 1.0
-    for _ in range(3):
-        keep_compute_busy()
-        with torch.no_grad():
-            for rank in range(3):
-                for param in ranks.parameters(rank):
-                    local_of(param).mul_(2.0)
-        factor *= 2.0
-        order_gathers(ranks)
-        ranks.gather()
-        assert_whole(ranks, factor)
-        ranks.reshard()
-
-
-@pytest.mark.usefixtures("four_ranks")
-def test_a_gather_buffer_is_not_reused_while_compute_still_reads_it() -> None:
-    """The unpack is delayed; the next gather, of other values, must not take its buffer."""
-    first, second = simulate("three ranks"), simulate("three ranks")
-    streams = first.groups[0].streams
-    for group in second.groups:
-        group.streams = streams
-    with torch.no_grad():
-        for rank in range(3):
-            for param in second.parameters(rank):
-                local_of(param).zero_()
-    for _ in range(3):
-        order_gathers(first)
-        first.each(ParamGroup.inspect)
-        first.each(ParamGroup.unshard)
-        keep_compute_busy()
-        first.wait()
-        second.gather()
-        assert_whole(first)
-        assert_whole(second, 0.0)
-        first.reshard()
-        second.reshard()
-
-
-@pytest.mark.parametrize("name", LOOPBACKS)
-@pytest.mark.usefixtures("four_ranks")
-def test_reduced_gradients_are_chunks_of_the_mean_however_busy_compute_is(name: str) -> None:
-    ranks = simulate(name)
-    count = len(ranks.groups)
-    for step in range(3):
-        order_gathers(ranks)
-        ranks.gather()
-        keep_compute_busy()
-        for rank, module in enumerate(ranks.modules):
-            for param in module.parameters():
-                param.grad = torch.full_like(param, float(1 + rank + step))
-        ranks.reduce()
-        ranks.reshard()
-        mean = sum(1 + rank + step for rank in range(count)) / count
-        for group in ranks.groups:
-            for param in group.params:
-                layout = param.placement.layout
-                whole = torch.full(layout.shape, mean, device=here())
-                expected = chunk_of(whole, layout.dim, group.data.shard.rank, layout.size)
-                torch.testing.assert_close(local_of(param.sharded.grad), expected)
-                param.sharded.grad = None
-
-
-@pytest.mark.usefixtures("four_ranks")
-def test_a_group_never_waits_for_the_device() -> None:
-    ranks = simulate("2 replicas of 2")
-
-    def step() -> None:
-        order_gathers(ranks)
-        ranks.gather()
-        for module in ranks.modules:
-            for param in module.parameters():
-                param.grad = torch.ones_like(param)
-        ranks.reshard()
-        ranks.reduce()
-        for module in ranks.modules:
-            module.zero_grad()
-
-    for _ in range(2):
-        step()
-    with no_synchronisation():
-        step()
