@@ -144,7 +144,7 @@ def _enter(unit: Unit) -> None:
     if unit.runtime is None:
         attach(unit)
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
-    if unit.governor is not None and not unit.is_governed_now:
+    if unit.governor is not None and unit.own_groups and not unit.is_governed_now:
         raise StateError(
             f"{unit.fqn}: is conditional, and was called outside of the module above it, "
             "which gathers its parameters. Call it from that module's forward, or apply "

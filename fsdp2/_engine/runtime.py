@@ -148,6 +148,8 @@ class Runtime:
             self._prefetch(other.groups, other)
 
     def _prefetch(self, groups: Iterable[ParamGroup], unit: Unit) -> None:
+        if unit.active_calls:  # it has what it needs, and reads what counts as laid aside
+            return
         for group in groups:
             if group.is_unsharded or group.is_gathering:
                 continue

@@ -491,6 +491,32 @@ def test_a_conditional_unit_outside_of_the_one_above_it() -> None:
     chosen.train(dist.get_rank(), steps=1)
 
 
+class WithoutParameters(nn.Module):
+    """A unit that has none, around a conditional one that has none, which is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return y * 2
+
+
+@ranks(1, limit_s=30)
+def test_a_conditional_unit_without_parameters_is_recomputed() -> None:
+    """There is nothing to gather, so nothing is amiss."""
+    model = nn.Sequential(nn.Linear(8, 8), WithoutParameters())
+    reference = copy.deepcopy(model)
+    fsdp2.fully_shard(model[1].inner, conditional=True)
+    for unit in (model[1], model):
+        fsdp2.fully_shard(unit)
+    x = torch.randn(2, 8)
+    for m in (model, reference):
+        m(x).sum().backward()
+    assert_same_gradients(model, reference)
+
+
 @ranks(1, limit_s=30)
 def test_a_conditional_root() -> None:
     """There is no unit above it that could gather it."""

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2._base import events
 from fsdp2._base.events import Event
-from tests._models import Batch, Case, loss_of
+from tests._models import Batch, Case, loss_of, seeded
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
 from tests._pool import ranks
 from tests._slow import slow, with_slow
@@ -373,6 +373,47 @@ def test_the_use_of_a_part_may_alternate() -> None:
     for head in ("no", "yes", "twice", "no", "yes", "checkpoint", "yes"):
         gradients_of(pair, head, "yes")
     pair.check()
+
+
+class Around(nn.Module):
+    """A large part of a unit, and a unit inside of that one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(520, 520)
+        self.inner = nn.Linear(520, 520)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(torch.tanh(self.large(x)))
+        return y
+
+
+class MaySkip(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(520))
+        self.around = Around()
+        self.last = nn.Linear(520, 520)
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        y: Tensor = self.around(x * self.gain)
+        return y if skip else self.last(y)
+
+
+@pytest.mark.parametrize("skips", ["first", "later"])
+@ranks(1)
+def test_a_unit_is_not_prefetched_into_its_own_backward(skips: str) -> None:
+    """Its part was taken for reduced, since another step had another order; it is still read."""
+    reference, model = seeded(MaySkip), seeded(MaySkip)
+    for unit in (model.around.inner, model.around, model.last, model):
+        fsdp2.fully_shard(unit, mesh=make_mesh())
+    model.around.inner.set_modules_to_backward_prefetch([model.around])
+    for step in range(3):
+        x, skip = torch.randn(3, 520), (step == 0) is (skips == "first")
+        for m in (model, reference):
+            m.zero_grad()
+            m(x, skip).square().mean().backward()
+        assert_same_gradients(model, reference)
 
 
 @ranks(2)
