@@ -367,8 +367,7 @@ def _gather_axes(buffer: Tensor, lot: Lot, grid: Grid, sizes: Sequence[int], on_
         assert axis.pg is not None
         nbytes = lot.nbytes * math.prod(sizes[position + 1 :])
         if not on_all:
-            lines = list(buffer.view(-1, nbytes)) if axis.rank == 0 else [buffer]
-            _to_first(lines, axis)
+            _to_first(_lines(buffer, axis, nbytes), axis)
             if axis.rank != 0:
                 return False
             continue
@@ -387,6 +386,12 @@ def _gather_axes(buffer: Tensor, lot: Lot, grid: Grid, sizes: Sequence[int], on_
                 gathered = buffer[start : start + axis.size * nbytes]
                 torch_comm.all_gather_single(gathered, lines[axis.rank], group=axis.pg)
     return True
+
+
+def _lines(buffer: Tensor, axis: MeshAxis, nbytes: int) -> list[Tensor]:
+    """View what a rank holds along an axis: on its first one a line for each rank, else its own."""
+    count = axis.size if axis.rank == 0 else 1
+    return list(buffer[: count * nbytes].view(count, nbytes))
 
 
 def _to_first(lines: Sequence[Tensor], axis: MeshAxis) -> None:
@@ -537,8 +542,7 @@ def _scatter_lot(
         if grid.is_first_on(lot.axes[position + 1 :]):
             nbytes = lot.nbytes * math.prod(sizes[position + 1 :])
             axis = grid.axes[index]
-            part_of_buffer = buffer[: nbytes * axis.size] if axis.rank == 0 else buffer[:nbytes]
-            _from_first(list(part_of_buffer.view(-1, nbytes)), axis)
+            _from_first(_lines(buffer, axis, nbytes), axis)
     buffer = buffer[: lot.nbytes]
     for position, index in enumerate(others):
         if grid.is_first_on(others[position + 1 :]):

@@ -109,6 +109,30 @@ def test_tensor_parallel_parameters_are_whole(rows: int) -> None:
 
 
 @ranks(4)
+def test_one_rank_gets_and_gives_what_lies_over_two_axes(rank: int) -> None:
+    """Shards are collected along one axis, then along the other, and handed out in turn."""
+    for shape in ((2, 2), (1, 4), (4, 1)):
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+        module = nn.ParameterList()
+        whole = [torch.randn(13, WIDTH), torch.randn(12, WIDTH), torch.randn(29)]
+        for tensor, dim in zip(whole, (0, 1, 0), strict=True):
+            module.append(nn.Parameter(distribute_tensor(tensor, mesh["tensor"], [Shard(dim)])))
+        fsdp2.fully_shard(module, mesh=mesh["data"])
+        for max_bytes in (64, 10**6):
+            state = fsdp2.checkpoint.full_state(module, max_bytes=max_bytes)
+            if rank == 0:
+                for index, tensor in enumerate(whole):
+                    assert same(state["model"][str(index)], tensor), index
+            whole = [tensor + 1 for tensor in whole]
+            given = {"model": {str(i): t for i, t in enumerate(whole)}} if rank == 0 else {}
+            fsdp2.checkpoint.load_full_state(module, given, max_bytes=max_bytes)
+            found = dict(fsdp2.full_params(module, max_bytes=max_bytes))
+            for index, tensor in enumerate(whole):
+                assert same(found[str(index)], tensor), index
+
+
+@ranks(4)
 def test_parameters_on_meshes_of_their_own(rank: int) -> None:
     """A mesh of the same ranks, a slice of it, and ranks that are no axis of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
