@@ -68,7 +68,8 @@ def fail(pair: Pair, op: Fail) -> None:
             tree.reset_iter_state()
     pair.zero("optimizer" if op.then in ("optimizer", "new") and raised[0] else "model")
     pair.is_unsynced = False
-    pair.is_whole = False
+    if not raised[0] or op.then == "reset" or len(pair.model.trees) == 1:
+        pair.is_whole = False  # else what unshard() holds in a tree behind the exception stays
 
 
 def diverge(pair: Pair, op: Diverge) -> None:
