@@ -659,11 +659,11 @@ FAULTS = [
         """\
         event.synchronize()
 
-    def note_host_read""",
+    def finish_host_reads""",
         """\
         return
 
-    def note_host_read""",
+    def finish_host_reads""",
         "On a CPU the next forward gathers without waiting for the event that set_post_optim_event was given: an optimizer in another thread may not be done.",
         near=("behaviour/test_control_surface.py",),
     ),

@@ -27,7 +27,7 @@ GATHER_TAG, REDUCE_TAG = 0x46530001, 0x46530002
 
 def applies(group: dist.ProcessGroup, tensor: Tensor) -> bool:
     """True if a collective on a large ``tensor`` is cheaper this way."""
-    return tensor.device.type == "cpu" and torch_comm.is_gloo(group)
+    return tensor.is_cpu and torch_comm.is_gloo(group)
 
 
 def is_small(group: dist.ProcessGroup) -> bool:
@@ -81,7 +81,7 @@ class Exchange:
         received = torch.empty_like(sent)
         parts, own = received.view(size, -1), sent.view(size, -1)
         self._work: Any
-        if sent.device.type == "cpu" and torch_comm.is_gloo(group) and is_small(group):
+        if sent.is_cpu and torch_comm.is_gloo(group) and is_small(group):
             works = []
             for other in _others(group):
                 works.append(group.recv([parts[other]], other, REDUCE_TAG))

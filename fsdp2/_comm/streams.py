@@ -15,21 +15,9 @@ inputs are allocated by compute and read by the reduce lane: ``InFlight.wait`` m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-
-
-class Launched(NamedTuple):
-    """What an issued collective holds: its buffers, and its work if it is asynchronous.
-
-    ``lost`` makes the error to raise of the one with which the work failed.
-    """
-
-    buffers: tuple[torch.Tensor, ...]
-    work: dist.Work | None
-    lost: Callable[[Exception], Exception] | None = None
 
 
 class InFlight:
@@ -37,11 +25,21 @@ class InFlight:
 
     __slots__ = ("_event", "_lost", "_work", "buffers")
 
-    def __init__(self, launched: Launched, event: torch.Event | None = None) -> None:
-        self.buffers = launched.buffers
-        self._work = launched.work
-        self._lost = launched.lost
+    def __init__(
+        self,
+        buffers: tuple[torch.Tensor, ...],
+        work: dist.Work | None = None,  # of an asynchronous collective
+        lost: Callable[[Exception], Exception] | None = None,  # makes of the work's error ours
+    ) -> None:
+        self.buffers = buffers
+        self._work = work
+        self._lost = lost
+        self._event: torch.Event | None = None  # in a lane: what is behind it may begin
+
+    def end_with(self, event: torch.Event) -> InFlight:
+        """Be over on a device when an event is."""
         self._event = event
+        return self
 
     @property
     def is_done(self) -> bool:
@@ -77,14 +75,15 @@ class Streams:
     """Lanes of a CPU: none. Collectives are issued as async works."""
 
     async_op = True
+    host_read: InFlight | None = None  # the last launch that reads memory of the host
 
     def launch(
-        self, lane: str, issue: Callable[[], Launched], after: InFlight | None = None
+        self, lane: str, issue: Callable[[], InFlight], after: InFlight | None = None
     ) -> InFlight:
         """Run ``issue`` in a lane, behind ``after``."""
         if after is not None:
             after.wait()
-        return InFlight(issue())
+        return issue()
 
     def order_after_compute(self, lane: str) -> None:
         """Let a lane wait for what compute has been given so far."""
@@ -96,11 +95,11 @@ class Streams:
         """Let a lane wait for an event of the user's; here, the host does."""
         event.synchronize()
 
-    def note_host_read(self, flight: InFlight) -> None:
-        """Note that a launch reads host memory which the user may write to between steps."""
-
     def finish_host_reads(self) -> None:
-        """Make the host wait until nothing reads its memory any more."""
+        """Make the host wait until nothing reads its memory, which the user may write to then."""
+        if self.host_read is not None:
+            self.host_read.synchronize()
+            self.host_read = None
 
     def lane_of(self, stream: torch.Stream) -> str:
         """Return the lane that is a stream of the user's; here, none is needed."""
@@ -120,10 +119,9 @@ class DeviceStreams(Streams):
             name: torch.Stream(device, priority=-1) for name in ("gather", "reduce", "all_reduce")
         }
         self._retired: dict[str, list[InFlight]] = {name: [] for name in self._lanes}
-        self._host_read: InFlight | None = None  # the last one: a lane runs in order
 
     def launch(
-        self, lane: str, issue: Callable[[], Launched], after: InFlight | None = None
+        self, lane: str, issue: Callable[[], InFlight], after: InFlight | None = None
     ) -> InFlight:
         stream = self._lanes[lane]
         for held in self._retired[lane]:
@@ -132,12 +130,11 @@ class DeviceStreams(Streams):
         if after is not None:
             after.hold_back(stream)
         with stream:
-            launched = issue()
-            event = stream.record_event()
+            flight = issue()
+            flight.end_with(stream.record_event())
         if after is not None:  # read or written here, in memory of another lane
-            buffers = (*launched.buffers, *after.buffers)
-            launched = Launched(buffers, launched.work, launched.lost)
-        return InFlight(launched, event)
+            flight.buffers += after.buffers
+        return flight
 
     def order_after_compute(self, lane: str) -> None:
         self._lanes[lane].wait_stream(torch.accelerator.current_stream())
@@ -157,17 +154,9 @@ class DeviceStreams(Streams):
             self._retired[name] = []
         return name
 
-    def note_host_read(self, flight: InFlight) -> None:
-        self._host_read = flight
-
-    def finish_host_reads(self) -> None:
-        if self._host_read is not None:
-            self._host_read.synchronize()
-            self._host_read = None
-
     def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
         event = torch.accelerator.current_stream().record_event()
-        self._retired[lane].append(InFlight(Launched(buffers, None), event))
+        self._retired[lane].append(InFlight(buffers).end_with(event))
 
     def reset(self) -> None:
         torch.accelerator.synchronize()

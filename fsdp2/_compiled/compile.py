@@ -248,7 +248,8 @@ class FunctionalStep:
                     f"{unit.unit.fqn or '<root>'}: a compiled model was called inside "
                     "summon_full_params. Call it outside."
                 )
-            unit.unit.inspect()
+            for group in unit.unit.groups:
+                group.inspect()
             unit.unit.reshard()
             for group in unit.unit.groups:
                 check_group(group, group.fqn)

@@ -153,9 +153,12 @@ def _enter(unit: Unit) -> None:
     recomputing = runtime.is_recomputing
     if not recomputing and runtime.forward_root is None:
         runtime.begin_forward(unit)
-    unit.inspect(recomputing)
-    unit.unshard()
-    unit.wait_for_unshard()
+    for group in unit.groups:
+        group.inspect(recomputing)
+    for group in unit.groups:
+        group.unshard()
+    for group in unit.groups:
+        group.wait_for_unshard()
     if not recomputing and unit.governor is None:
         runtime.prefetch_forward(unit)
 
@@ -220,7 +223,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
 def _leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -> None:
     """Give parameters back, as the unit's settings say."""
     with_grad = torch.is_grad_enabled()
-    if not (unit.in_backward or (recomputing and with_grad)):
+    if not (unit.active_calls or (recomputing and with_grad)):
         _reshard_after(unit, module, with_grad)
     for group in unit.groups:
         if group.watch.placed:
@@ -243,7 +246,9 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
                 group.watch.note_values()
         return
     if with_grad:
-        unit.reshard_post_forward()
+        for group in unit.groups:
+            if not group.is_laid_aside:
+                group.reshard_post_forward()
     else:
         unit.reshard()
 

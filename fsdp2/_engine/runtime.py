@@ -151,7 +151,7 @@ class Runtime:
         if unit.active_calls:  # it has what it needs, and reads what counts as laid aside
             return
         for group in groups:
-            if group.is_unsharded or group.is_gathering:
+            if not group.is_due:
                 continue
             if group.skips_backward and self.clock.phase is BACKWARD:
                 continue
@@ -184,7 +184,8 @@ class Runtime:
         unit.recorded_calls -= 1
         if not unit.recorded_calls and self.clock.phase is IDLE:
             unit.show_shards()
-            self.streams.finish_host_reads()
+            if self.streams.host_read is not None:
+                self.streams.finish_host_reads()
 
     def _drop_unused_prefetches(self) -> None:
         for unit in self._prefetched:
@@ -250,11 +251,12 @@ class Runtime:
             order.place = visit.entered
         unit = visit.unit
         self._count_closed(visit)
-        if unit.in_backward:
+        if unit.active_calls:
             return
         is_needed_again = unit.open_calls and visit.entered == 0
         if unit.settings.reshard_after_backward and not is_needed_again:
-            unit.reshard()
+            for group in unit.groups:
+                group.reshard()
         if not unit.open_calls:
             self.reduce(unit)
 
@@ -447,7 +449,8 @@ class Runtime:
             return
         keeps = not unit.settings.reshard_after_backward
         if not keeps and not (self._with_graph and unit.is_unsharded):
-            unit.reshard()
+            for group in unit.groups:
+                group.reshard()
             return
         for group in unit.groups:
             group.is_held = False
@@ -460,7 +463,7 @@ class Runtime:
         """Reduce over replicas what earlier backwards reduced over shards only."""
         for unit in reversed(self.units):
             for group in unit.groups:
-                if group.settings.all_reduce_grads and group.reducer.has_partial:
+                if group.reducer.partial is not None and group.settings.all_reduce_grads:
                     self.reduce(unit)
                     break
         if self._reductions:

@@ -181,18 +181,6 @@ class Unit:
             casts = True
         self.input_dtype = policy.param_dtype if casts else None
 
-    def inspect(self, recomputing: bool = False) -> None:
-        for group in self.groups:
-            group.inspect(recomputing)
-
-    def unshard(self) -> None:
-        for group in self.groups:
-            group.unshard()
-
-    def wait_for_unshard(self) -> None:
-        for group in self.groups:
-            group.wait_for_unshard()
-
     def reshard(self) -> None:
         for group in self.groups:
             group.reshard()
@@ -211,11 +199,6 @@ class Unit:
                 group.show_shards()
             else:
                 group.reshard()
-
-    def reshard_post_forward(self) -> None:
-        for group in self.groups:
-            if not group.is_laid_aside:
-                group.reshard_post_forward()
 
     @property
     def is_unsharded(self) -> bool:

@@ -22,6 +22,7 @@ class FullBuffer:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._storage = self.flat.untyped_storage()
         self.has_memory = True  # the state of the group does not tell: a gather may fill it
 
     @property
@@ -29,11 +30,11 @@ class FullBuffer:
         return self.flat.nbytes
 
     def allocate(self, nbytes: int) -> None:
-        self.flat.untyped_storage().resize_(nbytes)
+        self._storage.resize_(nbytes)
         self.has_memory = True
 
     def free(self) -> None:
-        self.flat.untyped_storage().resize_(0)
+        self._storage.resize_(0)
         self.has_memory = False
 
     def bind(self, buffer: ShardBuffer) -> None:
@@ -80,5 +81,4 @@ def _owners(full: FullBuffer, wholes: Sequence[Tensor | None]) -> list[int] | No
     """Count what refers to the memory; None if that cannot be told."""
     if any(isinstance(whole, DTensor) for whole in wholes):
         return None
-    storage = full.flat.untyped_storage()
-    return [*torch_tensors.count_owners(wholes), torch_tensors.storage_use_count(storage)]
+    return [*torch_tensors.count_owners(wholes), torch_tensors.storage_use_count(full._storage)]

@@ -53,7 +53,7 @@ from fsdp2._base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPo
 from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import GATHER_STAMP_NUMEL, Stamp, Traits
 from fsdp2._comm.mesh import DataMesh, MeshAxis
-from fsdp2._comm.streams import InFlight, Launched, Streams
+from fsdp2._comm.streams import InFlight, Streams
 from fsdp2._param_group import packing
 from fsdp2._param_group.extension import (
     ExtensionTail,
@@ -535,6 +535,13 @@ class ParamGroup:
     def is_gathering(self) -> bool:
         return self._gathering is not None
 
+    @property
+    def is_due(self) -> bool:
+        """True if whoever needs the parameters has to gather them, and nobody does so already."""
+        if self._gathering is not None:
+            return False
+        return self.machine.state is not UNSHARDED or self.is_laid_aside
+
     def _register(self, state: Any) -> None:
         """Put one form of every parameter onto the modules. See [Note: what is registered]."""
         for param in self.params:
@@ -577,18 +584,17 @@ class ParamGroup:
             events.emit("unshard", self.fqn, self.clock.phase, nbytes)
         if source.stamp is not None:
             source.stamp.before()
-        if source.gathers_straight(self.wire):
+        wire = self.reducer.wire
+        if source.layout.straight and source.gathers_straight(wire):
             assert self._full is not None
             self._full.allocate(source.layout.full_nbytes)
             self.streams.order_after_compute("gather")  # whose memory it was
         gather = self._gather_extended if self._tail.items else source.gather
-        self._gathering = self.streams.launch(
-            "gather", lambda: gather(self.wire, self.streams.async_op)
-        )
+        self._gathering = self.streams.launch("gather", lambda: gather(wire, self.streams.async_op))
         if self._is_away:
-            self.streams.note_host_read(self._gathering)
+            self.streams.host_read = self._gathering  # the last one: a lane runs in order
 
-    def _gather_extended(self, wire: Wire, async_op: bool) -> Launched:
+    def _gather_extended(self, wire: Wire, async_op: bool) -> InFlight:
         """Issue the all-gather with the tail of the extended parameters."""
         buffer, tail = self._home, self._tail
         assert buffer is not None

@@ -411,17 +411,17 @@ class ReduceLayout:
         sizes = [self.shards[position].piece_numel for position in self.straight]
         return [*sizes, self.packed_numel]
 
-    @property
+    @cached_property
     def packed_numel(self) -> int:
         """Elements of a row of the packed input."""
         return self.numel - self.packed_start
 
-    @property
+    @cached_property
     def stamp_start(self) -> int:
         """Offset of the first stamp, behind the participation counts."""
         return self.tail_start + len(self.members)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all inputs."""
         return self.size * self.numel * self.wire_dtype.itemsize

@@ -152,7 +152,7 @@ def pack_gradients(
     On CUDA one kernel does it for contiguous columns only: it copies columns that are permuted but
     dense in the order of their memory, and is one kernel a column where one is not dense.
     """
-    as_it_is = out.device.type == "cpu"
+    as_it_is = out.is_cpu
     columns = []
     for position in layout.packed:
         grad, shard = grads[position], layout.shards[position]
@@ -230,7 +230,7 @@ def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) 
 def _for_each_rank(row: Tensor, layout: ReduceLayout) -> Tensor:
     """Return ``[W, n]``, each row of which is ``row``; on a device with memory of its own."""
     rows = row.expand(layout.size, -1)
-    return rows if row.device.type == "cpu" else rows.contiguous()
+    return rows if row.is_cpu else rows.contiguous()
 
 
 def sum_of_slots(reduced: Tensor, layout: ReduceLayout, position: int) -> Tensor:

@@ -53,16 +53,13 @@ class StateMachine:
     def __init__(self) -> None:
         self.state = SHARDED
 
-    def check(self, target: ParamState, fqn: str) -> None:
-        """Raise StateError if the move is not in the table; change nothing."""
+    def move(self, target: ParamState, fqn: str) -> None:
+        """Be in another state; StateError, and nothing changes, if the table does not allow it."""
         if target not in TRANSITIONS[self.state]:
             raise StateError(
                 f"{fqn or '<root>'}: cannot go from {self.state.name} to {target.name}. Legal: "
                 f"{', '.join(sorted(s.name for s in TRANSITIONS[self.state]))}."
             )
-
-    def move(self, target: ParamState, fqn: str) -> None:
-        self.check(target, fqn)
         self.state = target
 
 

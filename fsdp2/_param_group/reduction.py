@@ -32,7 +32,7 @@ from fsdp2._base.policy import Settings
 from fsdp2._comm.collectives import GradientScale, Wire
 from fsdp2._comm.consistency import STAMP_NUMEL, Stamp, Traits
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._comm.streams import InFlight, Launched, Streams
+from fsdp2._comm.streams import InFlight, Streams
 from fsdp2._param_group import packing
 from fsdp2._param_group.gradient_buffer import GradientBuffer, accumulate, local_gradient
 from fsdp2._param_group.layout import ReduceLayout
@@ -308,6 +308,8 @@ class Reducer:
             self.accumulated = None
             if is_sent and packed.dtype != layout.wire_dtype:
                 packed = self.wire.allocate(shape, layout.wire_dtype, device).copy_(packed)
+        if not layout.straight:
+            return [packed]
         return [packed, *packing.straight_gradients(grads, layout, device)]
 
     def _take_gradients(self, plan: Plan, with_graph: bool) -> tuple[list[Tensor | None], int]:
@@ -390,7 +392,7 @@ class Reduction:
         self._held: Tensor | None = None
         self._counts: Tensor | None = None
         self._grads: list[Tensor] | None = None
-        self._waits_for_copy = device.type != "cpu" and (look or owner._home != device)
+        self._waits_for_copy = not inputs[0].is_cpu and (look or owner._home != device)
         self.nbytes = plan.layout.nbytes
 
     def is_of(self, owner: Reducer) -> bool:
@@ -406,12 +408,12 @@ class Reduction:
         self._streams.order_after_compute("reduce")
         self._flight = self._streams.launch("reduce", self._reduce_scatter)
 
-    def _reduce_scatter(self) -> Launched:
+    def _reduce_scatter(self) -> InFlight:
         owner, layout, axis = self._owner, self._plan.layout, self._data.shard
         packed, *straight = self._inputs
         if axis.size == 1:
             self._reduced, self._is_borrowed = packed.view(-1), True
-            return Launched((packed,), None)
+            return InFlight((packed,))
         if self._reduced is None:
             self._reduced = owner.wire.allocate((layout.numel,), layout.dtype, packed.device)
         scale, async_op = self._scale, self._streams.async_op
@@ -423,7 +425,7 @@ class Reduction:
             sent = packed.view(-1)
             work = owner.wire.reduce_scatter(self._reduced, sent, scale.op, axis, async_op)
         lost = owner.stamps[0].lost if owner.stamps else None
-        return Launched((*self._inputs, self._reduced), work, lost)
+        return InFlight((*self._inputs, self._reduced), work, lost)
 
     def advance(self) -> None:
         """Issue the all-reduce over the replicate axis, if there is one."""
@@ -433,7 +435,7 @@ class Reduction:
             self._owner.stamps[-1].before()
         self._flight = self._streams.launch("all_reduce", self._sum_replicas, self._flight)
 
-    def _sum_replicas(self) -> Launched:
+    def _sum_replicas(self) -> InFlight:
         assert self._reduced is not None
         owner = self._owner
         self._held = owner.partial  # until compute has waited: it may lie in compute's memory
@@ -445,12 +447,12 @@ class Reduction:
             self._check(reduced)
             owner.keep_partial(reduced.clone() if self._is_borrowed else reduced)
             self._reduced = None
-            return Launched((reduced,), None)
+            return InFlight((reduced,))
         work = owner.wire.all_reduce(
             reduced, self._scale.op, self._data.replicate, self._streams.async_op
         )
         lost = owner.stamps[-1].lost if owner.stamps else None
-        return Launched((reduced,), work, lost)
+        return InFlight((reduced,), work, lost)
 
     def free_if_done(self) -> None:
         """Drop the local gradients now if the reduce-scatter has ended. On a CPU."""
@@ -467,10 +469,10 @@ class Reduction:
             lane = "all_reduce" if stream is None else self._streams.lane_of(stream)
         self._flight = self._streams.launch(lane, self._store, self._flight)
 
-    def _store(self) -> Launched:
+    def _store(self) -> InFlight:
         reduced, owner, layout = self._reduced, self._owner, self._plan.layout
         if reduced is None:
-            return Launched((), None)
+            return InFlight(())
         self._check(reduced)
         if owner.hook is not None:
             owner.hook(reduced[: layout.tail_start])
@@ -482,20 +484,19 @@ class Reduction:
         self._grads = self._buffer.fill(reduced)
         if not self._waits_for_copy:
             self._deliver()
-        return Launched((reduced,), None)
+        return InFlight((reduced,))
 
     def _check(self, reduced: Tensor) -> None:
         """See that every rank reduced this group. See [Note: agreement]."""
         stamps = self._owner.stamps
-        if not stamps or not stamps[0].is_checked:
+        if not stamps:
             return
         seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
         joined = self._owner.joined_codes
-        if (
-            torch_tensors.bytes_of(seen, len(joined)) == joined
-        ):  # sums over several backwards are not
+        if torch_tensors.bytes_of(seen, len(joined)) == joined or not stamps[0].is_checked:
             return
         for position, stamp in enumerate(stamps):
+            # Not equal is no error yet: sums over several backwards are not.
             stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
 
     def _deliver(self) -> None:

@@ -6,7 +6,7 @@ so an all-gather needs no copy-in, and a cast is one kernel. It must not know st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +15,32 @@ from fsdp2._base import torch_tensors
 from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import MeshAxis
-from fsdp2._comm.streams import Launched
+from fsdp2._comm.streams import InFlight
 from fsdp2._param_group import packing
 from fsdp2._param_group.layout import GatherLayout, Packed, align
 from fsdp2._param_group.param import Piece
+
+
+class Landing:
+    """What is gathered on a CPU, ``[W, numel]``: always the same tensor, and its parts.
+
+    Its memory is there between a gather and its unpacking only, but views of it stay: splitting it
+    costs half of what unpacking small parameters does.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, size: int, numel: int, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+        self.numel = numel
+        self.gathered = torch.empty((size, numel), dtype=dtype, device="cpu")
+        self.parts = list(self.gathered.split(sizes, 1))
+        self._storage = self.gathered.untyped_storage()
+        self._nbytes = self.gathered.nbytes
+
+    def allocate(self) -> None:
+        self._storage.resize_(self._nbytes)
+
+    def free(self) -> None:
+        self._storage.resize_(0)
 
 
 class ShardBuffer:
@@ -60,8 +82,7 @@ class ShardBuffer:
         self._replicated: list[Tensor] = []
         self._straight: list[Tensor] = []
         self._inputs: list[Tensor] = []
-        self._gathered: Tensor | None = None
-        self._sources: list[Tensor] = []
+        self._landing: Landing | None = None
         self._seen, self._expected = self.flat[:0], b""
         self.tail_nbytes = 0
         self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
@@ -137,17 +158,20 @@ class ShardBuffer:
             StateError: another rank gathered something else. See [Note: agreement].
         """
         packed, targets = self._way
-        if gathered is self._gathered:
-            torch_tensors.copy_all(targets, self._sources)
-            self.free_gathered()
+        landing = self._landing
+        if landing is not None and gathered is landing.gathered:
+            torch_tensors.copy_all(targets, landing.parts)
+            landing.free()
         elif targets:
             packing.unpack(gathered, self.layout, packed, targets)
         if self._replicated:
             packing.unpack_replicated(sent, self.layout, self._replicated)
         stamp = self.stamp
-        if stamp is None or not stamp.is_checked:
+        if stamp is None:
             return
-        if torch_tensors.bytes_of(self._seen, len(self._expected)) != self._expected:
+        if torch_tensors.bytes_of(self._seen, len(self._expected)) == self._expected:
+            return
+        if stamp.is_checked:
             dtype = self.layout.items[-1].compute_dtype
             stamp.check(self._seen.view(dtype).view(self.axis.size, -1))
 
@@ -168,7 +192,7 @@ class ShardBuffer:
 
     def gather(
         self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
-    ) -> Launched:
+    ) -> InFlight:
         """Issue the all-gather of every sharded piece: straight ones into the full buffer.
 
         The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer. With
@@ -191,51 +215,45 @@ class ShardBuffer:
             kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
             packing.cast_shards(flat, kept, layout)
             sent = self._as_wire(kept)
-        self._way = self._apart if self.gathers_straight(wire) else self._together
+        is_apart = self._straight and self.gathers_straight(wire)
+        self._way = self._apart if is_apart else self._together
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
         if axis.size == 1 or self._wire_numel == 0:
             rows = sent.expand(axis.size, -1)
-            return Launched((rows, kept), None)
+            return InFlight((rows, kept))
         lost = None if self.stamp is None else self.stamp.lost
         if self._way is self._together:
-            gathered = self._landing(sent, wire)
+            gathered = self._landing_for(sent, wire)
             if gathered is None:
                 gathered, sent = wire.stage(sent, axis)
             work = wire.all_gather(gathered, sent, axis, async_op)
         else:
             inputs = self._inputs_of(sent)
-            gathered = self._landing(inputs[0], wire)
+            gathered = self._landing_for(inputs[0], wire)
             if gathered is None:
                 gathered, _ = wire.stage(inputs[0], axis)
             pairs = list(zip([gathered, *self._straight], inputs, strict=True))
             work = wire.all_gather_each(pairs if inputs[0].numel() else pairs[1:], axis, async_op)
         rows = gathered if gathered.dim() == 2 else gathered.view(axis.size, -1)
-        return Launched((rows, kept), work, lost)
+        return InFlight((rows, kept), work, lost)
 
-    def _landing(self, sent: Tensor, wire: Wire) -> Tensor | None:
-        """Return where a collective of ours gathers on a CPU: always the same tensor.
-
-        Its memory is there between a gather and its unpacking only, but views of it stay: splitting
-        it costs half of what unpacking small parameters does.
-        """
+    def _landing_for(self, sent: Tensor, wire: Wire) -> Tensor | None:
+        """Return where a collective of ours gathers on a CPU; None: somewhere new."""
         packed, _ = self._way
-        if not (packed.is_one_split and sent.device.type == "cpu" and wire.gathers_straight):
+        if not (packed.is_one_split and sent.is_cpu and wire.gathers_straight):
             return None
-        gathered = self._gathered
-        if gathered is None or gathered.shape[1] != sent.shape[1]:
-            shape = (self.axis.size, sent.shape[1])
-            with torch.inference_mode(False):
-                self._gathered = gathered = torch.empty(shape, dtype=sent.dtype, device=sent.device)
-                self._sources = list(gathered.split(packed.sizes, 1))
+        landing, numel = self._landing, sent.shape[1]
+        if landing is None or landing.numel != numel:
+            self._landing = landing = Landing(self.axis.size, numel, sent.dtype, packed.sizes)
         else:
-            gathered.untyped_storage().resize_(gathered.nbytes)
-        return gathered
+            landing.allocate()
+        return landing.gathered
 
     def free_gathered(self) -> None:
         """Free what was gathered, and will not be used any more."""
-        if self._gathered is not None:
-            self._gathered.untyped_storage().resize_(0)
+        if self._landing is not None:
+            self._landing.free()
 
     def _inputs_of(self, sent: Tensor) -> list[Tensor]:
         """View what each collective sends, the packed part first, in what is sent altogether."""
@@ -257,7 +275,7 @@ class ShardBuffer:
         flat: Tensor,
         kept: Tensor,
         write_tail: Callable[[Tensor], None],
-    ) -> Launched:
+    ) -> InFlight:
         """Send the flat part and a tail behind it, as bytes, in one all-gather."""
         axis, nbytes = self.axis, self.layout.gather_nbytes
         start = align(nbytes)
@@ -271,4 +289,4 @@ class ShardBuffer:
         rows = gathered.view(axis.size, -1)
         lost = None if self.stamp is None else self.stamp.lost
         buffers = (rows[:, :nbytes].view(self.layout.wire_dtype), kept, rows[:, start:])
-        return Launched(buffers, work, lost)
+        return InFlight(buffers, work, lost)
