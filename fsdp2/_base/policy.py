@@ -1,6 +1,7 @@
 """What a user chooses: policies (frozen, for good) and settings (frozen, replaced at run time)."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -103,6 +104,28 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     def __post_init__(self) -> None:
         _require(isinstance(self.pin_memory, bool), self, "pin_memory", "a bool")
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Where a group computes, and where it keeps its shards and sharded gradients."""
+
+    compute: torch.device
+    offload: OffloadPolicy
+
+    @cached_property
+    def is_away(self) -> bool:
+        """True if shards are copied to the device before they are sent."""
+        return isinstance(self.offload, CPUOffloadPolicy) and self.compute.type != "cpu"
+
+    @cached_property
+    def storage(self) -> torch.device:
+        return torch.device("cpu") if self.is_away else self.compute
+
+    @cached_property
+    def is_pinned(self) -> bool:
+        """True if that is pinned host memory, which a device copies beside the compute."""
+        return self.is_away and getattr(self.offload, "pin_memory", False)
 
 
 @dataclass(frozen=True)

@@ -294,7 +294,7 @@ def check_group(group: ParamGroup, name: str) -> None:
     extended = [param.fqn for param in group.params if param.is_extended]
     if extended:
         found = f"parameter {extended[0]} has an all-gather extension, which runs user code"
-    elif isinstance(group.offload, CPUOffloadPolicy):
+    elif isinstance(group.residence.offload, CPUOffloadPolicy):
         found = "a CPUOffloadPolicy keeps its shards off the device"
     elif not group.wire.carries:
         found = "debug.without_communication is on"

@@ -215,7 +215,7 @@ class Exchange:
     def enroll(self, fqn: str) -> None:
         """Take numbers for the exchange over each axis. Ranks call it in the same order."""
         for axis in self._axes:
-            if self._parts[0].group.is_checked(axis):
+            if self._parts[0].group.ids.covers(axis):
                 stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside))
                 stamp.enroll(f"{fqn or '<root>'}, what its parts need")
                 numel = FACTS * len(self._parts)

@@ -519,7 +519,7 @@ class Runtime:
         if events.listeners:
             events.emit("recover", self.root.fqn, self.clock.phase)
         groups = [group for unit in self.units for group in unit.own_groups]
-        stamps = [stamp for group in groups for stamp in group.stamps]
+        stamps = [stamp for group in groups for stamp in group.ids.all]
         broken = next((s.broken for s in stamps if s.broken is not None), None)
         if broken is not None:  # what is in flight may never end
             self.fail()

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2._base import torch_autograd, torch_dtensor, torch_modes, torch_tensors
 from fsdp2._base.errors import StateError
+from fsdp2._base.policy import Residence
 from fsdp2._param_group import packing
 from fsdp2._param_group.layout import ReduceLayout
 from fsdp2._param_group.param import FSDPParam, OwnerMark
@@ -40,13 +41,11 @@ class GradientBuffer:
         layout: ReduceLayout,
         params: Sequence[FSDPParam],
         rank: int,
-        device: torch.device,
-        *,
-        pinned: bool = False,
+        residence: Residence,
     ) -> None:
         self.is_filling = False
         self.is_released = False
-        self._device = device
+        self._device = device = residence.storage
         self._flats: dict[torch.dtype, Tensor] = {}
         self._layout = layout
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -56,7 +55,7 @@ class GradientBuffer:
             dtype = param.kept_dtype(layout.dtype)
             if dtype not in self._flats:
                 self._flats[dtype] = torch.empty(
-                    layout.numel, dtype=dtype, device=device, pin_memory=pinned
+                    layout.numel, dtype=dtype, device=device, pin_memory=residence.is_pinned
                 )
             local: Tensor | None
             view: Tensor | None

@@ -38,7 +38,6 @@ stays until the next forward looks at it and takes it over.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,15 +45,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import events, torch_dtensor, torch_modes
+from fsdp2._base import events, torch_dtensor
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import BACKWARD, IDLE, Clock
-from fsdp2._base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Settings
+from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, Settings
 from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import GATHER_STAMP_NUMEL, Stamp, Traits
-from fsdp2._comm.mesh import DataMesh, MeshAxis
+from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.streams import InFlight, Streams
 from fsdp2._param_group import packing
+from fsdp2._param_group.collective_ids import CollectiveIds
 from fsdp2._param_group.extension import (
     ExtensionTail,
     has_extension,
@@ -95,8 +95,7 @@ class ParamGroup:
     ) -> None:
         self.data = data
         self.policy = policy
-        self.device = device
-        self.offload = offload
+        self.residence = Residence(device, offload)
         self.settings = Settings()
         self.streams = Streams()
         self.machine = StateMachine()
@@ -105,17 +104,13 @@ class ParamGroup:
         self.params: list[FSDPParam] = []
         self._flat_params: list[FSDPParam] = []
         self._tail = ExtensionTail(data, policy, device)
-        self._is_away = isinstance(offload, CPUOffloadPolicy) and device.type != "cpu"
-        home = torch.device("cpu") if self._is_away else device
-        self.reducer = Reducer(self.params, data, device, home, policy.reduce_dtype)
-        self.reducer.pinned = self._is_pinned
+        self.ids = CollectiveIds(device)
+        self.ids.gather = self.ids.make(data.shard, "gather")
+        self.ids.renew_reductions(data)
+        self.reducer = Reducer(self.params, data, self.residence, policy.reduce_dtype, self.ids)
         if device.type != "cpu":
             self.wire.straight_nbytes = None
         self.owes_reduction = False
-        self._is_enrolled = False
-        self._stamp = self._stamp_of(data, "gather")
-        self._smaller_stamp: Stamp | None = None
-        self.restamp_reductions(data)
         self._smaller: DataMesh | None = None
         self._home: ShardBuffer | None = None
         self._waiting: ShardBuffer | None = None
@@ -139,41 +134,9 @@ class ParamGroup:
         self.rewire()
 
     @property
-    def _is_pinned(self) -> bool:
-        """True if shards and gradients are kept in pinned host memory."""
-        wanted = isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
-        return self._is_away and wanted
-
-    def _stamp_of(self, data: DataMesh, kind: str) -> Stamp | None:
-        """Return a stamp for what the group gathers over a shard axis; None if none is needed."""
-        axis = data.shard
-        return self._make_stamp(axis, kind) if self.is_checked(axis) else None
-
-    def is_checked(self, axis: MeshAxis) -> bool:
-        """True if ranks can see what others send over an axis. See [Note: agreement]."""
-        on_host = self.device.type == "cpu" and torch_modes.has_real_memory()
-        return on_host and axis.size > 1 and axis.is_real
-
-    def _make_stamp(self, axis: MeshAxis, kind: str) -> Stamp:
-        stamp = Stamp(axis, kind, weakref.WeakMethod(self._beside))
-        if self._is_enrolled:
-            stamp.enroll(self.fqn)
-        return stamp
-
-    def _beside(self) -> list[Stamp]:
-        return self.stamps
-
-    def restamp_reductions(self, data: DataMesh) -> None:
-        """Number the group's reductions over the axes of ``data``."""
-        for stamp in self.reducer.stamps:
-            stamp.retire()
-        stamps = []
-        for axis, kind in ((data.shard, "reduce"), (data.replicate, "all_reduce")):
-            if self.is_checked(axis):
-                stamps.append(self._make_stamp(axis, kind))
-        self.reducer.stamps = tuple(stamps)
-        self.reducer.erase_stamps()
-        self.reducer.invalidate()
+    def device(self) -> torch.device:
+        """Where the group computes."""
+        return self.residence.compute
 
     def rewire(self) -> None:
         """Take notice of what changed on the wire: every rank does so between the same steps."""
@@ -198,7 +161,9 @@ class ParamGroup:
         pg = data.shard.separate_group() if enable and data.shard.size > 1 else None
         self.wire.scatter_group = pg
         shard = data.shard if pg is None else dataclasses.replace(data.shard, pg=pg)
-        self.restamp_reductions(dataclasses.replace(data, shard=shard))
+        self.ids.renew_reductions(dataclasses.replace(data, shard=shard))
+        self.reducer.erase_stamps()
+        self.reducer.invalidate()
 
     def enroll(self, fqn: str) -> None:
         """Take the name that the unit has in its tree, and numbers for its collectives.
@@ -209,9 +174,8 @@ class ParamGroup:
             self._drop_gather()
         if self.wire.is_separate and self.wire.scatter_group is None:  # a copy of one that was
             self.separate_reductions(True)
-        self.fqn, self._is_enrolled = fqn, True
-        for stamp in self.stamps:
-            stamp.enroll(fqn)
+        self.fqn = fqn
+        self.ids.enroll(fqn)
         for buffer in (self._home, self._waiting):
             if buffer is not None:
                 self._know(buffer)
@@ -227,12 +191,6 @@ class ParamGroup:
         self.reducer.discard()
         self.owes_reduction = False
         self.watch.forget_stand_ins()
-
-    @property
-    def stamps(self) -> list[Stamp]:
-        """Everything that the group numbers."""
-        stamps = [self._stamp, self._smaller_stamp, *self.reducer.stamps]
-        return [stamp for stamp in stamps if stamp is not None]
 
     @property
     def home_buffer(self) -> ShardBuffer | None:
@@ -257,7 +215,7 @@ class ParamGroup:
             if param.local is None:
                 rows = own_rows(param, param.sharded, self.data.shard.rank)
                 if rows.device.type != "meta":
-                    rows = rows.to("cpu" if self._is_away else self.device)
+                    rows = rows.to(self.residence.storage)
                 sources.append((rows, None))
             else:
                 sources.append((torch_dtensor.local_tensor(param.sharded), param.sharded))
@@ -292,8 +250,12 @@ class ParamGroup:
         if smaller is not self._smaller:
             self.reshard()
             self._smaller, self._waiting = smaller, None
-            self._smaller_stamp = None if smaller is None else self._stamp_of(smaller, "gather")
+            self._stamp_smaller()
             self._plan(own_sources(self.params))
+
+    def _stamp_smaller(self) -> None:
+        axis = None if self._smaller is None else self._smaller.shard
+        self.ids.gather_smaller = None if axis is None else self.ids.make(axis, "gather")
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -323,15 +285,15 @@ class ParamGroup:
         if self._home is None or not layout.has_full_of(self._home.layout):
             self._full = self._waiting = None
         device = devices.pop()
-        if self._is_away and device.type != "meta":
-            device = torch.device("cpu")
+        if self.residence.is_away and device.type != "meta":
+            device = self.residence.storage
         buffer = ShardBuffer(
             layout,
             self.data.shard,
             device,
-            compute=self.device if self._is_away else None,
-            pinned=self._is_pinned and device.type == "cpu",
-            stamp=self._stamp if len(layout.items) > len(self._flat_params) else None,
+            compute=self.device if self.residence.is_away else None,
+            pinned=self.residence.is_pinned and device.type == "cpu",
+            stamp=self.ids.gather if len(layout.items) > len(self._flat_params) else None,
         )
         self._know(buffer)
         if self._full is not None:
@@ -377,7 +339,7 @@ class ParamGroup:
             for param in self._flat_params
         ]
         sizes = () if self._smaller is None else (self._smaller.shard.size,)
-        return self._stamped(items, self.data.shard.size, sizes, self._stamp)
+        return self._stamped(items, self.data.shard.size, sizes, self.ids.gather)
 
     def _stamped(
         self, items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None
@@ -443,7 +405,7 @@ class ParamGroup:
             GatherItem(placement.layout, param.compute_dtype, param.compute_dtype)
             for placement, param in zip(placements, self.params, strict=True)
         ]
-        stamp = self._smaller_stamp
+        stamp = self.ids.gather_smaller
         layout = self._stamped(items, smaller.shard.size, (self.data.shard.size,), stamp)
         stamp = stamp if len(layout.items) > len(items) else None
         self._waiting = ShardBuffer(layout, smaller.shard, self.device, is_freed=True, stamp=stamp)
@@ -591,7 +553,7 @@ class ParamGroup:
             self.streams.order_after_compute("gather")  # whose memory it was
         gather = self._gather_extended if self._tail.items else source.gather
         self._gathering = self.streams.launch("gather", lambda: gather(wire, self.streams.async_op))
-        if self._is_away:
+        if self.residence.is_away:
             self.streams.host_read = self._gathering  # the last one: a lane runs in order
 
     def _gather_extended(self, wire: Wire, async_op: bool) -> InFlight:
@@ -734,9 +696,10 @@ class ParamGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
-        kept = ["data", "policy", "device", "offload", "settings", "fqn", "params"]
+        kept = ["data", "policy", "settings", "fqn", "params"]
         kept += ["part", "readers"]
         state = {name: getattr(self, name) for name in kept}
+        state["device"], state["offload"] = self.device, self.residence.offload
         state["wire"], state["hook"] = self.wire, self.reducer.hook
         return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
 
@@ -752,7 +715,7 @@ class ParamGroup:
         size = state["smaller"]
         if size is not None:
             self._smaller = self.data.split(size)
-            self._smaller_stamp = self._stamp_of(self._smaller, "gather")
+            self._stamp_smaller()
         self.params.extend(state["params"])
         for param in self.params:
             param.machine = self.machine

@@ -28,12 +28,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_tensors
 from fsdp2._base.errors import UnsupportedError
-from fsdp2._base.policy import Settings
+from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.collectives import GradientScale, Wire
-from fsdp2._comm.consistency import STAMP_NUMEL, Stamp, Traits
+from fsdp2._comm.consistency import STAMP_NUMEL, Traits
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.streams import InFlight, Streams
 from fsdp2._param_group import packing
+from fsdp2._param_group.collective_ids import CollectiveIds
 from fsdp2._param_group.gradient_buffer import GradientBuffer, accumulate, local_gradient
 from fsdp2._param_group.layout import ReduceLayout
 from fsdp2._param_group.param import FSDPParam
@@ -69,22 +70,21 @@ class Reducer:
         self,
         params: Sequence[FSDPParam],
         data: DataMesh,
-        device: torch.device,
-        home: torch.device,
+        residence: Residence,
         reduce_dtype: torch.dtype | None,
+        ids: CollectiveIds,
     ) -> None:
         self._params = params
-        self._device = device
-        self._home = home
+        self._residence = residence
+        self._device = residence.compute
         self._data = data
         self._reduce_dtype = reduce_dtype
+        self.ids = ids
         self._plan: Plan | None = None
         self._layout: ReduceLayout | None = None
         self._scaled_for: tuple[Plan, Settings] | None = None
         self._buffer: GradientBuffer | None = None
         self.wire = Wire()
-        self.stamps: tuple[Stamp, ...] = ()
-        self.pinned = False
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
         self.scale = GradientScale(1.0, 1.0)
@@ -163,12 +163,12 @@ class Reducer:
             shards,
             size,
             dtype,
-            len(self.stamps),
+            len(self.ids.reductions),
             wire_dtype,
             self.wire.straight_nbytes if as_it_is and self.wire.scatters_straight else None,
         )
         is_renumbered = self._number(layout)
-        codes = [value for stamp in self.stamps for value in stamp.code]
+        codes = [value for stamp in self.ids.reductions for value in stamp.code]
         complete = packing.tail(codes, layout, grad_dtype, self._device)
         self._buffer = None
         if self._layout is not None:
@@ -184,7 +184,7 @@ class Reducer:
         _, scatter = self.wire.custom
         shapes = [(shard.shape, shard.dim) for shard in layout.shards]
         changed = [False]
-        for stamp in self.stamps:
+        for stamp in self.ids.reductions:
             sent = layout.wire_dtype if stamp.kind == "reduce" else layout.dtype
             traits = Traits(
                 (layout.members, shapes),
@@ -228,13 +228,13 @@ class Reducer:
         if not self._number(layout):
             return plan
         self._erase_stamps(layout)
-        codes = [value for stamp in self.stamps for value in stamp.code]
+        codes = [value for stamp in self.ids.reductions for value in stamp.code]
         complete = packing.tail(codes, layout, plan.grad_dtype, self._device)
         return replace(plan, codes=codes, complete=complete)
 
     def _tell_stamps(self, layout: ReduceLayout) -> None:
         """Say how reductions travel: a reduce-scatter in parts, an all-reduce in one."""
-        for position, stamp in enumerate(self.stamps):
+        for position, stamp in enumerate(self.ids.reductions):
             start = layout.stamp_start + position * STAMP_NUMEL
             numels, sent_as = [layout.numel], layout.dtype
             if stamp.kind == "reduce":
@@ -347,7 +347,7 @@ class Reducer:
             buffer.reclaim()
         elif buffer is None or not buffer.is_free:
             plan, rank = self.plan(), self._data.shard.rank
-            buffer = GradientBuffer(plan.layout, plan.members, rank, self._home, pinned=self.pinned)
+            buffer = GradientBuffer(plan.layout, plan.members, rank, self._residence)
             self._buffer = buffer
         buffer.is_filling = True
         return buffer
@@ -358,7 +358,7 @@ class Reducer:
         On a device only: the memory of a host costs more to get than to keep.
         """
         buffer = self._buffer
-        if buffer is None or buffer.is_released or self._home.type == "cpu":
+        if buffer is None or buffer.is_released or self._residence.storage.type == "cpu":
             return
         if buffer.is_free:
             buffer.release()
@@ -392,7 +392,7 @@ class Reduction:
         self._held: Tensor | None = None
         self._counts: Tensor | None = None
         self._grads: list[Tensor] | None = None
-        self._waits_for_copy = not inputs[0].is_cpu and (look or owner._home != device)
+        self._waits_for_copy = not inputs[0].is_cpu and (look or owner._residence.is_away)
         self.nbytes = plan.layout.nbytes
 
     def is_of(self, owner: Reducer) -> bool:
@@ -403,8 +403,8 @@ class Reduction:
         """Issue the reduce-scatter."""
         if self._scale.before != 1.0:
             self._inputs[0].mul_(self._scale.before)
-        if self._data.shard.size > 1 and self._owner.stamps:
-            self._owner.stamps[0].before()
+        if self._data.shard.size > 1 and self._owner.ids.reductions:
+            self._owner.ids.reductions[0].before()
         self._streams.order_after_compute("reduce")
         self._flight = self._streams.launch("reduce", self._reduce_scatter)
 
@@ -424,15 +424,15 @@ class Reduction:
         else:
             sent = packed.view(-1)
             work = owner.wire.reduce_scatter(self._reduced, sent, scale.op, axis, async_op)
-        lost = owner.stamps[0].lost if owner.stamps else None
+        lost = owner.ids.reductions[0].lost if owner.ids.reductions else None
         return InFlight((*self._inputs, self._reduced), work, lost)
 
     def advance(self) -> None:
         """Issue the all-reduce over the replicate axis, if there is one."""
         if self._data.replicate.size == 1:
             return
-        if self._all_reduce and self._owner.stamps:
-            self._owner.stamps[-1].before()
+        if self._all_reduce and self._owner.ids.reductions:
+            self._owner.ids.reductions[-1].before()
         self._flight = self._streams.launch("all_reduce", self._sum_replicas, self._flight)
 
     def _sum_replicas(self) -> InFlight:
@@ -451,7 +451,7 @@ class Reduction:
         work = owner.wire.all_reduce(
             reduced, self._scale.op, self._data.replicate, self._streams.async_op
         )
-        lost = owner.stamps[-1].lost if owner.stamps else None
+        lost = owner.ids.reductions[-1].lost if owner.ids.reductions else None
         return InFlight((reduced,), work, lost)
 
     def free_if_done(self) -> None:
@@ -488,7 +488,7 @@ class Reduction:
 
     def _check(self, reduced: Tensor) -> None:
         """See that every rank reduced this group. See [Note: agreement]."""
-        stamps = self._owner.stamps
+        stamps = self._owner.ids.reductions
         if not stamps:
             return
         seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)

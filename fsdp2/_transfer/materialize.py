@@ -29,7 +29,6 @@ from torch.overrides import TorchFunctionMode
 from fsdp2._base import torch_autograd, torch_dtensor, torch_modules
 from fsdp2._base.arguments import check_device, check_flag, check_function
 from fsdp2._base.errors import ConfigError, UnsupportedError
-from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.between_steps import require_idle, units_below
 from fsdp2._param_group.group import ParamGroup
@@ -232,13 +231,12 @@ def allocate(model: nn.Module, device: torch.device | None = None) -> None:
 
 
 def _allocate_group(group: ParamGroup, made: dict[int, nn.Parameter]) -> None:
-    home = torch.device("cpu") if isinstance(group.offload, CPUOffloadPolicy) else group.device
     for param in group.params:
         old = param.sharded
         if not old.is_meta:
             continue
         local = torch_dtensor.local_tensor(old)
-        element = torch.zeros((), dtype=local.dtype, device=home)
+        element = torch.zeros((), dtype=local.dtype, device=group.residence.storage)
         new = _like(old, torch_dtensor.new_dtensor(element.expand(local.shape), param.spec))
         made[id(old)] = new
         for site in param.sites:

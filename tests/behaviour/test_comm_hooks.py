@@ -250,7 +250,7 @@ def test_steps_without_communication(shape: tuple[int, ...]) -> None:
     pair.train(2)
     before = [p.to_local().clone() for p in pair.model.parameters() if isinstance(p, DTensor)]
     state = fsdp2.fully_shard.state(pair.model)
-    stamps = [s for g in state.own_groups for s in g.stamps]
+    stamps = [s for g in state.own_groups for s in g.ids.all]
     context = fsdp2.debug.without_communication(pair.model)
     with pytest.warns(UserWarning, match="results are wrong"):
         context.__enter__()

@@ -1,0 +1,61 @@
+"""The stamps of one group: which of its collectives carry one, and when they get their numbers.
+
+Owns the choice, and what the stamps have in common. It must not know how a collective travels: that
+the owners of buffers tell each stamp (``Stamp.know``). See [Note: agreement] in ``consistency``.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from fsdp2._base import torch_modes
+from fsdp2._comm.consistency import Stamp
+from fsdp2._comm.mesh import DataMesh, MeshAxis
+
+
+class CollectiveIds:
+    """The stamps of a group. Who gives up on one of them gives up on all."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._fqn: str | None = None  # None: no numbers yet, see enroll
+        self.gather: Stamp | None = None  # None, here and below: nobody else is on the axis
+        self.gather_smaller: Stamp | None = None  # between forward and backward
+        self.reductions: tuple[Stamp, ...] = ()  # of the reduce-scatter, then of the all-reduce
+
+    @property
+    def all(self) -> list[Stamp]:
+        stamps = [self.gather, self.gather_smaller, *self.reductions]
+        return [stamp for stamp in stamps if stamp is not None]
+
+    def covers(self, axis: MeshAxis) -> bool:
+        """True if ranks can see what others send over an axis: on a device the host would wait."""
+        on_host = self._device.type == "cpu" and torch_modes.has_real_memory()
+        return on_host and axis.size > 1 and axis.is_real
+
+    def make(self, axis: MeshAxis, kind: str) -> Stamp | None:
+        """Return a stamp for one of the group's collectives; None if the axis has none."""
+        if not self.covers(axis):
+            return None
+        stamp = Stamp(axis, kind, weakref.WeakMethod(self._beside))
+        if self._fqn is not None:
+            stamp.enroll(self._fqn)
+        return stamp
+
+    def _beside(self) -> list[Stamp]:
+        return self.all
+
+    def renew_reductions(self, data: DataMesh) -> None:
+        """Number the group's reductions over the axes of ``data`` from now on."""
+        for stamp in self.reductions:
+            stamp.retire()
+        made = [self.make(data.shard, "reduce"), self.make(data.replicate, "all_reduce")]
+        self.reductions = tuple(stamp for stamp in made if stamp is not None)
+
+    def enroll(self, fqn: str) -> None:
+        """Take numbers, which every rank does in the same order, and a name for errors."""
+        self._fqn = fqn
+        for stamp in self.all:
+            stamp.enroll(fqn)
