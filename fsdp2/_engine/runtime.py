@@ -81,29 +81,29 @@ class Runtime:
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
         self.units = units
-        self._several = [unit for unit in units if len(unit.modules) > 1]
+        self._several = [unit for unit in units if len(unit.modules) > 1]  # may run in part
         self.clock = Clock()
         self.streams: Streams = root.streams or streams_for(
             next((group.device for unit in units for group in unit.own_groups), _CPU)
         )
-        self.schedule: Schedule[Unit] = Schedule()
-        self.forward_root: Unit | None = None
-        self.failed = False
-        self.backward_number = 0
+        self.schedule: Schedule[Unit] = Schedule()  # who followed whom in the last forward
+        self.forward_root: Unit | None = None  # whose forward began outside of any other
+        self.failed = False  # the last forward raised; the next one recovers
+        self.backward_number = 0  # tells the visits of one backward from those of another
         self.order = Order()  # of the running forward
         self._order: Order | None = None  # of the forward that backward is in
         self._open: list[Visit] = []  # by the running backward
-        self.last_units: tuple[Unit, ...] = ()
-        self.parts: Parts | None = None
+        self.last_units: tuple[Unit, ...] = ()  # that ran before this point, the last one first
+        self.parts: Parts | None = None  # None: the tree has no large part of a root
         self.is_large = any(
             sum(param.nbytes for param in group.params) >= SMALL_NBYTES
             for unit in units
             for group in unit.own_groups
         )
-        self._with_graph = False
-        self._prefetched: list[Unit] = []
-        self._reductions: deque[Reduction] = deque()
-        self._callback: weakref.ref[_EndOfBackward] | None = None
+        self._with_graph = False  # this backward creates a graph
+        self._prefetched: list[Unit] = []  # gathers that somebody may not have used
+        self._reductions: deque[Reduction] = deque()  # in flight, the oldest first
+        self._callback: weakref.ref[_EndOfBackward] | None = None  # None: no backward is running
 
     def use(self, streams: Streams) -> None:
         """Run everything from now on in the lanes of another runtime."""

@@ -96,32 +96,32 @@ class ParamGroup:
         self.data = data
         self.policy = policy
         self.residence = Residence(device, offload)
-        self.settings = Settings()
-        self.streams = Streams()
-        self.machine = StateMachine()
-        self.clock = Clock()
-        self.fqn = ""
-        self.params: list[FSDPParam] = []
-        self._flat_params: list[FSDPParam] = []
-        self._tail = ExtensionTail(data, policy, device)
+        self.settings = Settings()  # of the unit; replaced as a whole
+        self.streams = Streams()  # those of the tree, from its first forward on
+        self.machine = StateMachine()  # one for all: parameters move together
+        self.clock = Clock()  # the tree's: what phase a move is in
+        self.fqn = ""  # for errors
+        self.params: list[FSDPParam] = []  # in the order of registration, which all ranks share
+        self._flat_params: list[FSDPParam] = []  # those that lie in the flat buffers
+        self._tail = ExtensionTail(data, policy, device)  # the others: they send what they like
         self.ids = CollectiveIds(device)
         self.ids.gather = self.ids.make(data.shard, "gather")
         self.ids.renew_reductions(data)
         self.reducer = Reducer(self.params, data, self.residence, policy.reduce_dtype, self.ids)
         if device.type != "cpu":
             self.wire.straight_nbytes = None
-        self.owes_reduction = False
-        self._smaller: DataMesh | None = None
-        self._home: ShardBuffer | None = None
-        self._waiting: ShardBuffer | None = None
-        self._full: FullBuffer | None = None
-        self.watch = Watch()
+        self.owes_reduction = False  # a backward ran without sync, with a gradient here or not
+        self._smaller: DataMesh | None = None  # between forward and backward, if not the whole axis
+        self._home: ShardBuffer | None = None  # the shards; None without parameters, and in copies
+        self._waiting: ShardBuffer | None = None  # those over the smaller mesh, if there is one
+        self._full: FullBuffer | None = None  # from the first gather on
+        self.watch = Watch()  # sees what the user did to what is registered
         self.is_held = False  # whole and registered, because the user asked for it
         self.part = ""  # the name of a large part of a root, which is a group of its own
         self.readers: Readers | None = None  # of such a part
-        self.is_laid_aside = False
-        self.skips_backward = False
-        self._gathering: InFlight | None = None
+        self.is_laid_aside = False  # counts as sharded on every rank, see the note
+        self.skips_backward = False  # laid aside until it is resharded: backward does not read it
+        self._gathering: InFlight | None = None  # the all-gather that nobody has waited for
 
     @property
     def wire(self) -> Wire:

@@ -148,23 +148,23 @@ class FSDPParam:
         self.fqn = fqn
         self.sites = sites
         self.placement = placement
-        self.storage_dtype = original.dtype
-        self.trainable = original.requires_grad
-        self.is_extended = False
-        self.param_dtype: torch.dtype | None = None
-        self.keeps_reduced_dtype = False
-        self.machine = StateMachine()
-        self.uses: list[nn.Module] = []
+        self.storage_dtype = original.dtype  # of the shard
+        self.trainable = original.requires_grad  # of all forms
+        self.is_extended = False  # its class says itself what is gathered
+        self.param_dtype: torch.dtype | None = None  # of the policy; None: as it is stored
+        self.keeps_reduced_dtype = False  # the sharded gradient is not cast to storage_dtype
+        self.machine = StateMachine()  # the group's
+        self.uses: list[nn.Module] = []  # modules of other units that contain its module, too
         self.attributes = _own_attributes(original)
         original.__dict__[_MARK] = original.__dict__[_STANDS_FOR] = OwnerMark(self)
         self.sharded: nn.Parameter = original
         self.shown: nn.Parameter | None = original  # what the group registered last
-        self.local: torch.Tensor | None = None
-        self.piece: Piece | None = None
+        self.local: torch.Tensor | None = None  # what the sharded DTensor holds
+        self.piece: Piece | None = None  # where that lies, for optimizers
         self.spec = placement.sharded_spec(self.storage_dtype)
         self.unsharded: nn.Parameter | None = None
         self.unsharded_dtype = original.dtype
-        self.post_forward: nn.Parameter | None = None
+        self.post_forward: nn.Parameter | None = None  # over the smaller mesh
 
     @property
     def state(self) -> ParamState:

@@ -80,19 +80,19 @@ class Reducer:
         self._data = data
         self._reduce_dtype = reduce_dtype
         self.ids = ids
-        self._plan: Plan | None = None
-        self._layout: ReduceLayout | None = None
-        self._scaled_for: tuple[Plan, Settings] | None = None
-        self._buffer: GradientBuffer | None = None
-        self.wire = Wire()
+        self._plan: Plan | None = None  # None: to be made, something that it depends on changed
+        self._layout: ReduceLayout | None = None  # of the last plan: what waits lies as it says
+        self._scaled_for: tuple[Plan, Settings] | None = None  # for which scale and codes hold
+        self._buffer: GradientBuffer | None = None  # of the last reduction, to be filled again
+        self.wire = Wire()  # the group's, for gathers too
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
         self.scale = GradientScale(1.0, 1.0)
-        self.joined_codes = b""
-        self._is_partial = False
-        self.accumulated: Tensor | None = None
-        self.partial: Tensor | None = None
-        self.is_waiting = False
+        self.joined_codes = b""  # what the stamps of all ranks add up to, as they are compared
+        self._is_partial = False  # reductions leave out the replicas: they have other numbers
+        self.accumulated: Tensor | None = None  # unreduced [W, packed], in the reduce dtype
+        self.partial: Tensor | None = None  # reduced over shards, not over replicas [numel]
+        self.is_waiting = False  # one of the two, or gradients on unsharded parameters
 
     def invalidate(self) -> None:
         """Forget the plan: dtypes, or the set of trainable parameters, changed."""
@@ -388,10 +388,10 @@ class Reduction:
         self._buffer = owner.acquire()
         self._reduced: Tensor | None = self._buffer.flat(plan.layout.dtype, device)
         self._is_borrowed = self._reduced is None  # then it lies in the wire's memory
-        self._flight: InFlight | None = None
-        self._held: Tensor | None = None
-        self._counts: Tensor | None = None
-        self._grads: list[Tensor] | None = None
+        self._flight: InFlight | None = None  # the last call that was launched
+        self._held: Tensor | None = None  # an old partial sum, until compute has waited
+        self._counts: Tensor | None = None  # how many ranks had each gradient, if one misses here
+        self._grads: list[Tensor] | None = None  # filled, and not yet set
         self._waits_for_copy = not inputs[0].is_cpu and (look or owner._residence.is_away)
         self.nbytes = plan.layout.nbytes
 

@@ -78,13 +78,13 @@ class ShardBuffer:
         ]
         self._together: tuple[Packed, list[Tensor]] = (layout.whole, [])
         self._apart: tuple[Packed, list[Tensor]] = (layout.packed, [])
-        self._way = self._together
-        self._replicated: list[Tensor] = []
-        self._straight: list[Tensor] = []
-        self._inputs: list[Tensor] = []
+        self._way = self._together  # of the last gather: what it carried, and where that goes
+        self._replicated: list[Tensor] = []  # where parameters go that nobody sends
+        self._straight: list[Tensor] = []  # where those land that travel by themselves
+        self._inputs: list[Tensor] = []  # what each collective sends, if nothing is cast
         self._landing: Landing | None = None
-        self._seen, self._expected = self.flat[:0], b""
-        self.tail_nbytes = 0
+        self._seen, self._expected = self.flat[:0], b""  # all ranks' stamps, as bytes
+        self.tail_nbytes = 0  # what extended parameters add to each rank's part
         self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
         self._is_one_cast = (
             layout.casts and len(layout.segments) == 1 and not layout.items[0].shard.is_replicated
