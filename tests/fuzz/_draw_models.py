@@ -122,7 +122,10 @@ class Choices:
         place = 0
         for index, block in enumerate(model.blocks):
             # Where no gradient goes further, a graph through two roots is cut: see the README.
-            self._cuts_roots = index < model.cut < len(model.blocks) and model.gain == "last"
+            # So is what a frozen unit is given, which needs a gradient on all ranks or on none.
+            self._cuts_roots = model.gain == "last" and (
+                index < model.cut < len(model.blocks) or any(block.frozen for block in self.layers)
+            )
             place = self._add(block, place, False, "no", False)
 
     def _add(self, block: Block, place: int, free: bool, checkpoint: str, several: bool) -> int:

@@ -107,6 +107,8 @@ def freeze(pair: Pair, op: Freeze) -> None:
     names = [name for name, _ in pair.reference.named_parameters()]
     if names[index].endswith("gain"):
         return  # so that each rank has something to train
+    if pair.program.model.gain == "last":
+        return  # what a frozen unit is given needs a gradient on all ranks or on none: the README
     pair.zero("model")
     for params in (found, expected):
         params[index].requires_grad_(op.trainable)
