@@ -125,7 +125,8 @@ class Residence:
     @cached_property
     def is_pinned(self) -> bool:
         """True if that is pinned host memory, which a device copies beside the compute."""
-        return self.is_away and getattr(self.offload, "pin_memory", False)
+        pins = isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+        return self.is_away and pins
 
 
 @dataclass(frozen=True)

@@ -121,17 +121,20 @@ class Runtime:
         event, self.root.post_optim_event = self.root.post_optim_event, None
         if event is None:
             self.streams.order_after_compute("gather")
-        else:
+            if not self.streams.async_op:
+                self._release_gradients()
+        else:  # an optimizer beside the compute may still read gradients that nobody holds
             self.streams.order_after_event("gather", event)
         self.clock.phase = FORWARD
         self.forward_root = entry
         self.last_units = ()
         self.order = Order()
         self.schedule.begin(entry)
-        if not self.streams.async_op:
-            for unit in self.units:
-                for group in unit.own_groups:
-                    group.reducer.release_gradients()
+
+    def _release_gradients(self) -> None:
+        for unit in self.units:
+            for group in unit.own_groups:
+                group.reducer.release_gradients()
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Issue the unshard of what follows ``unit``, to overlap with its compute."""

@@ -18,12 +18,13 @@ from fsdp2._comm.mesh import DataMesh, MeshAxis
 class CollectiveIds:
     """The stamps of a group. Who gives up on one of them gives up on all."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, data: DataMesh, device: torch.device) -> None:
         self._device = device
         self._fqn: str | None = None  # None: no numbers yet, see enroll
-        self.gather: Stamp | None = None  # None, here and below: nobody else is on the axis
+        self.gather = self.make(data.shard, "gather")  # None: ranks see nothing of each other there
         self.gather_smaller: Stamp | None = None  # between forward and backward
         self.reductions: tuple[Stamp, ...] = ()  # of the reduce-scatter, then of the all-reduce
+        self.renew_reductions(data)
 
     @property
     def all(self) -> list[Stamp]:

@@ -104,9 +104,7 @@ class ParamGroup:
         self.params: list[FSDPParam] = []  # in the order of registration, which all ranks share
         self._flat_params: list[FSDPParam] = []  # those that lie in the flat buffers
         self._tail = ExtensionTail(data, policy, device)  # the others: they send what they like
-        self.ids = CollectiveIds(device)
-        self.ids.gather = self.ids.make(data.shard, "gather")
-        self.ids.renew_reductions(data)
+        self.ids = CollectiveIds(data, device)
         self.reducer = Reducer(self.params, data, self.residence, policy.reduce_dtype, self.ids)
         if device.type != "cpu":
             self.wire.straight_nbytes = None

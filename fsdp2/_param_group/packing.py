@@ -149,8 +149,8 @@ def pack_gradients(
     ``behind`` is what ``tail`` made. A gradient that is ``None`` counts as zero. Gradients and
     ``behind`` have one dtype, and are cast to that of ``out``.
 
-    On CUDA one kernel does it for contiguous columns only: it copies columns that are permuted but
-    dense in the order of their memory, and is one kernel a column where one is not dense.
+    On a device columns are made contiguous: CUDA has one kernel for all of them then, and else one
+    for each (torch 2.11; a test counts them), or one that is right for contiguous columns only.
     """
     as_it_is = out.is_cpu
     columns = []

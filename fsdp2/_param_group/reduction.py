@@ -76,7 +76,6 @@ class Reducer:
     ) -> None:
         self._params = params
         self._residence = residence
-        self._device = residence.compute
         self._data = data
         self._reduce_dtype = reduce_dtype
         self.ids = ids
@@ -169,7 +168,7 @@ class Reducer:
         )
         is_renumbered = self._number(layout)
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
-        complete = packing.tail(codes, layout, grad_dtype, self._device)
+        complete = packing.tail(codes, layout, grad_dtype, self._residence.compute)
         self._buffer = None
         if self._layout is not None:
             self.accumulated = packing.rearranged(self.accumulated, self._layout, layout)
@@ -229,7 +228,7 @@ class Reducer:
             return plan
         self._erase_stamps(layout)
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
-        complete = packing.tail(codes, layout, plan.grad_dtype, self._device)
+        complete = packing.tail(codes, layout, plan.grad_dtype, self._residence.compute)
         return replace(plan, codes=codes, complete=complete)
 
     def _tell_stamps(self, layout: ReduceLayout) -> None:
@@ -295,7 +294,7 @@ class Reducer:
         self, grads: list[Tensor | None], behind: Tensor, plan: Plan, is_sent: bool
     ) -> list[Tensor]:
         """Return what is reduced: the packed gradients ``[W, packed_numel]``, and straight ones."""
-        layout, device, waiting = plan.layout, self._device, self.accumulated
+        layout, device, waiting = plan.layout, self._residence.compute, self.accumulated
         shape, rank = (layout.size, layout.packed_numel), self._data.shard.rank
         # What the wire allocates must not outlive a reduction; sums are in the reduce dtype.
         if is_sent and (waiting is None or layout.wire_dtype == layout.dtype):

@@ -123,7 +123,7 @@ class Choices:
         for index, block in enumerate(model.blocks):
             # Where no gradient goes further, a graph through two roots is cut: see the README.
             # So is what a frozen unit is given, which needs a gradient on all ranks or on none.
-            self._cuts_roots = model.gain == "last" and (
+            self._must_agree = model.gain == "last" and (
                 index < model.cut < len(model.blocks) or any(block.frozen for block in self.layers)
             )
             place = self._add(block, place, False, "no", False)
@@ -146,7 +146,7 @@ class Choices:
         own = ["around"] * is_always_called
         own += ["other"] * (2 * other * (is_always_called or block.kind != "linear"))
         own += ["skip", "twice"] if skippable else []
-        if several or self._cuts_roots:  # ranks may begin to recompute at other places
+        if several or self._must_agree:  # ranks may begin to recompute at other places
             own = []
         elif not self.is_recomputed and self.model.roots == 1:  # as the README says
             own += ["detach", *in_place] if is_always_called else []

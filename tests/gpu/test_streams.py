@@ -163,7 +163,7 @@ def test_reduced_gradients_are_chunks_of_the_mean_however_busy_compute_is(name: 
 @pytest.mark.parametrize("name", LOOPBACKS)
 @pytest.mark.usefixtures("four_ranks")
 def test_one_kernel_packs_the_gradients_of_a_group(name: str) -> None:
-    """Besides it: a copy of each gradient that is not contiguous, and of each rank's tail."""
+    """Whatever the strides of the gradients are."""
     ranks = simulate(name)
 
     def step() -> None:

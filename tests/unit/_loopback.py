@@ -127,10 +127,13 @@ class LoopbackComm(Sender):
         return meeting if async_op else None
 
     def all_gather_each(self, pairs: Any, axis: MeshAxis, async_op: bool) -> Any:
-        works = [self.all_gather(*pair, axis, async_op) for pair in pairs]  # nothing to coalesce
-        return _joined(works)
+        if pairs[0][0].is_cpu:
+            return super().all_gather_each(pairs, axis, async_op)
+        return _joined([self.all_gather(*pair, axis, async_op) for pair in pairs])  # not coalesced
 
     def reduce_scatter_each(self, pairs: Any, op: Any, axis: MeshAxis, async_op: bool) -> Any:
+        if pairs[0][0].is_cpu:
+            return super().reduce_scatter_each(pairs, op, axis, async_op)
         return _joined([self.reduce_scatter(*pair, op, axis, async_op) for pair in pairs])
 
     def all_gather(self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool) -> Any:
