@@ -23,9 +23,10 @@ from fsdp2._comm.collectives import Wire
 from fsdp2._comm.mesh import DataMesh, KeptOnMesh
 from fsdp2._engine.cast_buffers import CastBuffer, CastBuffers
 from fsdp2._engine.hooks import ForwardHooks, ForwardMethod
+from fsdp2._engine.precision import Precision
 from fsdp2._engine.root_groups import PartHook
 from fsdp2._engine.unit import Unit
-from fsdp2._param_group.full_buffer import Readers
+from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import ShardLayout
 from fsdp2._param_group.param import FSDPParam, OwnerMark, Site
@@ -55,6 +56,7 @@ NAMED: tuple[Any, ...] = (
     ParamGroup,
     ParamPlacement,
     PartHook,
+    Precision,
     Readers,
     Settings,
     ShardInfo,

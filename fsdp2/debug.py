@@ -196,9 +196,9 @@ def without_communication(
         )
     units = [unit for _, unit in _units_of(model, "without_communication")]
     for unit in units:
-        if unit.runtime is not None and unit.runtime.clock.phase is not IDLE:
+        if unit.runtime is not None and unit.runtime.context.phase is not IDLE:
             raise StateError(
-                f"without_communication: entered during the {unit.runtime.clock.phase} of "
+                f"without_communication: entered during the {unit.runtime.context.phase} of "
                 f"{unit.runtime.root.fqn or '<root>'}. Enter it between steps."
             )
     warnings.warn(

@@ -407,9 +407,9 @@ def _look_at(module: nn.Module) -> tuple[object, ...]:
             found.append(None if tensor.grad is None else (id(tensor.grad), _bits(tensor.grad)))
     if unit is not None:
         wires = [vars(group.wire) for group in unit.own_groups]
-        found += [unit.settings, unit.policy, unit.forward_prefetch, unit.backward_prefetch]
-        found += [unit.post_optim_event, unit.is_summoned, unit.streams]
-        found += [None if unit.runtime is None else unit.runtime.clock.phase]
+        found += [unit.settings, unit.precision.policy]
+        found += [unit.post_optim_event, unit.summoned_on, unit.streams]
+        found += [None if unit.runtime is None else unit.runtime.context.phase]
         found += [{k: id(v) if callable(v) else v for k, v in wire.items()} for wire in wires]
         found += [(g.reducer.hook, g.state if hasattr(g, "state") else None) for g in unit.groups]
     return tuple(found)

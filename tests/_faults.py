@@ -306,8 +306,8 @@ FAULTS = [
     Fault(
         "zero-grad-forgets-half-reduced",
         "fsdp2/_param_group/group.py",
-        "if self.reducer.is_waiting or self.owes_reduction:",
-        "if self.owes_reduction:",
+        "if self.reducer.unreduced.is_waiting or self.reducer.unreduced.is_owed:",
+        "if self.reducer.unreduced.is_owed:",
         "HSDP: gradients of a backward under set_requires_all_reduce(False) survive model.zero_grad() and are added to those of the next backward that all-reduces.",
         near=("behaviour/test_accumulation.py",),
     ),
@@ -521,11 +521,11 @@ FAULTS = [
         "partial-reduction-added-again",
         "fsdp2/_param_group/reduction.py",
         """\
-            self._reduced.add_(owner.partial)
-            owner.partial = None
+            self._reduced.add_(partial)
+            owner.unreduced.partial = None
 """,
         """\
-            self._reduced.add_(owner.partial)
+            self._reduced.add_(partial)
 """,
         "On HSDP, gradients of a backward with set_requires_all_reduce(False) are added to the next reduction and then to every one after it, because what was kept of them is never dropped.",
         near=("behaviour/test_accumulation.py",),
@@ -548,7 +548,7 @@ FAULTS = [
     ),
     Fault(
         "missed-events-not-made-up",
-        "fsdp2/_engine/backward_order.py",
+        "fsdp2/_engine/unit_order.py",
         "            if self.is_first:\n",
         "            if self.is_first and visit.marks_input:\n",
         "A rank whose graph is cut gathers and reduces nothing for the unit that needs no gradient of its input there: ranks are out of step, a StateError on all.",
@@ -556,7 +556,7 @@ FAULTS = [
     ),
     Fault(
         "first-units-left-too-early",
-        "fsdp2/_engine/backward_order.py",
+        "fsdp2/_engine/unit_order.py",
         "if opens or visit.entered > first or visit.marks_input:",
         "if True:",
         "The root is resharded between the backwards of two forwards whose losses are summed, and gathered again: one all-gather of the root more for each further forward.",
@@ -565,7 +565,7 @@ FAULTS = [
     Fault(
         "gather-by-hand-keeps-its-number",
         "fsdp2/_param_group/group.py",
-        "if self._gathering is not None:  # by hand, without a number",
+        "if self.gathering is not None:  # by hand, without the number that it gets",
         "if False:",
         "unshard(async_op=True) before the first forward turns the check of the ranks' order off: a rank that goes another way hangs the others.",
         near=("behaviour/test_divergence.py",),
@@ -583,10 +583,10 @@ FAULTS = [
         "fsdp2/_engine/runtime.py",
         """\
                 group.forget_step()
-        self.streams.reset()""",
+        self.context.streams.reset()""",
         """\
                 group.forget_stand_ins()
-        self.streams.reset()""",
+        self.context.streams.reset()""",
         "Unreduced gradients of a backward that raised (or that reset_iter_state() was to drop) are added to those of the next step.",
         near=("behaviour/test_recovery.py",),
     ),
@@ -594,9 +594,9 @@ FAULTS = [
         "half-reduced-gradients-never-flushed",
         "fsdp2/_engine/runtime.py",
         """\
-            self.wait_for_reductions()
+            self._wait_for_reductions()
             self._flush_partial()""",
-        "            self.wait_for_reductions()",
+        "            self._wait_for_reductions()",
         "HSDP with set_requires_all_reduce(False): a unit that took no part in the last backward, which all-reduces, is not all-reduced over the replicate axis, and its grad is never set.",
         near=("behaviour/test_accumulation.py",),
     ),
@@ -615,15 +615,15 @@ FAULTS = [
     ),
     Fault(
         "schedule-record-never-renewed",
-        "fsdp2/_engine/prefetch_order.py",
+        "fsdp2/_engine/unit_order.py",
         "self._recorded[self._entry] = self._running",
         "self._recorded.setdefault(self._entry, self._running)",
         "The first forward's order is predicted for ever: once the order of units changes, there are no prefetches (or those of units that do not follow) in every later forward.",
-        near=("unit/test_order.py", "unit/test_prefetch_order.py"),
+        near=("unit/test_order.py", "unit/test_unit_order.py"),
     ),
     Fault(
         "cast-inputs-of-first-gather-sent-again",
-        "fsdp2/_param_group/shard_buffer.py",
+        "fsdp2/_param_group/buffers.py",
         "is_kept = self._views is not None and sent is self._views[1]",
         "is_kept = self._views is not None",
         "With param_dtype=bf16, parameters of at least 128 KiB are gathered from the first step's cast copy for ever: forwards never see an optimizer step, and the copy stays in memory.",

@@ -147,9 +147,9 @@ def register_comm_hook(
         )
     groups = [group for unit in units for group in unit.own_groups]
     for unit in units:
-        if unit.runtime is not None and unit.runtime.clock.phase is not IDLE:
+        if unit.runtime is not None and unit.runtime.context.phase is not IDLE:
             raise StateError(
-                f"register_comm_hook: called during the {unit.runtime.clock.phase} of "
+                f"register_comm_hook: called during the {unit.runtime.context.phase} of "
                 f"{unit.runtime.root.fqn or '<root>'}. Call it between steps."
             )
     for group in groups:

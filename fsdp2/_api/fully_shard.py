@@ -34,12 +34,11 @@ from fsdp2._base.policy import (
 )
 from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._comm.process_mesh import carrying, named
-from fsdp2._engine.cast_buffers import CastBuffers
 from fsdp2._engine.hooks import ForwardMethod, register_hooks
-from fsdp2._engine.precision import policy_for
+from fsdp2._engine.precision import Precision
 from fsdp2._engine.root_groups import PartHook
 from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, unit_of
-from fsdp2._param_group.full_buffer import Readers
+from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.optimizer_steps import watch_optimizers
 from fsdp2._param_group.param import FSDPParam
@@ -120,16 +119,14 @@ def fully_shard(
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
-    policy = policy_for(mp_policy, modules)
-    unit = Unit(tuple(modules), policy, settings, conditional)
-    unit.chosen_policy = mp_policy
+    unit = Unit(tuple(modules), Precision(mp_policy, modules), settings, conditional)
     device = data.device
     params = _make_params(collected)
     hooked: list[tuple[nn.Module, Readers]] = []
     names = {part: name for top in modules for name, part in top.named_modules()}
 
     def make_group(used: DataMesh, members: list[FSDPParam]) -> ParamGroup:
-        group = ParamGroup(used, policy, device, offload_policy)
+        group = ParamGroup(used, unit.precision.policy, device, offload_policy)
         group.settings = settings
         group.shard(members)
         if smaller[used] is not None:
@@ -142,7 +139,7 @@ def fully_shard(
         parts = {} if conditional else find_parts(modules, params[used])
         for part, members in parts.items():
             group = make_group(used, members)
-            hooked.append((part, group.become_part(names[part])))
+            hooked.append((part, group.early.become_part(names[part])))
         taken = {param for members in parts.values() for param in members}
         params[used] = [param for param in params[used] if param not in taken]
     for used, tied in take_ties(collected).items():
@@ -158,9 +155,7 @@ def fully_shard(
         buffer_site.move_to(device)
     if mp_policy.buffer_dtype is not None:
         sites = [(site.module, site.name) for site in collected.buffers]
-        unit.cast_buffers = CastBuffers(sites, mp_policy.buffer_dtype)
-        if policy.buffer_dtype is not None:
-            unit.cast_buffers.cast()
+        unit.precision.cast_buffers(sites, mp_policy.buffer_dtype)
     for target in modules:
         target.__dict__[UNIT_ATTRIBUTE] = unit
         register_names(target, unit)

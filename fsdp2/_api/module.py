@@ -23,7 +23,6 @@ from fsdp2._base.arguments import check_flag, check_mapping
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._engine.hooks import call_compiled, forward_raised
 from fsdp2._engine.pipelining import StageState
-from fsdp2._engine.precision import check_mode_change, follow_mode
 from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, refuse_whole, unit_of
 from fsdp2._param_group.group import ParamGroup
 
@@ -88,16 +87,17 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         unit = self.__dict__.get(UNIT_ATTRIBUTE)
         if unit is not None and unit.runner is not None and unit.runner.is_traced:
             return unit.runner.call(super().__call__, args, kwargs)
-        return self._call_eagerly(args, kwargs)
+        return self._call_eagerly(unit, args, kwargs)
 
     @torch_compiler.never_traced
-    def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unit = unit_of(self)
+    def _call_eagerly(
+        self, unit: Unit | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if unit is None:  # an empty instance, see __new__
             return super().__call__(*args, **kwargs)
         if unit.runner is not None:
             return unit.runner.call(super().__call__, args, kwargs)
-        depth = len(unit.calls)
+        depth = len(unit.calls.running)
         try:
             compiled = torch_compiler.compiled_call(self)
             if compiled is not None:
@@ -150,11 +150,11 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         """
         check_flag("train", "mode", mode)
         for unit in units_in(self, recurse=True):
-            check_mode_change(unit, mode)
+            unit.check_mode_change(mode)
         result = super().train(mode)
         own = unit_of(self)
         if own is not None:
-            follow_mode(own)
+            own.follow_mode()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -181,14 +181,14 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         """
         check_flag("unshard", "async_op", async_op)
         unit = own_unit(self)
-        if unit.is_summoned:
+        if unit.summoned_on:
             raise StateError(
                 f"{unit.fqn or '<root>'}: unshard() was called inside summon_full_params, where "
                 "parameters are whole already. Leave the context first."
             )
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
-            unit.runtime.streams.order_after_compute("gather")
+            unit.runtime.context.streams.order_after_compute("gather")
         groups = unit.own_groups
         for group in groups:
             group.inspect()
@@ -205,7 +205,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         """Free this unit's unsharded parameters and register the sharded ones."""
         for group in own_unit(self).own_groups:
             group.reshard()
-            group.streams.finish_host_reads()
+            group.context.streams.finish_host_reads()
 
     def reset_iter_state(self) -> None:
         """Drop what an unfinished step left in the whole tree, now.

@@ -43,9 +43,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     for unit in units:
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
-            if unit.runtime.clock.phase is not IDLE:
+            if unit.runtime.context.phase is not IDLE:
                 raise StateError(
-                    f"no_sync: entered during the {unit.runtime.clock.phase} of "
+                    f"no_sync: entered during the {unit.runtime.context.phase} of "
                     f"{unit.runtime.root.fqn or '<root>'}, when some units may have reduced "
                     "already. Enter it before the forward, or between forward and backward."
                 )

@@ -154,12 +154,12 @@ class ControlSurface:
     def set_modules_to_forward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
         """Gather these units when this one's forward begins, instead of the recorded next one."""
         units = _units_of("set_modules_to_forward_prefetch", modules)
-        own_unit(self).forward_prefetch = units
+        configure(self, False, forward_prefetch=units)
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
         """Gather these units when this one's backward begins, instead of the one before it."""
         units = _units_of("set_modules_to_backward_prefetch", modules)
-        own_unit(self).backward_prefetch = units
+        configure(self, False, backward_prefetch=units)
 
     # What a gradient is.
 
@@ -426,13 +426,13 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
     if not units:
         return
     first = units[0]
-    streams = first.streams if first.runtime is None else first.runtime.streams
+    streams = first.streams if first.runtime is None else first.runtime.context.streams
     if streams is None:
         streams = streams_for(first.device)
     for unit in units:
         unit.streams = streams
         if unit.runtime is not None:
-            unit.runtime.use(streams)
+            unit.runtime.context.streams = streams
 
 
 def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:

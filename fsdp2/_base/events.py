@@ -44,15 +44,6 @@ class Event:
         return f"{self.phase}: {self.kind} {self.fqn or '<root>'}"
 
 
-class Clock:
-    """The phase that a root is in, as its groups' events state it."""
-
-    __slots__ = ("phase",)
-
-    def __init__(self) -> None:
-        self.phase = IDLE
-
-
 def emit(kind: str, fqn: str, phase: str, nbytes: int = 0) -> None:
     """Tell every listener. Guard the call with ``if listeners``."""
     event = Event(kind, fqn, phase, nbytes)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
+from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError, ConfigTypeError
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
@@ -116,7 +117,7 @@ class Residence:
     @cached_property
     def is_away(self) -> bool:
         """True if shards are copied to the device before they are sent."""
-        return isinstance(self.offload, CPUOffloadPolicy) and self.compute.type != "cpu"
+        return isinstance(self.offload, CPUOffloadPolicy) and not capabilities(self.compute).is_host
 
     @cached_property
     def storage(self) -> torch.device:
@@ -126,7 +127,7 @@ class Residence:
     def is_pinned(self) -> bool:
         """True if that is pinned host memory, which a device copies beside the compute."""
         pins = isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
-        return self.is_away and pins
+        return self.is_away and pins and capabilities(self.compute).pins
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,8 @@ class Settings:
     ``reshard_after_forward`` is what the user said: ``None`` (True below the root, False at the
     root), a bool, or the number of ranks to reshard to. The sum of gradients is divided by
     ``divide_by`` (None: by the number of ranks). ``input_buffers`` reductions may hold their inputs
-    at a time (None: as many as ``overlap`` says).
+    at a time (None: as many as ``overlap`` says). The prefetch lists are of units; None: by the
+    order of last time.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -234,3 +236,5 @@ class Settings:
     reduce_unused: bool = False
     input_buffers: int | None = None
     overlap: Overlap = Overlap()  # frozen
+    forward_prefetch: tuple[Any, ...] | None = None
+    backward_prefetch: tuple[Any, ...] | None = None

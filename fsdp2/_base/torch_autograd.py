@@ -26,9 +26,8 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def graph_task_id() -> int:
-    """Return the running backward's number in this thread, -1 outside of any."""
-    return torch._C._current_graph_task_id()
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The running backward's number in this thread, -1 outside of any."""
 
 
 def computes_gradient(param: torch.Tensor) -> bool:

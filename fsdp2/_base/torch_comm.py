@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp2._base.capabilities import capabilities
+
 # Collectives and kernels.
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,7 +57,7 @@ def pause_at_exit() -> None:
 
 def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
     """Issue what is inside as one operation, where a device's backend can. No public way exists."""
-    if group is None or device.type == "cpu":
+    if group is None or not capabilities(device).coalesces:
         return contextlib.nullcontext()
     manager: AbstractContextManager[Any] = vars(dist)["_coalescing_manager"](group, device)
     return manager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -63,10 +64,8 @@ def _skip_frames(function: Callable[..., Any], with_callees: bool) -> None:
     frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, callees))
 
 
-@never_traced
-def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """Return what ``module.compile()`` made, which runs the module's hooks and forward."""
-    return module._compiled_call_impl
+compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter("_compiled_call_impl")
+"""What ``module.compile()`` made, which runs the module's hooks and forward."""
 
 
 call_with_hooks: Callable[..., Any] = nn.Module._call_impl

@@ -7,7 +7,7 @@ a unit or a group is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -133,15 +133,3 @@ def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
 def is_on_its_way(tensor: torch.Tensor) -> bool:
     """True for the result of a functional collective, which is a plain tensor once it is read."""
     return isinstance(tensor, AsyncCollectiveTensor)
-
-
-_storage_of = methodcaller("untyped_storage")
-_number_of = attrgetter("_cdata")
-
-
-def shells_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return what identifies the empty storage of each DTensor, which ``.data = ...`` changes.
-
-    Nothing else tells: the assignment leaves the local tensor and both versions as they are.
-    """
-    return list(map(_number_of, map(_storage_of, tensors)))

@@ -19,15 +19,10 @@ import torch.distributed as dist
 
 from fsdp2._base import torch_comm
 from fsdp2._base.arguments import wrong_type, wrong_value
+from fsdp2._base.capabilities import STRAIGHT_NBYTES
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._comm import gloo_p2p
 from fsdp2._comm.mesh import MeshAxis
-
-STRAIGHT_NBYTES = 131072
-"""Bytes of an unsharded parameter from which a collective of its own costs less than a copy.
-
-Measured on gloo (docs/decisions/0013); on a device nothing is straight unless the user says so.
-"""
 
 
 class Comm(ABC):

@@ -19,6 +19,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from fsdp2._base.capabilities import capabilities
+from fsdp2._base.events import IDLE
+
 
 class InFlight:
     """Buffers that something still reads or writes. ``wait`` makes them safe to use."""
@@ -78,12 +81,16 @@ class Streams:
     host_read: InFlight | None = None  # the last launch that reads memory of the host
 
     def launch(
-        self, lane: str, issue: Callable[[], InFlight], after: InFlight | None = None
+        self,
+        lane: str,
+        issue: Callable[..., InFlight],
+        *args: object,
+        after: InFlight | None = None,
     ) -> InFlight:
-        """Run ``issue`` in a lane, behind ``after``."""
+        """Run ``issue(*args)`` in a lane, behind ``after``."""
         if after is not None:
             after.wait()
-        return issue()
+        return issue(*args)
 
     def order_after_compute(self, lane: str) -> None:
         """Let a lane wait for what compute has been given so far."""
@@ -115,13 +122,16 @@ class DeviceStreams(Streams):
     async_op = False
 
     def __init__(self, device: torch.device) -> None:
-        self._lanes = {
-            name: torch.Stream(device, priority=-1) for name in ("gather", "reduce", "all_reduce")
-        }
+        names, priority = ("gather", "reduce", "all_reduce"), capabilities(device).lane_priority
+        self._lanes = {name: torch.Stream(device, priority=priority) for name in names}
         self._retired: dict[str, list[InFlight]] = {name: [] for name in self._lanes}
 
     def launch(
-        self, lane: str, issue: Callable[[], InFlight], after: InFlight | None = None
+        self,
+        lane: str,
+        issue: Callable[..., InFlight],
+        *args: object,
+        after: InFlight | None = None,
     ) -> InFlight:
         stream = self._lanes[lane]
         for held in self._retired[lane]:
@@ -130,7 +140,7 @@ class DeviceStreams(Streams):
         if after is not None:
             after.hold_back(stream)
         with stream:
-            flight = issue()
+            flight = issue(*args)
             flight.end_with(stream.record_event())
         if after is not None:  # read or written here, in memory of another lane
             flight.buffers += after.buffers
@@ -164,6 +174,16 @@ class DeviceStreams(Streams):
             held.clear()
 
 
+class StepContext:
+    """What the groups of a tree share: the phase that its root is in, and the lanes."""
+
+    __slots__ = ("phase", "streams")
+
+    def __init__(self, streams: Streams) -> None:
+        self.phase = IDLE
+        self.streams = streams
+
+
 def streams_for(device: torch.device) -> Streams:
     """Return the lanes of a device."""
-    return Streams() if device.type in ("cpu", "meta") else DeviceStreams(device)
+    return DeviceStreams(device) if capabilities(device).has_lanes else Streams()

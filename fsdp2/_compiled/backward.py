@@ -82,7 +82,7 @@ class FunctionalBackward:
         for traced in self._units:
             unit = traced.unit
             if unit.runner is None:  # else another step of the same units is in its backward
-                if unit.runtime is None or unit.runtime.clock.phase is IDLE:
+                if unit.runtime is None or unit.runtime.context.phase is IDLE:
                     unit.reshard()  # somebody made it whole since
                 unit.runner, self._open[unit] = Again(self, traced), traced
         owners = [
@@ -249,7 +249,7 @@ class _Place:
     def check(self) -> None:
         """Refuse what no gradient would come back from; modules refuse their forwards there."""
         unit = self._owner.traced.unit
-        if unit.is_summoned and self.backward.is_recomputing:
+        if unit.summoned_on and self.backward.is_recomputing:
             raise StateError(
                 f"{unit.fqn or '<root>'}: the backward of a compiled model reads its parameters in "
                 "a recomputation, inside summon_full_params. Leave the context before backward."

@@ -227,7 +227,7 @@ class FunctionalStep:
         """
         for runtime in self._runtimes:
             runtime.recover_if_failed()
-            if runtime.clock.phase is not IDLE:
+            if runtime.context.phase is not IDLE:
                 raise StateError(
                     f"{runtime.root.fqn or '<root>'}: a compiled model was called inside a forward "
                     "or backward of its own units. Compile the outermost module, or call "
@@ -243,7 +243,7 @@ class FunctionalStep:
                     "it, which gathers its parameters. Compile that module, or apply fully_shard "
                     "to this one without conditional."
                 )
-            if unit.unit.is_summoned:
+            if unit.unit.summoned_on:
                 raise StateError(
                     f"{unit.unit.fqn or '<root>'}: a compiled model was called inside "
                     "summon_full_params. Call it outside."

@@ -74,7 +74,7 @@ class TracedGroup:
             StateError: gradients wait for a reduction, which no functional step can join.
         """
         group, reducer = self.group, self.group.reducer
-        if group.owes_reduction or reducer.is_waiting:
+        if group.reducer.unreduced.is_owed or reducer.unreduced.is_waiting:
             raise StateError(
                 f"{group.fqn or '<root>'}: gradients that were accumulated without sync wait for "
                 "their reduction, which a compiled step cannot join. Run the backward that syncs "
@@ -85,7 +85,7 @@ class TracedGroup:
             self.slots = ()
             return
         reduction = reducer.prepare(group.settings)
-        made_for = (buffer, reduction, reducer.scale, keeps, group.smaller_mesh)
+        made_for = (buffer, reduction, reducer.scale, keeps, group.post_forward.mesh)
         if all(a is b for a, b in itertools.zip_longest(made_for, self._made_for)):
             return
         plan = self._plan(buffer.layout, keeps)
@@ -111,7 +111,7 @@ class TracedGroup:
     def _plan(self, layout: GatherLayout, keeps: bool) -> TracedPlan:
         group, reducer = self.group, self.group.reducer
         data, reduction = group.data, reducer.plan()
-        scale, smaller = reducer.scale, group.smaller_mesh
+        scale, smaller = reducer.scale, group.post_forward.mesh
         neighbours = None
         is_cut = any(not item.shard.is_replicated for item in layout.items if not item.is_stamp)
         if smaller is not None and not keeps and is_cut:
@@ -245,8 +245,8 @@ class TracedUnit:
         if [group.group for group in self.groups] != self.unit.groups:
             self.groups = tuple(TracedGroup(g, self._bucketed) for g in self.unit.groups)
         self._is_recorded = torch.is_grad_enabled()
-        self.input_dtype = self.unit.input_dtype  # others in evaluation, maybe
-        self.output_dtype = self.unit.policy.output_dtype
+        self.input_dtype = self.unit.precision.input_dtype  # others in evaluation, maybe
+        self.output_dtype = self.unit.precision.policy.output_dtype
         keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
             group.refresh(keeps)

@@ -105,15 +105,10 @@ class TracedPlan:
         """True if every parameter has collectives of its own."""
         return not self.bucketed and self.size > 1 and self.neighbours is None
 
-    @cached_property
+    @property
     def wire_dtype(self) -> torch.dtype:
         """Dtype of the all-gather: the compute dtype if there is one, else bytes."""
-        dtypes = {region.compute_dtype for region in self.regions if not region.is_replicated}
-        if len(dtypes) == 1:
-            (dtype,) = dtypes
-            if dtype.is_floating_point and dtype.itemsize > 1:
-                return dtype
-        return torch.uint8
+        return self.layout.wire_dtype
 
 
 _plans: dict[str, TracedPlan] = {}

@@ -34,8 +34,8 @@ def require_idle(module: object, what: str) -> list[Unit]:
         if runtime is None:
             continue
         runtime.recover_if_failed()
-        if runtime.clock.phase is not IDLE or torch_autograd.graph_task_id() != -1:
-            phase = "backward" if runtime.clock.phase is IDLE else runtime.clock.phase
+        if runtime.context.phase is not IDLE or torch_autograd.graph_task_id() != -1:
+            phase = "backward" if runtime.context.phase is IDLE else runtime.context.phase
             raise StateError(
                 f"{what}: {unit.fqn or '<root>'} is inside a {phase}, where "
                 "parameters are gathered and freed. Call it between steps."

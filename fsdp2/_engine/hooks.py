@@ -28,7 +28,7 @@ plain autograd view: updating it, or a view of it, in place stays legal, which a
 ``autograd.Function`` there would forbid.
 
 What no mark tells, because a rank's graph goes another way, follows from the order of the forward:
-see [Note: the order of backward] in ``_engine.backward_order``. It puts marks in order, too, that
+see [Note: the order of backward] in ``_engine.unit_order``. It puts marks in order, too, that
 share a node: a unit may return what a unit inside it returned, or its input.
 
 [Note: one reduction a backward]
@@ -59,10 +59,9 @@ from fsdp2._base import torch_autograd, torch_compiler, torch_modes
 from fsdp2._base.containers import map_tensors, visit_tensors
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import FORWARD
-from fsdp2._engine.backward_order import Visit
-from fsdp2._engine.precision import stale_call
 from fsdp2._engine.runtime import Runtime, attach
 from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, unit_of
+from fsdp2._engine.unit_order import Visit
 
 
 class Call:
@@ -80,10 +79,14 @@ class Call:
         """A gradient reached an output."""
         visit, runtime = self.visit, self.runtime
         runtime.begin_backward()
-        if visit.opened_in == runtime.backward_number:
+        if visit.opened_in == runtime.backward.number:
             return
-        if visit.unit.policy is not visit.policy:
-            raise StateError(stale_call(visit.unit.fqn))
+        if visit.unit.precision.policy is not visit.policy:
+            raise StateError(
+                f"{visit.unit.fqn or '<root>'}: train() or eval() was called between this forward "
+                "and its backward. Its policy has full_precision_in_eval, so the parameters that "
+                "it needs are gone. Run the backward first."
+            )
         if torch_modes.is_under_modes():
             torch_modes.run_aside(runtime.arrive, visit)
         else:
@@ -93,7 +96,7 @@ class Call:
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> None:
         """Every gradient inside the unit has been computed; this one leaves it."""
         visit, runtime = self.visit, self.runtime
-        number = runtime.backward_number
+        number = runtime.backward.number
         if visit.opened_in != number or visit.closed_in == number:
             return
         if torch.is_grad_enabled():  # create_graph: a backward may come through these gradients
@@ -120,7 +123,10 @@ class Call:
     def mark_outputs(self, output: Any) -> bool:
         """Put pre-backward on what made the outputs; return True if any has a gradient."""
         mark = self._mark_layers if torch_modes.is_under_transforms() else self._mark
-        visit_tensors(mark, output)
+        if type(output) is Tensor:
+            mark(output)
+        else:
+            visit_tensors(mark, output)
         return self.is_marked
 
     def _mark(self, tensor: Tensor) -> None:
@@ -128,7 +134,7 @@ class Call:
         if tensor.requires_grad:
             if not self.is_marked:
                 self.is_marked = True
-                self.visit.unit.recorded_calls += 1
+                self.visit.unit.calls.recorded += 1
             base = torch_autograd.base_of(tensor)
             for made in (tensor,) if base is None else (tensor, base):
                 if made.grad_fn is not None:
@@ -150,7 +156,7 @@ def _enter(unit: Unit) -> None:
             "which gathers its parameters. Call it from that module's forward, or apply "
             "fully_shard to it without conditional."
         )
-    recomputing = runtime.is_recomputing
+    recomputing = runtime.context.phase is not FORWARD and runtime.is_recomputing  # mostly no call
     if not recomputing and runtime.forward_root is None:
         runtime.begin_forward(unit)
     for group in unit.groups:
@@ -175,10 +181,10 @@ def pre_forward(
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
     call = None
     if torch.is_grad_enabled() and unit.groups:
-        order = runtime.order if runtime.clock.phase is FORWARD else None
+        order = runtime.order if runtime.context.phase is FORWARD else None
         call = Call(Visit(unit, order), runtime)
-    unit.calls.append(call)
-    dtype = unit.input_dtype
+    unit.calls.running.append(call)
+    dtype = unit.precision.input_dtype
     if call is None and dtype is None:
         return args, kwargs
 
@@ -190,7 +196,9 @@ def pre_forward(
             cast = call.mark_input(tensor, cast)
         return cast
 
-    args = tuple([map_tensors(prepare, arg) for arg in args])
+    args = tuple(
+        [prepare(a) if type(a) is Tensor else map_tensors(prepare, a) for a in args]  # a call less
+    )
     if kwargs:
         kwargs = {name: map_tensors(prepare, value) for name, value in kwargs.items()}
     return args, kwargs
@@ -199,20 +207,20 @@ def pre_forward(
 @torch_compiler.always_eager
 def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Prepare the outputs and give parameters back."""
-    call: Call | None = unit.calls.pop() if unit.calls else None  # type: ignore[assignment]  # ours
+    call: Call | None = unit.calls.running.pop() if unit.calls.running else None  # type: ignore[assignment]  # ours
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
-    dtype = unit.policy.output_dtype
+    dtype = unit.precision.policy.output_dtype
     if dtype is not None:
         output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
-    recomputing = runtime.is_recomputing
+    recomputing = runtime.context.phase is not FORWARD and runtime.is_recomputing
     if call is not None and (call.mark_outputs(output) or (unit.trains and not recomputing)):
-        if not recomputing or unit.open_calls == 0:  # else it repeats a call that is open
-            unit.open_calls += 1
+        if not recomputing or unit.calls.open == 0:  # else it repeats a call that is open
+            unit.calls.open += 1
         if not recomputing:
             visit = call.visit
             visit.previous = runtime.remember(unit)
             runtime.order.leave(visit)
-    if not unit.calls:
+    if not unit.calls.running:
         if torch_modes.is_under_modes():
             torch_modes.run_aside(_leave, unit, runtime, module, recomputing)
         else:
@@ -223,8 +231,8 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
 def _leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -> None:
     """Give parameters back, as the unit's settings say."""
     with_grad = torch.is_grad_enabled()
-    if not (unit.active_calls or (recomputing and with_grad)):
-        _reshard_after(unit, module, with_grad)
+    if not (unit.calls.active or (recomputing and with_grad)):
+        _reshard_after(unit, runtime, module, with_grad)
     for group in unit.groups:
         if group.watch.placed:
             group.watch.return_stand_ins()
@@ -232,12 +240,12 @@ def _leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -
         runtime.end_forward()
 
 
-def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
-    unit.ran.add(module)
-    if len(unit.ran) < len(unit.modules):
-        return
-    unit.ran.clear()
-    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
+def _reshard_after(unit: Unit, runtime: Runtime, module: nn.Module, with_grad: bool) -> None:
+    if len(unit.modules) > 1:
+        unit.calls.ran.add(module)
+        if len(unit.calls.ran) < len(unit.modules):
+            return
+        unit.calls.ran.clear()
     if runtime.parts is not None:
         runtime.end_parts(unit, with_grad)
     if unit.keeps_after_forward(with_grad):
@@ -247,7 +255,7 @@ def _reshard_after(unit: Unit, module: nn.Module, with_grad: bool) -> None:
         return
     if with_grad:
         for group in unit.groups:
-            if not group.is_laid_aside:
+            if not group.early.is_released:
                 group.reshard_post_forward()
     else:
         unit.reshard()
@@ -260,11 +268,11 @@ def forward_raised(unit: Unit, depth: int) -> None:
     It may be caught further up, or be no failure at all: a recomputation that has all it needs
     stops by raising. The next forward recovers if it left the outermost unit.
     """
-    del unit.calls[depth:]
+    del unit.calls.running[depth:]
     runtime = unit.runtime
-    if not isinstance(runtime, Runtime) or unit.calls or runtime.is_recomputing:
+    if not isinstance(runtime, Runtime) or unit.calls.running or runtime.is_recomputing:
         return
-    unit.ran.clear()
+    unit.calls.ran.clear()
     if runtime.forward_root is unit:
         runtime.fail()
     elif not unit.in_backward:
@@ -348,7 +356,7 @@ class ForwardMethod:
         assert unit is not None
         if unit.runner is not None:
             return unit.runner.call(self._run, args, kwargs)
-        depth = len(unit.calls)
+        depth = len(unit.calls.running)
         try:
             args, kwargs = pre_forward(unit, args, kwargs)
             return post_forward(unit, module, self._run(*args, **kwargs))

@@ -10,16 +10,16 @@ unit that contains other units.
 The gradient of a head is complete long before the root's backward is over. When exactly is seen on
 each rank by looking at ``grad`` at every *event* of a backward. An event is a point in the order of
 collectives, so it has the same number on every rank. At the end of a backward the ranks take the
-maximum of what they saw, and in later ones a part is reduced, and laid aside, at that event,
+maximum of what they saw, and in later ones a part is reduced, and released, at that event,
 whatever is there: reduce is constant. A rank whose backward took another way may have a gradient
 that came later. It says so in the same exchange, all ranks reduce the part once more, and from then
 on later. So the event decides about memory and overlap; never about the result.
 
 [Note: read by nobody]
 The same exchange carries whether something on a rank still referred to a part's parameters after
-forward (see [Note: laid aside] in ``_param_group.group``). If nothing did on any rank, later
-forwards lay the part aside. A rank where this changes keeps its memory for that step, and says so;
-from then on the part is gathered, or kept, as others are.
+forward (see [Note: released early] in ``early_release``). If nothing did on any rank, later
+forwards release the part early. A rank where this changes keeps its memory for that step, and says
+so; from then on the part is gathered, or kept, as others are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fsdp2._comm.consistency import STAMP_NUMEL, Stamp
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.streams import Streams
 from fsdp2._engine.unit import Unit
-from fsdp2._param_group.full_buffer import Readers
+from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 
 UNREAD, UNKNOWN, READ = 0, 1, 2
@@ -99,7 +99,7 @@ class Part:
         """A forward with gradients is over: see whether its backward will read the parameters."""
         group = self.group
         found = UNKNOWN
-        if group.readers is not None and group.readers.is_called:
+        if group.early.readers is not None and group.early.readers.is_called:
             found = UNREAD if group.is_unread() else READ
         self.reads = found if self.reads == UNKNOWN else max(self.reads, found)
 
@@ -159,16 +159,16 @@ class Parts:
         return part is not None and part.is_reduced
 
     def end_forward(self, group: ParamGroup, with_grad: bool) -> None:
-        """See who reads a part after a forward; lay it aside if nobody does."""
+        """See who reads a part after a forward; release it early if nobody does."""
         part, settings = self._of.get(group), group.settings
-        readers = group.readers
+        readers = group.early.readers
         assert readers is not None
         readers.is_recomputed |= with_grad and readers.ran_without_grad
         if part is not None and with_grad and part.agreed_reads != READ:
             part.note_reads()
             keeps = settings.reshard_after_forward is False or settings.overlap.keeps_parts
             if not keeps and settings.reshard_after_backward and self.knows_unread(group):
-                group.lay_aside(skips_backward=True)
+                group.release_early(skips_backward=True)
         readers.ran_without_grad = False
 
     def begin(self) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
 from collections.abc import Iterable
 
 import torch
@@ -30,20 +29,16 @@ import torch.nn as nn
 
 from fsdp2._base import events, torch_autograd, torch_compiler, torch_modes, torch_modules
 from fsdp2._base.errors import StateError
-from fsdp2._base.events import BACKWARD, FORWARD, IDLE, Clock
-from fsdp2._comm.streams import Streams, streams_for
-from fsdp2._engine.backward_order import Order, Visit
-from fsdp2._engine.prefetch_order import Schedule
+from fsdp2._base.events import BACKWARD, FORWARD, IDLE
+from fsdp2._comm.streams import StepContext, streams_for
+from fsdp2._engine.reduction_queue import SMALL_NBYTES, ReductionQueue
 from fsdp2._engine.root_groups import Part, Parts
 from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._engine.unit_order import Order, Schedule, Visit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam
-from fsdp2._param_group.reduction import Reduction
 
 _CPU = torch.device("cpu")
-
-SMALL_NBYTES = 1 << 20
-"""Bytes of a reduction's input below which its memory does not matter."""
 
 
 class _EndOfBackward:
@@ -54,7 +49,7 @@ class _EndOfBackward:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._number = runtime.backward_number
+        self._number = runtime.backward.number
         self._was_called = False
 
     @torch_compiler.always_eager
@@ -71,8 +66,23 @@ class _EndOfBackward:
 
     @torch_compiler.always_eager
     def __del__(self) -> None:
-        if not self._was_called and self._number == self._runtime.backward_number:
+        if not self._was_called and self._number == self._runtime.backward.number:
             self._runtime.abandon_backward()
+
+
+class Backward:
+    """The backward that is running, or ran last."""
+
+    def __init__(self) -> None:
+        self.number = 0  # tells the visits of one backward from those of another
+        self.order: Order | None = None  # of the forward that it is in
+        self.open: list[Visit] = []  # that it has come to
+        self.with_graph = False  # it creates a graph
+        self.callback: weakref.ref[_EndOfBackward] | None = None  # None: none is running
+
+    def forget_places(self) -> None:
+        self.open.clear()
+        self.order = None
 
 
 class Runtime:
@@ -82,35 +92,19 @@ class Runtime:
         self.root = root
         self.units = units
         self._several = [unit for unit in units if len(unit.modules) > 1]  # may run in part
-        self.clock = Clock()
-        self.streams: Streams = root.streams or streams_for(
-            next((group.device for unit in units for group in unit.own_groups), _CPU)
-        )
+        groups = [group for unit in units for group in unit.own_groups]
+        device = groups[0].device if groups else _CPU
+        self.context = StepContext(root.streams or streams_for(device))
         self.schedule: Schedule[Unit] = Schedule()  # who followed whom in the last forward
         self.forward_root: Unit | None = None  # whose forward began outside of any other
         self.failed = False  # the last forward raised; the next one recovers
-        self.backward_number = 0  # tells the visits of one backward from those of another
+        self.backward = Backward()
         self.order = Order()  # of the running forward
-        self._order: Order | None = None  # of the forward that backward is in
-        self._open: list[Visit] = []  # by the running backward
         self.last_units: tuple[Unit, ...] = ()  # that ran before this point, the last one first
         self.parts: Parts | None = None  # None: the tree has no large part of a root
-        self.is_large = any(
-            sum(param.nbytes for param in group.params) >= SMALL_NBYTES
-            for unit in units
-            for group in unit.own_groups
-        )
-        self._with_graph = False  # this backward creates a graph
+        sizes = [sum(param.nbytes for param in group.params) for group in groups]
+        self.reductions = ReductionQueue(self.context, max(sizes, default=0) >= SMALL_NBYTES)
         self._prefetched: list[Unit] = []  # gathers that somebody may not have used
-        self._reductions: deque[Reduction] = deque()  # in flight, the oldest first
-        self._callback: weakref.ref[_EndOfBackward] | None = None  # None: no backward is running
-
-    def use(self, streams: Streams) -> None:
-        """Run everything from now on in the lanes of another runtime."""
-        self.streams = streams
-        for unit in self.units:
-            for group in unit.own_groups:
-                group.streams = streams
 
     # Forward.
 
@@ -120,12 +114,12 @@ class Runtime:
         _follow_listeners()
         event, self.root.post_optim_event = self.root.post_optim_event, None
         if event is None:
-            self.streams.order_after_compute("gather")
-            if not self.streams.async_op:
+            self.context.streams.order_after_compute("gather")
+            if not self.context.streams.async_op:
                 self._release_gradients()
         else:  # an optimizer beside the compute may still read gradients that nobody holds
-            self.streams.order_after_event("gather", event)
-        self.clock.phase = FORWARD
+            self.context.streams.order_after_event("gather", event)
+        self.context.phase = FORWARD
         self.forward_root = entry
         self.last_units = ()
         self.order = Order()
@@ -139,10 +133,11 @@ class Runtime:
     def prefetch_forward(self, unit: Unit) -> None:
         """Issue the unshard of what follows ``unit``, to overlap with its compute."""
         expected = self.schedule.visit(unit)
-        depth = unit.settings.overlap.prefetch
+        settings = unit.settings
+        depth = settings.overlap.prefetch
         following: Iterable[Unit]
-        if unit.forward_prefetch is not None:
-            following = unit.forward_prefetch
+        if settings.forward_prefetch is not None:
+            following = settings.forward_prefetch
         elif depth == 1:
             following = () if expected is None else (expected,)
         else:
@@ -151,49 +146,47 @@ class Runtime:
             self._prefetch(other.groups, other)
 
     def _prefetch(self, groups: Iterable[ParamGroup], unit: Unit) -> None:
-        if unit.active_calls:  # it has what it needs, and reads what counts as laid aside
+        if unit.calls.active:  # it has what it needs, and reads what counts as released early
             return
         for group in groups:
-            if not group.is_due:
+            if group.early.skips_backward and self.context.phase is BACKWARD:
                 continue
-            if group.skips_backward and self.clock.phase is BACKWARD:
-                continue
-            if events.listeners:
-                events.emit("prefetch", unit.fqn, self.clock.phase)
+            if events.listeners and group.is_due:
+                events.emit("prefetch", unit.fqn, self.context.phase)
             group.unshard()
         self._prefetched.append(unit)
 
     def end_forward(self) -> None:
         """The forward that began outside of any other is over."""
         self.schedule.end()
-        self.clock.phase = IDLE
+        self.context.phase = IDLE
         self.forward_root = None
         self._drop_unused_prefetches()
         for unit in self._several:
-            if unit.ran:  # not all of its modules ran in this forward
-                unit.ran.clear()
+            if unit.calls.ran:  # not all of its modules ran in this forward
+                unit.calls.ran.clear()
                 unit.reshard()
         is_recorded = False
         for unit in self.units:
-            if unit.recorded_calls:
+            if unit.calls.recorded:
                 is_recorded = True
             else:  # no backward of this forward can come
                 unit.show_shards()
         if not is_recorded:
-            self.streams.finish_host_reads()
+            self.context.streams.finish_host_reads()
 
     def lose_graph(self, unit: Unit) -> None:
         """A recorded forward of a unit is gone: no backward through it can come any more."""
-        unit.recorded_calls -= 1
-        if not unit.recorded_calls and self.clock.phase is IDLE:
+        unit.calls.recorded -= 1
+        if not unit.calls.recorded and self.context.phase is IDLE:
             unit.show_shards()
-            if self.streams.host_read is not None:
-                self.streams.finish_host_reads()
+            if self.context.streams.host_read is not None:
+                self.context.streams.finish_host_reads()
 
     def _drop_unused_prefetches(self) -> None:
         for unit in self._prefetched:
             for group in unit.groups:
-                if group.is_gathering:
+                if group.gathering is not None:
                     group.reshard()
         self._prefetched.clear()
 
@@ -202,81 +195,89 @@ class Runtime:
     @property
     def is_recomputing(self) -> bool:
         """True if a forward that starts now is a recomputation inside a backward."""
-        return self.clock.phase is not FORWARD and torch_autograd.graph_task_id() != -1
+        return self.context.phase is not FORWARD and torch_autograd.graph_task_id() != -1
 
     def begin_backward(self) -> None:
         """The first gradient of a backward reached a unit."""
-        if self.clock.phase is BACKWARD and self._callback is not None and self._callback():
-            return
-        if self.clock.phase is BACKWARD:
+        backward = self.backward
+        if self.context.phase is BACKWARD:
+            if backward.callback is not None and backward.callback() is not None:
+                return
             self.recover()
-        self.backward_number += 1
+        backward.number += 1
         callback = _EndOfBackward(self)
-        self._callback = weakref.ref(callback)
+        backward.callback = weakref.ref(callback)
         torch_autograd.queue_end_of_backward(callback)
-        self._with_graph = torch.is_grad_enabled()
-        self.clock.phase = BACKWARD
+        backward.with_graph = torch.is_grad_enabled()
+        self.context.phase = BACKWARD
         if self.parts is not None:
             self.parts.begin()
 
     def arrive(self, visit: Visit) -> None:
         """Backward comes to a forward of a unit: make its parameters whole."""
-        if visit.opened_in == self.backward_number:
+        if visit.opened_in == self.backward.number:
             return
         order = visit.order
         if order is not None:  # inline, here and in depart: no call where nothing was missed
-            if order is not self._order or order.place != visit.left + 1:
+            if order is not self.backward.order or order.place != visit.left + 1:
                 self._catch_up(order, visit.left)
             order.place = visit.left
         unit = visit.unit
-        visit.opened_in = self.backward_number
-        unit.active_calls += 1
-        self._open.append(visit)
+        visit.opened_in = self.backward.number
+        unit.calls.active += 1
+        self.backward.open.append(visit)
         loses = not unit.settings.reduce_grads and not unit.is_unsharded
-        if self.parts is not None and unit.gathers_in_backward:
+        wanted = [
+            group
+            for group in unit.groups
+            if group.settings.unshard_in_backward and not group.early.skips_backward
+        ]
+        if self.parts is not None and not all(group.is_unsharded for group in wanted):
             self.pass_event()
-        if self.is_large:
-            self.free_done()
-        unit.gather_for_backward()
+        self.reductions.free_done()
+        for group in wanted:
+            group.unshard()
+        for group in wanted:
+            group.wait_for_unshard()
         self.prefetch_backward(unit, visit.previous)
         if loses:
             unit.note_unsynced_backward()
 
     def depart(self, visit: Visit) -> None:
         """Backward leaves a forward of a unit: give parameters back, reduce if it was the last."""
-        number = self.backward_number
+        number = self.backward.number
         if visit.opened_in != number or visit.closed_in == number:
             return
         order = visit.order
         if order is not None:
-            if order is not self._order or order.place != visit.entered + 1:
+            if order is not self.backward.order or order.place != visit.entered + 1:
                 self._catch_up(order, visit.entered)
             order.place = visit.entered
         unit = visit.unit
         self._count_closed(visit)
-        if unit.active_calls:
+        if unit.calls.active:
             return
-        is_needed_again = unit.open_calls and visit.entered == 0
+        is_needed_again = unit.calls.open and visit.entered == 0
         if unit.settings.reshard_after_backward and not is_needed_again:
             for group in unit.groups:
                 group.reshard()
-        if not unit.open_calls:
+        if not unit.calls.open:
             self.reduce(unit)
 
     def _count_closed(self, visit: Visit) -> None:
         unit = visit.unit
-        visit.closed_in = self.backward_number
-        unit.active_calls -= 1
-        if unit.open_calls:
-            unit.open_calls -= 1
+        visit.closed_in = self.backward.number
+        unit.calls.active -= 1
+        if unit.calls.open:
+            unit.calls.open -= 1
 
     def _catch_up(self, order: Order, place: int) -> None:
         """Do first what backward missed before a place of a forward's order."""
-        if order is not self._order:
-            if self._order is not None:
-                self._go_through(self._order.missed(-1))
-            order.begin(self.backward_number)
-            self._order = order
+        if order is not self.backward.order:
+            if self.backward.order is not None:
+                self._go_through(self.backward.order.missed(-1))
+            order.begin(self.backward.number)
+            self.backward.order = order
         self._go_through(order.missed(place))
 
     def _go_through(self, missed: Iterable[tuple[Visit, bool]]) -> None:
@@ -296,7 +297,7 @@ class Runtime:
 
     def prefetch_backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
         """Issue the unshard of what backward needs after ``unit``."""
-        following = unit.backward_prefetch
+        following = unit.settings.backward_prefetch
         if following is None:
             following = previous[: unit.settings.overlap.prefetch]
         for other in following:
@@ -314,48 +315,8 @@ class Runtime:
                 self._reduce(group)
 
     def _reduce(self, group: ParamGroup) -> None:
-        while self._is_full_for(group):
-            self._complete(self._reductions.popleft())
-        reduction = group.reduce(self._with_graph)
-        if reduction is None:
-            return
-        if self.parts is not None:
+        if self.reductions.start(group, self.backward.with_graph) and self.parts is not None:
             self.parts.note_reduced(group)
-        reduction.start()
-        if not self.streams.async_op:
-            reduction.advance()
-            reduction.finish()
-        self._reductions.append(reduction)
-        if group.settings.input_buffers is None and group.settings.overlap.reductions == 0:
-            self._complete(self._reductions.popleft())
-
-    def _is_full_for(self, group: ParamGroup) -> bool:
-        """True if the oldest reduction must end first: a group has one at a time, and all few."""
-        running = self._reductions
-        if not running:
-            return False
-        settings = group.settings
-        limit = settings.input_buffers
-        if limit is None:  # one more if that takes next to nothing: it waits for the link only
-            limit = settings.overlap.reductions + (running[0].nbytes < SMALL_NBYTES)
-        if len(running) >= limit:
-            return True
-        for reduction in running:  # noqa: SIM110  # each turn of a generator is a call
-            if reduction.is_of(group.reducer):
-                return True
-        return False
-
-    def free_done(self) -> None:
-        """Free what reductions hold that have ended: at other times on other ranks, so no more."""
-        if self.streams.async_op:
-            for reduction in self._reductions:
-                reduction.free_if_done()
-
-    def _complete(self, reduction: Reduction) -> None:
-        if self.streams.async_op:
-            reduction.advance()
-            reduction.finish()
-        reduction.wait()
 
     # Parts. See [Note: reduced early] in _engine.root_groups.
 
@@ -364,75 +325,73 @@ class Runtime:
         parts = self.parts
         assert parts is not None
         due = parts.pass_event()
-        if not due or self._with_graph or parts.is_off or not parts.all_sync or not self._agrees:
+        if not due or self.backward.with_graph or parts.is_off:
+            return
+        if not parts.all_sync or not self._agrees:
             return
         for part in due:
             group, unit = part.group, part.unit
-            if unit.open_calls or group.owes_reduction:
-                self._lay_aside(part)
+            if unit.calls.open or group.reducer.unreduced.is_owed:
+                self._release_early(part)
                 self._reduce(group)
 
     def end_parts(self, unit: Unit, with_grad: bool) -> None:
-        """A unit's forward is over: lay aside what its backward reads nowhere."""
+        """A unit's forward is over: release early what its backward reads nowhere."""
         parts = self.parts
         assert parts is not None
         for group in unit.own_groups:
-            if group.readers is not None:
+            if group.early.readers is not None:
                 parts.end_forward(group, with_grad)
 
-    def _lay_aside(self, part: Part) -> None:
+    def _release_early(self, part: Part) -> None:
         """Free a part whose gradients are in, unless something here still needs it."""
         group, settings = part.group, part.group.settings
         keeps = settings.overlap.keeps_parts or not settings.reshard_after_backward
-        if not keeps and not part.unit.calls and not group.is_gathering:
-            group.lay_aside(skips_backward=False)
+        if not keeps and not part.unit.calls.running and group.gathering is None:
+            group.release_early(skips_backward=False)
 
     @property
     def _agrees(self) -> bool:
         """True if ranks tell each other of late gradients: on a device this is waited for."""
-        return self.streams.async_op or self.root.settings.overlap.synchronizes
+        return self.context.streams.async_op or self.root.settings.overlap.synchronizes
 
     def _agree(self) -> None:
         """Learn what all ranks know of the parts; reduce again what was late somewhere."""
         parts = self.parts
-        if parts is None or parts.is_off or self._with_graph or not parts.all_sync:
+        if parts is None or parts.is_off or self.backward.with_graph or not parts.all_sync:
             return
         if (self._agrees or not parts.are_known) and torch_modes.has_real_memory():
-            for part in parts.agree(self.streams):
+            for part in parts.agree(self.context.streams):
                 self._reduce(part.group)
 
     def end_backward(self) -> None:
         """Reduce what no post-backward reduced, finish what is in flight, reshard."""
-        if self._order is not None:
-            self._go_through(self._order.rest())
-        ran = {unit for unit in self.units if unit.open_calls or unit.active_calls}
-        for visit in self._open:
-            if visit.closed_in != self.backward_number:
+        if self.backward.order is not None:
+            self._go_through(self.backward.order.rest())
+        ran = {unit for unit in self.units if unit.calls.open or unit.calls.active}
+        for visit in self.backward.open:
+            if visit.closed_in != self.backward.number:
                 self._count_closed(visit)
-        self._forget_places()
+        self.backward.forget_places()
         is_last = all(unit.settings.is_last_backward for unit in self.units)
         for unit in reversed(self.units):
             if unit.groups and self._has_to_reduce(unit, unit in ran):
                 self.reduce(unit)
             elif unit in ran:  # without sync: whoever had no gradient owes one too
                 for group in unit.groups:
-                    group.owes_reduction = True
-            unit.open_calls = 0
+                    group.reducer.unreduced.is_owed = True
+            unit.calls.open = 0
             self._reshard_after_backward(unit, is_last)
         self._prefetched.clear()
         if self.parts is not None:
             self._agree()
             self.parts.end()
         if is_last:
-            self.wait_for_reductions()
+            self._wait_for_reductions()
             self._flush_partial()
-            self.streams.finish_host_reads()
-        self.clock.phase = IDLE if self.forward_root is None else FORWARD
-        self._callback = None
-
-    def _forget_places(self) -> None:
-        self._open.clear()
-        self._order = None
+            self.context.streams.finish_host_reads()
+        self.context.phase = IDLE if self.forward_root is None else FORWARD
+        self.backward.callback = None
 
     def _has_to_reduce(self, unit: Unit, has_run: bool) -> bool:
         """True if a unit that ran, here and so on every rank, was not reduced by a post-backward.
@@ -441,17 +400,17 @@ class Runtime:
         """
         for group in unit.groups:
             if self.parts is None or not self.parts.is_reduced(group):
-                owes = has_run or group.owes_reduction
+                owes = has_run or group.reducer.unreduced.is_owed
                 if group.reducer.has_local_gradients or (group.settings.reduce_grads and owes):
                     return True
         return False
 
     def _reshard_after_backward(self, unit: Unit, is_last: bool) -> None:
         """Reshard, unless a forward around this backward, or a backward through it, needs more."""
-        if unit.calls:
+        if unit.calls.running:
             return
         keeps = not unit.settings.reshard_after_backward
-        if not keeps and not (self._with_graph and unit.is_unsharded):
+        if not keeps and not (self.backward.with_graph and unit.is_unsharded):
             for group in unit.groups:
                 group.reshard()
             return
@@ -466,33 +425,26 @@ class Runtime:
         """Reduce over replicas what earlier backwards reduced over shards only."""
         for unit in reversed(self.units):
             for group in unit.groups:
-                if group.reducer.partial is not None and group.settings.all_reduce_grads:
+                if group.reducer.unreduced.partial is not None and group.settings.all_reduce_grads:
                     self.reduce(unit)
                     break
-        if self._reductions:
-            self.wait_for_reductions()
+        if self.reductions:
+            self._wait_for_reductions()
 
     def rest(self) -> None:
         """Wait for what is in flight, and for the optimizer: a step begins that is not ours."""
-        if self._reductions:
-            self.wait_for_reductions()
+        if self.reductions:
+            self._wait_for_reductions()
         event, self.root.post_optim_event = self.root.post_optim_event, None
-        if event is not None and self.streams.async_op:
+        if event is not None and self.context.streams.async_op:
             event.synchronize()
         elif event is not None:
             event.wait()
 
-    def wait_for_reductions(self) -> None:
-        """Make every reduced gradient safe to use."""
-        if self.streams.async_op:
-            for reduction in self._reductions:
-                reduction.advance()
-            for reduction in self._reductions:
-                reduction.finish()
-        while self._reductions:
-            self._reductions.popleft().wait()
+    def _wait_for_reductions(self) -> None:
+        self.reductions.wait()
         if events.listeners:
-            events.emit("wait_for_reduce", self.root.fqn, self.clock.phase)
+            events.emit("wait_for_reduce", self.root.fqn, self.context.phase)
 
     # Recovery.
 
@@ -500,7 +452,7 @@ class Runtime:
         """The running forward raised. The next one recovers; parameters are sharded at once."""
         self.failed = True
         self.forward_root = None
-        self.clock.phase = IDLE
+        self.context.phase = IDLE
         for unit in self.units:
             unit.reshard_unless_gathering()
 
@@ -514,13 +466,13 @@ class Runtime:
 
     def recover_if_failed(self) -> None:
         """Recover from a forward or a backward that raised, if one did."""
-        if self.failed or (self.clock.phase is BACKWARD and torch_autograd.graph_task_id() == -1):
+        if self.failed or (self.context.phase is BACKWARD and torch_autograd.graph_task_id() == -1):
             self.recover()
 
     def recover(self) -> None:
         """Return to a clean state. See [Note: a step is a transaction]."""
         if events.listeners:
-            events.emit("recover", self.root.fqn, self.clock.phase)
+            events.emit("recover", self.root.fqn, self.context.phase)
         groups = [group for unit in self.units for group in unit.own_groups]
         stamps = [stamp for group in groups for stamp in group.ids.all]
         broken = next((s.broken for s in stamps if s.broken is not None), None)
@@ -529,27 +481,22 @@ class Runtime:
             for group in groups:
                 group.forget_step()
             raise StateError(broken)
-        for reduction in self._reductions:
-            reduction.wait()
-        self._reductions.clear()
-        self._forget_places()
+        self.reductions.drop()
+        self.backward.forget_places()
         for unit in self.units:
-            unit.calls.clear()
-            unit.ran.clear()
-            unit.active_calls = 0
-            unit.open_calls = 0
+            unit.calls.abandon()
             unit.reshard()
             for group in unit.groups:
                 group.forget_step()
-        self.streams.reset()
+        self.context.streams.reset()
         self._prefetched.clear()
         self.schedule.abandon()
         if self.parts is not None:
             self.parts.end()
         self.last_units = ()
-        self.forward_root = self._callback = None
+        self.forward_root = self.backward.callback = None
         self.failed = False
-        self.clock.phase = IDLE
+        self.context.phase = IDLE
 
 
 def attach(root: Unit) -> Runtime:
@@ -589,19 +536,19 @@ def attach(root: Unit) -> Runtime:
     runtime = Runtime(root, list(names))
     for unit, name in names.items():
         unit.runtime, unit.fqn = runtime, name
-        unit.choose_input_dtype()
+        unit.precision.choose_input_dtype(unit.is_root)
         if unit is not root and unit.post_optim_event is not None:
             root.post_optim_event, unit.post_optim_event = unit.post_optim_event, None
         for group in unit.groups:
-            group.enroll(".".join(filter(None, (name, group.part))))
-            group.clock, group.streams = runtime.clock, runtime.streams
+            group.enroll(".".join(filter(None, (name, group.early.part))))
+            group.context = runtime.context
     for governor, conditional in governed.items():
         governor.govern(conditional)
     parts = [
         Part(group, unit)
         for unit in names
         for group in unit.own_groups
-        if group.readers is not None and group.params and unit.governor is None
+        if group.early.readers is not None and group.params and unit.governor is None
     ]
     if parts:
         runtime.parts = Parts(parts)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_autograd, torch_compiler
 from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.events import IDLE, Clock
+from fsdp2._base.events import IDLE
 from fsdp2._base.names import clean
-from fsdp2._base.policy import MixedPrecisionPolicy, Settings
-from fsdp2._comm.streams import Streams
-from fsdp2._engine.cast_buffers import CastBuffers
+from fsdp2._base.policy import Settings
+from fsdp2._comm.streams import StepContext, Streams
+from fsdp2._engine.precision import Precision
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SHARDED
 
@@ -39,15 +39,12 @@ class Tree(Protocol):
 
     root: Unit
     units: list[Unit]
-    clock: Clock
-    streams: Streams
+    context: StepContext
     failed: bool  # a forward raised, and nothing recovered yet
 
     def recover_if_failed(self) -> None: ...
 
     def recover(self) -> None: ...
-
-    def use(self, streams: Streams) -> None: ...
 
 
 class Runner(Protocol):
@@ -60,20 +57,35 @@ class Runner(Protocol):
     ) -> Any: ...
 
 
+class Calls:
+    """The forwards of a unit, and where backwards are in them."""
+
+    def __init__(self) -> None:
+        self.running: list[object] = []  # their marks, see _engine.hooks; the innermost last
+        self.ran: set[nn.Module] = set()  # of several modules: which did in this forward
+        self.recorded = 0  # whose graph lives: a backward through them may come
+        self.open = 0  # recorded, and not past their post-backward
+        self.active = 0  # that the running backward has entered and not left
+
+    def abandon(self) -> None:
+        """Forget what an unfinished step left."""
+        self.running.clear()
+        self.ran.clear()
+        self.open = self.active = 0
+
+
 class Unit:
     """What one call of ``fully_shard`` made: its modules, its groups, its settings."""
 
     def __init__(
         self,
         modules: tuple[nn.Module, ...],
-        policy: MixedPrecisionPolicy,
+        precision: Precision,
         settings: Settings,
         conditional: bool = False,
     ) -> None:
         self.modules = modules
-        self.policy = policy  # that holds now, see _engine.precision
-        self.chosen_policy = policy
-        self.cast_buffers: CastBuffers | None = None
+        self.precision = precision
         self.settings = settings
         self.conditional = conditional
         self.own_groups: list[ParamGroup] = []
@@ -81,45 +93,17 @@ class Unit:
         self.governor: Unit | None = None  # whose hooks move this conditional unit's groups
         self.fqn = ""  # in the tree, from its first forward on
         self.runtime: Tree | None = None  # from the first forward on
-        self.input_dtype: torch.dtype | None = None  # None: inputs are not cast
-        self.choose_input_dtype()
         self.streams: Streams | None = None  # of share_comm_ctx, until there is a runtime
         self.post_optim_event: torch.Event | None = None  # taken by the root's next forward
-        self.forward_prefetch: tuple[Unit, ...] | None = None  # None: by the order of last time
-        self.backward_prefetch: tuple[Unit, ...] | None = None
-        self.ran: set[nn.Module] = set()  # of several modules: which did in this forward
-        self.calls: list[object] = []  # forwards that are running, see _engine.hooks
-        self.active_calls = 0  # that the running backward has entered and not left
-        self.open_calls = 0  # recorded, and not past their post-backward
-        self.recorded_calls = 0  # whose graph lives: a backward through them may come
+        self.calls = Calls()
         self.may_lose_gradients = False  # in a pipeline, see note_unsynced_backward
         self.runner: Runner | None = None  # None: the hooks
-        self.is_summoned = False  # whole parameters are registered, see _transfer.summon
-        self.is_summoned_on_first = False  # on the first rank only
+        self.summoned_on = ""  # ranks with whole ones registered: "all", "first"; "": no summon
 
     @property
     def device(self) -> torch.device:
         """Where the unit computes."""
         return next((group.device for group in self.own_groups), torch.device("cpu"))
-
-    def gather_for_backward(self) -> None:
-        """Issue the gathers that backward needs, and finish them."""
-        for group in self.groups:
-            if group.settings.unshard_in_backward and not group.skips_backward:
-                group.unshard()
-        for group in self.groups:
-            if group.settings.unshard_in_backward and not group.skips_backward:
-                group.wait_for_unshard()
-
-    @property
-    def gathers_in_backward(self) -> bool:
-        """True if backward has to gather something here that is not whole: on every rank."""
-        return any(
-            group.settings.unshard_in_backward
-            and not group.skips_backward
-            and not group.is_unsharded
-            for group in self.groups
-        )
 
     @property
     def trains(self) -> bool:
@@ -133,7 +117,7 @@ class Unit:
     @property
     def in_backward(self) -> bool:
         """True between the pre-backward and the post-backward of one of its calls."""
-        return self.active_calls > 0
+        return self.calls.active > 0
 
     def configure(self, **changes: Any) -> None:
         """Replace settings; a misspelt name is a TypeError."""
@@ -145,12 +129,41 @@ class Unit:
         """Call the unit and its parameters by their full names; ``names`` are those of modules."""
         self.fqn = next((names[module] for module in self.modules if module in names), self.fqn)
         for group in self.own_groups:
-            group.fqn = ".".join(filter(None, (self.fqn, group.part)))
+            group.fqn = ".".join(filter(None, (self.fqn, group.early.part)))
             for param in group.params:
                 for site in param.sites:
                     if site.module in names:
                         param.fqn = ".".join(filter(None, (names[site.module], site.name)))
                         break
+
+    def check_mode_change(self, mode: bool) -> None:
+        """Raise StateError if the precision would change under a step. Changes nothing."""
+        if not self.precision.chosen.full_precision_in_eval or self.runtime is None:
+            return
+        self.runtime.recover_if_failed()
+        phase = self.runtime.context.phase
+        if phase is not IDLE and any(module.training is not mode for module in self.modules):
+            raise StateError(
+                f"{self.fqn or '<root>'}: found train({mode}) during a {phase}. Its policy has "
+                "full_precision_in_eval, so that would change the dtype of parameters in use. Call "
+                "it between steps."
+            )
+
+    def follow_mode(self) -> None:
+        """Compute in the precision that the modules' mode asks for.
+
+        Parameters are made anew, so a graph that holds old ones must not run: whoever recorded it
+        has the old policy, as an object.
+        """
+        if not self.precision.follow(self.modules):
+            return
+        self.calls.open = 0
+        if self.governor is not None:
+            self.governor.precision.outdate()
+            self.governor.calls.open = 0
+        self.precision.choose_input_dtype(self.is_root)
+        for group in self.own_groups:
+            group.compute_by(self.precision.policy)
 
     def govern(self, units: list[Unit]) -> None:
         """Move the groups of conditional units from now on. See [Note: conditional units]."""
@@ -162,7 +175,7 @@ class Unit:
     def is_governed_now(self) -> bool:
         """True if the unit above, which moves this one's groups, has made them whole."""
         governor = self.governor
-        return governor is None or bool(governor.calls) or governor.in_backward
+        return governor is None or bool(governor.calls.running) or governor.in_backward
 
     def keeps_after_forward(self, with_grad: bool) -> bool:
         """True if parameters stay unsharded after a forward.
@@ -172,14 +185,6 @@ class Unit:
         """
         choice = self.settings.reshard_after_forward
         return choice is False or (choice is None and self.is_root and with_grad)
-
-    def choose_input_dtype(self) -> None:
-        """See to what floating-point inputs of a forward are cast. Call it when that may change."""
-        policy = self.policy
-        casts = policy.cast_forward_inputs
-        if policy.cast_root_forward_inputs and self.is_root:
-            casts = True
-        self.input_dtype = policy.param_dtype if casts else None
 
     def reshard(self) -> None:
         for group in self.groups:
@@ -195,7 +200,7 @@ class Unit:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
         for group in self.groups:
             group.watch.forget_stand_ins()
-            if group.is_gathering:  # from shards on a smaller mesh, which may be registered
+            if group.gathering is not None:  # from a smaller mesh: its shards may be registered
                 group.show_shards()
             else:
                 group.reshard()
@@ -221,11 +226,11 @@ class Unit:
         if self.runtime is not None:
             with contextlib.suppress(StateError):  # ranks that diverged can still save their state
                 self.runtime.recover_if_failed()
-        if self.runtime is None or self.runtime.clock.phase is IDLE:
+        if self.runtime is None or self.runtime.context.phase is IDLE:
             for group in self.own_groups:
-                if not group.is_gathering or self.runtime is None or not self.runtime.failed:
+                if group.gathering is None or self.runtime is None or not self.runtime.failed:
                     group.reshard()
-                    group.streams.finish_host_reads()
+                    group.context.streams.finish_host_reads()
 
     def before_load(
         self,
@@ -251,32 +256,22 @@ class Unit:
         At once, so that an optimizer made next holds shards, before the first forward too. A model
         that leaves the meta device in several loads waits for the last of them.
         """
-        if self.is_summoned:
+        if self.summoned_on:
             return
-        if self.runtime is None or self.runtime.clock.phase is IDLE:
+        if self.runtime is None or self.runtime.context.phase is IDLE:
             for group in self.own_groups:
                 if not any(param.is_on_meta for param in group.params):
                     group.inspect()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""
-        kept = [
-            "modules",
-            "policy",
-            "chosen_policy",
-            "cast_buffers",
-            "settings",
-            "conditional",
-            "own_groups",
-            "fqn",
-        ]
-        kept += ["forward_prefetch", "backward_prefetch"]
+        kept = ["modules", "precision", "settings", "conditional", "own_groups", "fqn"]
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["modules"], state["policy"], state["settings"])  # type: ignore[misc]  # not a new object
+        self.__init__(state["modules"], state["precision"], state["settings"])  # type: ignore[misc]  # not a new object
         vars(self).update(state)
-        self.choose_input_dtype()
+        self.precision.choose_input_dtype(is_root=False)
         self.groups = self.own_groups
 
 
@@ -284,6 +279,20 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """Return the unit that ``fully_shard`` made of a module."""
     return module.__dict__.get(UNIT_ATTRIBUTE)
+
+
+@contextlib.contextmanager
+def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
+    """Register cast buffers in their dtypes of origin inside the context: to be filled."""
+    found = [unit.precision.buffers for unit in units]
+    on = [buffers for buffers in found if buffers is not None and buffers.is_on]
+    for buffers in on:
+        buffers.restore()
+    try:
+        yield
+    finally:
+        for buffers in on:
+            buffers.cast()
 
 
 def refuse_whole(

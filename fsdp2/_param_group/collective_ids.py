@@ -11,6 +11,7 @@ import weakref
 import torch
 
 from fsdp2._base import torch_modes
+from fsdp2._base.capabilities import capabilities
 from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 
@@ -33,7 +34,7 @@ class CollectiveIds:
 
     def covers(self, axis: MeshAxis) -> bool:
         """True if ranks can see what others send over an axis: on a device the host would wait."""
-        on_host = self._device.type == "cpu" and torch_modes.has_real_memory()
+        on_host = capabilities(self._device).is_host and torch_modes.has_real_memory()
         return on_host and axis.size > 1 and axis.is_real
 
     def make(self, axis: MeshAxis, kind: str) -> Stamp | None:

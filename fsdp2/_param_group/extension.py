@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_autograd, torch_comm, torch_dtensor, torch_modes
+from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._comm.mesh import DataMesh, MeshAxis
@@ -529,7 +530,7 @@ class ExtensionTail:
             item.prepare()
         if not self.is_agreed:
             self._agree()
-        if self._device.type != "cpu":
+        if not capabilities(self._device).is_host:
             self._raise_own()
 
     def _agree(self) -> None:
@@ -568,7 +569,7 @@ class ExtensionTail:
         """Write what this rank sends into ``tail``, bytes."""
         for item in self.items:
             item.pack(tail, self._data.shard.rank)
-        if self._device.type != "cpu":
+        if not capabilities(self._device).is_host:
             self._raise_own()
         failed = any(item.error is not None for item in self.items)
         tail[:HEADER_NBYTES] = FAILED_BYTE if failed else 0
@@ -581,7 +582,7 @@ class ExtensionTail:
         Raises:
             StateError: the extension of a rank failed.
         """
-        if self._device.type == "cpu":
+        if capabilities(self._device).is_host:
             flags = (gathered[:, :HEADER_NBYTES] == FAILED_BYTE).all(dim=1).tolist()
             if any(flags):
                 self._raise_failed([rank for rank, flag in enumerate(flags) if flag])

@@ -19,10 +19,10 @@ from fsdp2._base.policy import Settings
 from fsdp2._comm.collectives import GradientScale, Wire
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._param_group import packing
+from fsdp2._param_group.buffers import ShardBuffer
 from fsdp2._param_group.gradient_buffer import local_gradient
 from fsdp2._param_group.layout import GatherItem, GatherLayout, ReduceLayout
 from fsdp2._param_group.param import FSDPParam
-from fsdp2._param_group.shard_buffer import ShardBuffer
 
 
 def whole_tensor(

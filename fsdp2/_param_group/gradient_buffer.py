@@ -80,6 +80,7 @@ class GradientBuffer:
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
         self._storages += [summed.untyped_storage() for summed, _ in self._sums]
+        self._numbers = list(map(torch_tensors.number_of, self._storages))
         local = view = only = None  # or they would count as holders
         self._lent: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._held = self._references()
@@ -108,7 +109,7 @@ class GradientBuffer:
         self.is_released = False
 
     def _references(self) -> list[int]:
-        counts = [torch_tensors.storage_use_count(storage) for storage in self._storages]
+        counts = list(map(torch_tensors.use_count, self._numbers))
         return counts + torch_tensors.count_references(self._grads)
 
     @staticmethod

@@ -11,16 +11,6 @@ it plans again and copies what is registered into a new shard buffer. The old bu
 written, so a parameter that comes back (``functional_call``) still has its values. The full buffer
 and the unsharded parameters stay if dtypes allow, because a recorded graph may need them.
 
-[Note: laid aside]
-A large part of a root is *laid aside* after forward if its backward reads it on no rank, and as
-soon as its gradients are in. That is a statement about collectives, the same on every rank: the
-group counts as sharded, and whoever needs it next gathers it: after forward that is no backward,
-but after its gradients are in it may be the backward of another open call. What a
-rank does with the memory is its own affair. It is freed if, and only if, nothing else refers to it:
-not autograd (whatever it saved holds the tensor, or the storage of a view), not the user. Otherwise
-this rank keeps the parameters, registered and whole, until it reshards. Recomputation
-(checkpointing) needs parameters that nothing refers to, so a part that ran under it is kept.
-
 [Note: between steps]
 Between steps ``parameters()`` are the shards, so that an optimizer made there trains them. Memory
 is another matter: a group may keep its whole parameters for the next forward or backward (by
@@ -46,22 +36,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._base import events, torch_dtensor
+from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.events import BACKWARD, IDLE, Clock
+from fsdp2._base.events import BACKWARD, IDLE
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, Settings
 from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import GATHER_STAMP_NUMEL, Stamp, Traits
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._comm.streams import InFlight, Streams
+from fsdp2._comm.streams import InFlight, StepContext, Streams
 from fsdp2._param_group import packing
+from fsdp2._param_group.buffers import FullBuffer, PostForward, ShardBuffer
 from fsdp2._param_group.collective_ids import CollectiveIds
+from fsdp2._param_group.early_release import EarlyRelease
 from fsdp2._param_group.extension import (
     ExtensionTail,
     has_extension,
     is_extended,
     smaller_mesh_refused,
 )
-from fsdp2._param_group.full_buffer import FullBuffer, Readers
 from fsdp2._param_group.functional_call import whole_tensor
 from fsdp2._param_group.layout import GatherItem, GatherLayout, ShardLayout
 from fsdp2._param_group.param import (
@@ -80,7 +72,6 @@ from fsdp2._param_group.replaced_params import (
     own_sources,
     source_of,
 )
-from fsdp2._param_group.shard_buffer import ShardBuffer
 
 
 class ParamGroup:
@@ -97,29 +88,21 @@ class ParamGroup:
         self.policy = policy
         self.residence = Residence(device, offload)
         self.settings = Settings()  # of the unit; replaced as a whole
-        self.streams = Streams()  # those of the tree, from its first forward on
+        self.context = StepContext(Streams())  # the tree's, from its first forward on
         self.machine = StateMachine()  # one for all: parameters move together
-        self.clock = Clock()  # the tree's: what phase a move is in
         self.fqn = ""  # for errors
         self.params: list[FSDPParam] = []  # in the order of registration, which all ranks share
-        self._flat_params: list[FSDPParam] = []  # those that lie in the flat buffers
-        self._tail = ExtensionTail(data, policy, device)  # the others: they send what they like
+        self._tail = ExtensionTail(data, policy, device)  # of those that send what they like
         self.ids = CollectiveIds(data, device)
         self.reducer = Reducer(self.params, data, self.residence, policy.reduce_dtype, self.ids)
-        if device.type != "cpu":
-            self.wire.straight_nbytes = None
-        self.owes_reduction = False  # a backward ran without sync, with a gradient here or not
-        self._smaller: DataMesh | None = None  # between forward and backward, if not the whole axis
-        self._home: ShardBuffer | None = None  # the shards; None without parameters, and in copies
-        self._waiting: ShardBuffer | None = None  # those over the smaller mesh, if there is one
+        self.wire.straight_nbytes = capabilities(device).straight_nbytes
+        self.home_buffer: ShardBuffer | None = None  # the shards; None: no parameters, or a copy
+        self.post_forward = PostForward()
         self._full: FullBuffer | None = None  # from the first gather on
         self.watch = Watch()  # sees what the user did to what is registered
         self.is_held = False  # whole and registered, because the user asked for it
-        self.part = ""  # the name of a large part of a root, which is a group of its own
-        self.readers: Readers | None = None  # of such a part
-        self.is_laid_aside = False  # counts as sharded on every rank, see the note
-        self.skips_backward = False  # laid aside until it is resharded: backward does not read it
-        self._gathering: InFlight | None = None  # the all-gather that nobody has waited for
+        self.early = EarlyRelease()
+        self.gathering: InFlight | None = None  # the all-gather that nobody has waited for
 
     @property
     def wire(self) -> Wire:
@@ -136,13 +119,17 @@ class ParamGroup:
         """Where the group computes."""
         return self.residence.compute
 
+    @property
+    def _shard_buffers(self) -> list[ShardBuffer]:
+        both = self.home_buffer, self.post_forward.buffer
+        return [buffer for buffer in both if buffer is not None]
+
     def rewire(self) -> None:
         """Take notice of what changed on the wire: every rank does so between the same steps."""
-        if self._gathering is not None:
+        if self.gathering is not None:  # by hand, without the number that it gets
             self._drop_gather()
-        for buffer in (self._home, self._waiting):
-            if buffer is not None:
-                self._know(buffer)
+        for buffer in self._shard_buffers:
+            self._know(buffer)
         self.reducer.invalidate()
 
     def send_straight(self, nbytes: int | None) -> None:
@@ -168,37 +155,16 @@ class ParamGroup:
 
         Not earlier: whoever copies a model on one rank alone, and never runs it, takes no numbers.
         """
-        if self._gathering is not None:  # by hand, without a number
-            self._drop_gather()
         if self.wire.is_separate and self.wire.scatter_group is None:  # a copy of one that was
             self.separate_reductions(True)
         self.fqn = fqn
         self.ids.enroll(fqn)
-        for buffer in (self._home, self._waiting):
-            if buffer is not None:
-                self._know(buffer)
-        self.reducer.invalidate()
-
-    def become_part(self, name: str) -> Readers:
-        """Be a large part of a root, called ``name`` in it. Return who will read it."""
-        self.part, self.readers = name, Readers()
-        return self.readers
+        self.rewire()
 
     def forget_step(self) -> None:
         """Drop what an unfinished step left."""
         self.reducer.discard()
-        self.owes_reduction = False
         self.watch.forget_stand_ins()
-
-    @property
-    def home_buffer(self) -> ShardBuffer | None:
-        """The shards, where optimizers find them; None without parameters."""
-        return self._home
-
-    @property
-    def smaller_mesh(self) -> DataMesh | None:
-        """The mesh that parameters wait on between forward and backward, if not the whole one."""
-        return self._smaller
 
     # Planning and adoption.
 
@@ -245,14 +211,14 @@ class ParamGroup:
         if size is not None:
             self._refuse_smaller([param for param in self.params if param.is_extended])
         smaller = None if size is None else self.data.split(size)
-        if smaller is not self._smaller:
+        if smaller is not self.post_forward.mesh:
             self.reshard()
-            self._smaller, self._waiting = smaller, None
-            self._stamp_smaller()
+            self._wait_on(smaller)
             self._plan(own_sources(self.params))
 
-    def _stamp_smaller(self) -> None:
-        axis = None if self._smaller is None else self._smaller.shard
+    def _wait_on(self, smaller: DataMesh | None) -> None:
+        self.post_forward.mesh, self.post_forward.buffer = smaller, None
+        axis = None if smaller is None else smaller.shard
         self.ids.gather_smaller = None if axis is None else self.ids.make(axis, "gather")
 
     @torch.inference_mode(False)
@@ -273,15 +239,15 @@ class ParamGroup:
             param.storage_dtype = source.dtype
         self.reducer.invalidate()
         if not sources:
-            self._home = self._full = self._waiting = None
+            self.home_buffer = self._full = self.post_forward.buffer = None
             self.watch.see([])
             self._tail.plan([])
             return
-        if self.readers is not None:
-            self.readers.forget()
+        if self.early.readers is not None:
+            self.early.readers.forget()
         layout = self._layout()
-        if self._home is None or not layout.has_full_of(self._home.layout):
-            self._full = self._waiting = None
+        if self.home_buffer is None or not layout.has_full_of(self.home_buffer.layout):
+            self._full = self.post_forward.buffer = None
         device = devices.pop()
         if self.residence.is_away and device.type != "meta":
             device = self.residence.storage
@@ -306,7 +272,7 @@ class ParamGroup:
             param.set_shard(local, registered, buffer.piece(index))
             index += 1
         self._tail.plan([param for param in self.params if param.is_extended])
-        self._home = buffer
+        self.home_buffer = buffer
         self.watch.see(self.params)
         self._register(SHARDED)
 
@@ -317,7 +283,7 @@ class ParamGroup:
             StateError: an extension is not complete, or cannot be used here; nothing was changed.
         """
         extended = [is_extended(p, s) for p, s in zip(self.params, shards, strict=True)]
-        if self._smaller is not None:
+        if self.post_forward.mesh is not None:
             self._refuse_smaller(
                 [p for p, is_so in zip(self.params, extended, strict=True) if is_so]
             )
@@ -325,7 +291,11 @@ class ParamGroup:
             if is_so and not param.is_extended and shard is param.local:
                 shard.data = shard.clone()  # the same object, out of the flat buffer
             param.is_extended = is_so
-        self._flat_params = [param for param in self.params if not param.is_extended]
+
+    @property
+    def _flat_params(self) -> list[FSDPParam]:
+        """Those that lie in the flat buffers."""
+        return [param for param in self.params if not param.is_extended]
 
     def _refuse_smaller(self, extended: Sequence[FSDPParam]) -> None:
         if extended:
@@ -336,7 +306,7 @@ class ParamGroup:
             GatherItem(param.placement.layout, param.storage_dtype, param.compute_dtype)
             for param in self._flat_params
         ]
-        sizes = () if self._smaller is None else (self._smaller.shard.size,)
+        sizes = () if self.post_forward.mesh is None else (self.post_forward.mesh.shard.size,)
         return self._stamped(items, self.data.shard.size, sizes, self.ids.gather)
 
     def _stamped(
@@ -375,16 +345,15 @@ class ParamGroup:
     @torch.no_grad()
     def _build_full(self) -> None:
         """Make the unsharded parameters, and the smaller mesh's, on memory that is freed again."""
-        assert self._home is not None
-        if any(map(has_extension, self._home.shards)):  # methods were set on a local tensor
+        assert self.home_buffer is not None
+        if any(map(has_extension, self.home_buffer.shards)):  # methods were set on a local tensor
             self._plan(own_sources(self.params))
-        if self._smaller is not None:
-            self._build_waiting(self._smaller)
-        layout = self._home.layout
+        if self.post_forward.mesh is not None:
+            self._build_waiting(self.post_forward.mesh)
+        layout = self.home_buffer.layout
         self._full = full = FullBuffer(layout.full_nbytes, self.device)
-        for buffer in (self._home, self._waiting):
-            if buffer is not None:
-                buffer.bind(full.flat)
+        for buffer in self._shard_buffers:
+            buffer.bind(full.flat)
         tensors = packing.full_tensors(full.flat, layout)
         for param, tensor in zip(self._flat_params, tensors, strict=False):
             param.set_unsharded(tensor)
@@ -392,9 +361,10 @@ class ParamGroup:
 
     def _meet_readers(self) -> None:
         """Count references to a part's unsharded parameters when there are none but ours."""
-        if self.readers is not None and not self._tail.items and self._smaller is None:
+        readers = self.early.readers
+        if readers is not None and not self._tail.items and self.post_forward.mesh is None:
             assert self._full is not None
-            self.readers.meet(self._full, [param.unsharded for param in self.params])
+            readers.meet(self._full, [param.unsharded for param in self.params])
 
     def _build_waiting(self, smaller: DataMesh) -> None:
         """Plan the shards over the smaller mesh. Both plans must place unsharded tensors alike."""
@@ -406,13 +376,12 @@ class ParamGroup:
         stamp = self.ids.gather_smaller
         layout = self._stamped(items, smaller.shard.size, (self.data.shard.size,), stamp)
         stamp = stamp if len(layout.items) > len(items) else None
-        self._waiting = ShardBuffer(layout, smaller.shard, self.device, is_freed=True, stamp=stamp)
-        self._know(self._waiting)
-        for param, placement, local in zip(
-            self.params, placements, self._waiting.shards, strict=False
-        ):
+        buffer = ShardBuffer(layout, smaller.shard, self.device, is_freed=True, stamp=stamp)
+        self.post_forward.buffer = buffer
+        self._know(buffer)
+        for param, placement, local in zip(self.params, placements, buffer.shards, strict=False):
             param.set_post_forward(local, placement)
-        self._waiting.flat.untyped_storage().resize_(0)
+        self.post_forward.free()
 
     def inspect(self, recomputing: bool = False) -> None:
         """See what the user did to the registered parameters. Call it before a forward's unshard.
@@ -451,7 +420,7 @@ class ParamGroup:
         sources = [source_of(p, replaced.get(p, p.sharded), rank) for p in self.params]
         self.reshard()
         if events.listeners:
-            events.emit("adopt", self.fqn, self.clock.phase)
+            events.emit("adopt", self.fqn, self.context.phase)
         for param, new in replaced.items():
             if new is not param.sharded:
                 self.reducer.forget(param)
@@ -459,11 +428,11 @@ class ParamGroup:
             for site in param.sites:
                 site.put(param.sharded)
         self._plan(sources)
-        self.streams.order_after_compute("gather")
+        self.context.streams.order_after_compute("gather")
 
     def _check_toggle(self, params: Sequence[FSDPParam]) -> None:
         """Raise StateError if ``requires_grad`` must not change now: the same on every rank."""
-        if self.owes_reduction or self.reducer.has_partial:
+        if self.reducer.unreduced.is_owed or self.reducer.unreduced.partial is not None:
             raise StateError(
                 f"{params[0].fqn}: requires_grad changed while gradients of its group are "
                 "accumulated without sync. Set it back and run a backward with gradient sync "
@@ -472,9 +441,8 @@ class ParamGroup:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear sharded gradients that are not registered, and those that wait for a reduction."""
-        if self.reducer.is_waiting or self.owes_reduction:
+        if self.reducer.unreduced.is_waiting or self.reducer.unreduced.is_owed:
             self.reducer.discard()
-            self.owes_reduction = False
         if self.machine.state is SHARDED:
             return
         for param in self.params:
@@ -488,19 +456,15 @@ class ParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """True if no rank has to gather. See [Note: laid aside]."""
-        return self.machine.state is UNSHARDED and not self.is_laid_aside
-
-    @property
-    def is_gathering(self) -> bool:
-        return self._gathering is not None
+        """True if no rank has to gather. See [Note: released early] in ``early_release``."""
+        return self.machine.state is UNSHARDED and not self.early.is_released
 
     @property
     def is_due(self) -> bool:
         """True if whoever needs the parameters has to gather them, and nobody does so already."""
-        if self._gathering is not None:
+        if self.gathering is not None:
             return False
-        return self.machine.state is not UNSHARDED or self.is_laid_aside
+        return self.machine.state is not UNSHARDED or self.early.is_released
 
     def _register(self, state: Any) -> None:
         """Put one form of every parameter onto the modules. See [Note: what is registered]."""
@@ -525,38 +489,39 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Issue the all-gather, unless the parameters are whole or on their way."""
-        if self.is_laid_aside:
+        if self.early.is_released:
             self.reshard()
-        if self._gathering is not None or self.machine.state is UNSHARDED or not self.params:
+        if self.gathering is not None or self.machine.state is UNSHARDED or not self.params:
             return
-        if self._home is None:  # a copy, gathered ahead of its own first forward
+        if self.home_buffer is None:  # a copy, gathered ahead of its own first forward
             self.inspect()
         if self._full is None:
             self._build_full()
             self._meet_readers()
-        source = self._home if self.machine.state is SHARDED else self._waiting
+        source = self.home_buffer if self.machine.state is SHARDED else self.post_forward.buffer
         assert source is not None
-        phase = self.clock.phase
+        phase = self.context.phase
         if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
             self.watch.note_values()  # in a forward those are noted that stay, at its end
         if events.listeners:
             nbytes = source.axis.size * source.sent_nbytes
-            events.emit("unshard", self.fqn, self.clock.phase, nbytes)
+            events.emit("unshard", self.fqn, self.context.phase, nbytes)
         if source.stamp is not None:
             source.stamp.before()
         wire = self.reducer.wire
         if source.layout.straight and source.gathers_straight(wire):
             assert self._full is not None
             self._full.allocate(source.layout.full_nbytes)
-            self.streams.order_after_compute("gather")  # whose memory it was
+            self.context.streams.order_after_compute("gather")  # whose memory it was
         gather = self._gather_extended if self._tail.items else source.gather
-        self._gathering = self.streams.launch("gather", lambda: gather(wire, self.streams.async_op))
+        streams = self.context.streams
+        self.gathering = streams.launch("gather", gather, wire, streams.async_op)
         if self.residence.is_away:
-            self.streams.host_read = self._gathering  # the last one: a lane runs in order
+            self.context.streams.host_read = self.gathering  # the last one: a lane runs in order
 
     def _gather_extended(self, wire: Wire, async_op: bool) -> InFlight:
         """Issue the all-gather with the tail of the extended parameters."""
-        buffer, tail = self._home, self._tail
+        buffer, tail = self.home_buffer, self._tail
         assert buffer is not None
         tail.prepare()
         if buffer.tail_nbytes != tail.nbytes:
@@ -566,17 +531,18 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
-        is_whole = self.machine.state is UNSHARDED and not self.is_laid_aside
+        is_whole = self.machine.state is UNSHARDED and not self.early.is_released
         if is_whole or not self.params:
             self._register(UNSHARDED)
             return
-        self.unshard()
-        assert self._gathering is not None
+        if self.gathering is None or self.early.is_released:
+            self.unshard()
+        assert self.gathering is not None
         assert self._full is not None
-        source = self._home if self.machine.state is SHARDED else self._waiting
+        source = self.home_buffer if self.machine.state is SHARDED else self.post_forward.buffer
         assert source is not None
-        self._gathering.wait()
-        buffers, self._gathering = self._gathering.buffers, None
+        self.gathering.wait()
+        buffers, self.gathering = self.gathering.buffers, None
         if not self._full.has_memory:
             self._full.allocate(source.layout.full_nbytes)
         try:
@@ -584,16 +550,16 @@ class ParamGroup:
             if self._tail.items:
                 self._unpack_extended(buffers[2])
         except BaseException:  # ranks differ, or an extension raised
-            self.streams.retire("gather", buffers)
+            self.context.streams.retire("gather", buffers)
             self._full.free()
             raise
-        self.streams.retire("gather", buffers)
-        if source is self._waiting:
-            source.flat.untyped_storage().resize_(0)
+        self.context.streams.retire("gather", buffers)
+        if source is self.post_forward.buffer:
+            self.post_forward.free()
         self.machine.move(UNSHARDED, self.fqn)
         self._register(UNSHARDED)
         if events.listeners:
-            events.emit("wait_for_unshard", self.fqn, self.clock.phase)
+            events.emit("wait_for_unshard", self.fqn, self.context.phase)
 
     def _unpack_extended(self, gathered: Tensor) -> None:
         self._tail.unpack(gathered)
@@ -601,15 +567,14 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones."""
-        self.is_laid_aside = self.skips_backward = self.is_held = False
+        self.early.is_released = self.early.skips_backward = self.is_held = False
         self.watch.values = None
-        if self._gathering is not None:
+        if self.gathering is not None:
             self._drop_gather()
         if self.machine.state is SHARDED or not self.params:
             return
-        waiting = self._waiting
-        if self.machine.state is SHARDED_POST_FORWARD and waiting is not None:
-            waiting.flat.untyped_storage().resize_(0)
+        if self.machine.state is SHARDED_POST_FORWARD:
+            self.post_forward.free()
         self.machine.move(SHARDED, self.fqn)
         self._register(SHARDED)
         self._give_up_full()
@@ -621,24 +586,23 @@ class ParamGroup:
 
     def _drop_gather(self) -> None:
         """Wait for the gather that is in flight, and forget what it brought."""
-        assert self._gathering is not None
+        assert self.gathering is not None
         assert self._full is not None
-        self._gathering.wait()
-        self.streams.retire("gather", self._gathering.buffers)
-        self._gathering = None
+        self.gathering.wait()
+        self.context.streams.retire("gather", self.gathering.buffers)
+        self.gathering = None
         self._full.free()
-        for buffer in (self._home, self._waiting):
-            if buffer is not None:
-                buffer.free_gathered()
+        for buffer in self._shard_buffers:
+            buffer.free_gathered()
 
-    def lay_aside(self, skips_backward: bool) -> None:
-        """Count as sharded from now on. See [Note: laid aside].
+    def release_early(self, skips_backward: bool) -> None:
+        """Count as sharded from now on. See [Note: released early] in ``early_release``.
 
         ``skips_backward``: no pre-backward gathers it before it is resharded.
         """
         if self.machine.state is SHARDED and not skips_backward:
             return
-        self.is_laid_aside, self.skips_backward = True, skips_backward
+        self.early.is_released, self.early.skips_backward = True, skips_backward
         self.watch.values = None
         if self.machine.state is UNSHARDED and self.is_unread():
             assert self._full is not None
@@ -648,7 +612,7 @@ class ParamGroup:
 
     def is_unread(self) -> bool:
         """True if nothing on this rank reads the unsharded parameters any more, this is certain."""
-        readers, full = self.readers, self._full
+        readers, full = self.early.readers, self._full
         if readers is None or full is None or not readers.are_known or self.watch.placed:
             return False
         self._register(SHARDED)
@@ -658,11 +622,12 @@ class ParamGroup:
 
     def reshard_post_forward(self) -> None:
         """Reshard to the smaller mesh, if there is one, else fully."""
-        if self._waiting is None or self.machine.state is not UNSHARDED:
+        waiting = self.post_forward.buffer
+        if waiting is None or self.machine.state is not UNSHARDED:
             self.reshard()
             return
         self.watch.note_values()
-        layout, waiting = self._waiting.layout, self._waiting
+        layout = waiting.layout
         waiting.flat.untyped_storage().resize_(layout.shard_nbytes)
         with torch.no_grad():
             for param, item, shard in zip(self.params, layout.items, waiting.shards, strict=False):
@@ -671,7 +636,7 @@ class ParamGroup:
                     whole = torch_dtensor.local_tensor(whole)
                 shard.copy_(packing.shard_of(whole, item.shard, waiting.axis.rank))
             waiting.write_stamp()
-        self.streams.order_after_compute("gather")
+        self.context.streams.order_after_compute("gather")
         self.machine.move(SHARDED_POST_FORWARD, self.fqn)
         self._register(SHARDED_POST_FORWARD)
         self._give_up_full()
@@ -682,38 +647,38 @@ class ParamGroup:
         if self._tail.items:
             self._tail.free()
         if events.listeners:
-            events.emit("reshard", self.fqn, self.clock.phase, self._full.nbytes)
+            events.emit("reshard", self.fqn, self.context.phase, self._full.nbytes)
 
     def reduce(self, with_graph: bool) -> Reduction | None:
         """Pack local gradients. Returns the reduction to start, or None while sync is off."""
-        self.owes_reduction = not self.settings.reduce_grads
-        reduction = self.reducer.reduce(self.settings, self.streams, with_graph)
+        self.reducer.unreduced.is_owed = not self.settings.reduce_grads
+        reduction = self.reducer.reduce(self.settings, self.context.streams, with_graph)
         if reduction is not None and events.listeners:
-            events.emit("reduce", self.fqn, self.clock.phase, reduction.nbytes)
+            events.emit("reduce", self.fqn, self.context.phase, reduction.nbytes)
         return reduction
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
         kept = ["data", "policy", "settings", "fqn", "params"]
-        kept += ["part", "readers"]
         state = {name: getattr(self, name) for name in kept}
         state["device"], state["offload"] = self.device, self.residence.offload
         state["wire"], state["hook"] = self.wire, self.reducer.hook
-        return {**state, "smaller": None if self._smaller is None else self._smaller.shard.size}
+        state["part"], state["readers"] = self.early.part, self.early.readers
+        smaller = self.post_forward.mesh
+        return {**state, "smaller": None if smaller is None else smaller.shard.size}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(  # type: ignore[misc]  # not a new object
             state["data"], state["policy"], state["device"], state["offload"]
         )
         self.settings, self.fqn = state["settings"], state["fqn"]
-        self.part, self.readers = state["part"], state["readers"]
+        self.early.part, self.early.readers = state["part"], state["readers"]
         self.reducer.wire, self.reducer.hook = state["wire"], state["hook"]
         if self.wire.uses_group_memory:
             self.wire.use_group_memory(self.data.shard.pg)
         size = state["smaller"]
         if size is not None:
-            self._smaller = self.data.split(size)
-            self._stamp_smaller()
+            self._wait_on(self.data.split(size))
         self.params.extend(state["params"])
         for param in self.params:
             param.machine = self.machine

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from ctypes import string_at
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_tensors
+from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.collectives import GradientScale, Wire
@@ -63,6 +64,27 @@ class Plan:
         return self.grad_dtype == self.layout.dtype and not self.dtypes_differ
 
 
+class Unreduced:
+    """Gradients of a group that wait for a reduction."""
+
+    def __init__(self) -> None:
+        self.accumulated: Tensor | None = None  # [W, packed], in the reduce dtype
+        self.partial: Tensor | None = None  # reduced over shards, not over replicas [numel]
+        self.is_waiting = False  # one of the two, or gradients on unsharded parameters
+        self.is_owed = False  # a backward ran without sync, with a gradient here or not
+
+    def erase_stamps(self, layout: ReduceLayout) -> None:
+        """Drop the stamps of what waits: the next reduction has other ones."""
+        for waiting in (self.accumulated, self.partial):
+            if waiting is not None:
+                waiting[..., waiting.shape[-1] - (layout.numel - layout.stamp_start) :] = 0
+
+    def rearrange(self, old: ReduceLayout, new: ReduceLayout) -> None:
+        """Lie as another layout says."""
+        self.accumulated = packing.rearranged(self.accumulated, old, new)
+        self.partial = packing.rearranged(self.partial, old, new)
+
+
 class Reducer:
     """What a group knows about reducing its gradients."""
 
@@ -89,9 +111,7 @@ class Reducer:
         self.scale = GradientScale(1.0, 1.0)
         self.joined_codes = b""  # what the stamps of all ranks add up to, as they are compared
         self._is_partial = False  # reductions leave out the replicas: they have other numbers
-        self.accumulated: Tensor | None = None  # unreduced [W, packed], in the reduce dtype
-        self.partial: Tensor | None = None  # reduced over shards, not over replicas [numel]
-        self.is_waiting = False  # one of the two, or gradients on unsharded parameters
+        self.unreduced = Unreduced()
 
     def invalidate(self) -> None:
         """Forget the plan: dtypes, or the set of trainable parameters, changed."""
@@ -108,31 +128,26 @@ class Reducer:
         """Drop the unreduced gradients of a parameter whose place another one takes."""
         if param.unsharded is not None:
             param.unsharded.grad = None
-        if self.accumulated is not None and param in self.plan().members:
+        accumulated = self.unreduced.accumulated
+        if accumulated is not None and param in self.plan().members:
             layout, position = self.plan().layout, self.plan().members.index(param)
             start, numel = layout.offsets[position], layout.width(position)
-            self.accumulated[:, start : start + numel] = 0
-            self.accumulated[:, layout.tail_start + position] = 0
+            accumulated[:, start : start + numel] = 0
+            accumulated[:, layout.tail_start + position] = 0
 
     def erase_stamps(self) -> None:
         """Drop the stamps of gradients that wait: the next reduction has other ones."""
         if self._layout is not None:
-            self._erase_stamps(self._layout)
-
-    def _erase_stamps(self, layout: ReduceLayout) -> None:
-        for waiting in (self.accumulated, self.partial):
-            if waiting is not None:
-                waiting[..., waiting.shape[-1] - (layout.numel - layout.stamp_start) :] = 0
+            self.unreduced.erase_stamps(self._layout)
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
-        self.is_waiting = True
-        self.partial, self._buffer = reduced, None
+        self.unreduced.is_waiting = True
+        self.unreduced.partial, self._buffer = reduced, None
 
     def discard(self) -> None:
         """Drop every unreduced gradient."""
-        self.accumulated = self.partial = self._buffer = None
-        self.is_waiting = False
+        self.unreduced, self._buffer = Unreduced(), None
         for param in self._params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
@@ -171,11 +186,10 @@ class Reducer:
         complete = packing.tail(codes, layout, grad_dtype, self._residence.compute)
         self._buffer = None
         if self._layout is not None:
-            self.accumulated = packing.rearranged(self.accumulated, self._layout, layout)
-            self.partial = packing.rearranged(self.partial, self._layout, layout)
+            self.unreduced.rearrange(self._layout, layout)
         self._layout = layout
         if is_renumbered:
-            self._erase_stamps(layout)
+            self.unreduced.erase_stamps(layout)
         return Plan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
 
     def _number(self, layout: ReduceLayout) -> bool:
@@ -226,7 +240,7 @@ class Reducer:
         layout = plan.layout
         if not self._number(layout):
             return plan
-        self._erase_stamps(layout)
+        self.unreduced.erase_stamps(layout)
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
         complete = packing.tail(codes, layout, plan.grad_dtype, self._residence.compute)
         return replace(plan, codes=codes, complete=complete)
@@ -243,14 +257,9 @@ class Reducer:
             stamp.know(self.wire, numels, sent_as, layout.dtype, start, self.scale.op)
 
     @property
-    def has_partial(self) -> bool:
-        """True if gradients were reduced over the shard axis only."""
-        return self.partial is not None
-
-    @property
     def has_unreduced_gradients(self) -> bool:
         """True if there is something to reduce, of the last backward or of earlier ones."""
-        return self.accumulated is not None or self.has_local_gradients
+        return self.unreduced.accumulated is not None or self.has_local_gradients
 
     @property
     def has_local_gradients(self) -> bool:
@@ -273,11 +282,11 @@ class Reducer:
         layout = plan.layout
         if not layout.members:
             return None
-        self.is_waiting = not settings.reduce_grads
-        if self.is_waiting and plan.accumulates_in_place:
+        self.unreduced.is_waiting = not settings.reduce_grads
+        if self.unreduced.is_waiting and plan.accumulates_in_place:
             return None
         grads, missing = self._take_gradients(plan, with_graph)
-        if self.is_waiting and missing == len(grads):
+        if self.unreduced.is_waiting and missing == len(grads):
             return None
         behind = plan.complete
         if missing:
@@ -285,7 +294,7 @@ class Reducer:
             behind = packing.tail_without(behind, absent, layout)
         inputs = self._inputs_of(grads, behind, plan, settings.reduce_grads)
         if not settings.reduce_grads:
-            self.accumulated = inputs[0]
+            self.unreduced.accumulated = inputs[0]
             return None
         look = missing > 0 and not settings.reduce_unused and self.hook is None
         return Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
@@ -294,7 +303,7 @@ class Reducer:
         self, grads: list[Tensor | None], behind: Tensor, plan: Plan, is_sent: bool
     ) -> list[Tensor]:
         """Return what is reduced: the packed gradients ``[W, packed_numel]``, and straight ones."""
-        layout, device, waiting = plan.layout, self._residence.compute, self.accumulated
+        layout, device, waiting = plan.layout, self._residence.compute, self.unreduced.accumulated
         shape, rank = (layout.size, layout.packed_numel), self._data.shard.rank
         # What the wire allocates must not outlive a reduction; sums are in the reduce dtype.
         if is_sent and (waiting is None or layout.wire_dtype == layout.dtype):
@@ -304,7 +313,7 @@ class Reducer:
         packing.pack_gradients(grads, layout, rank, behind, packed)
         if waiting is not None:
             packed.add_(waiting)
-            self.accumulated = None
+            self.unreduced.accumulated = None
             if is_sent and packed.dtype != layout.wire_dtype:
                 packed = self.wire.allocate(shape, layout.wire_dtype, device).copy_(packed)
         if not layout.straight:
@@ -357,7 +366,7 @@ class Reducer:
         On a device only: the memory of a host costs more to get than to keep.
         """
         buffer = self._buffer
-        if buffer is None or buffer.is_released or self._residence.storage.type == "cpu":
+        if buffer is None or buffer.is_released or capabilities(self._residence.storage).is_host:
             return
         if buffer.is_free:
             buffer.release()
@@ -375,7 +384,7 @@ class Reduction:
         all_reduce: bool,
         streams: Streams,
     ) -> None:
-        self._owner = owner
+        self.owner = owner
         self._plan = plan
         self._data = owner._data
         self._look = look
@@ -394,21 +403,17 @@ class Reduction:
         self._waits_for_copy = not inputs[0].is_cpu and (look or owner._residence.is_away)
         self.nbytes = plan.layout.nbytes
 
-    def is_of(self, owner: Reducer) -> bool:
-        """True if these are the gradients of ``owner``'s group."""
-        return self._owner is owner
-
     def start(self) -> None:
         """Issue the reduce-scatter."""
         if self._scale.before != 1.0:
             self._inputs[0].mul_(self._scale.before)
-        if self._data.shard.size > 1 and self._owner.ids.reductions:
-            self._owner.ids.reductions[0].before()
+        if self._data.shard.size > 1 and self.owner.ids.reductions:
+            self.owner.ids.reductions[0].before()
         self._streams.order_after_compute("reduce")
         self._flight = self._streams.launch("reduce", self._reduce_scatter)
 
     def _reduce_scatter(self) -> InFlight:
-        owner, layout, axis = self._owner, self._plan.layout, self._data.shard
+        owner, layout, axis = self.owner, self._plan.layout, self._data.shard
         packed, *straight = self._inputs
         if axis.size == 1:
             self._reduced, self._is_borrowed = packed.view(-1), True
@@ -430,17 +435,17 @@ class Reduction:
         """Issue the all-reduce over the replicate axis, if there is one."""
         if self._data.replicate.size == 1:
             return
-        if self._all_reduce and self._owner.ids.reductions:
-            self._owner.ids.reductions[-1].before()
-        self._flight = self._streams.launch("all_reduce", self._sum_replicas, self._flight)
+        if self._all_reduce and self.owner.ids.reductions:
+            self.owner.ids.reductions[-1].before()
+        self._flight = self._streams.launch("all_reduce", self._sum_replicas, after=self._flight)
 
     def _sum_replicas(self) -> InFlight:
         assert self._reduced is not None
-        owner = self._owner
-        self._held = owner.partial  # until compute has waited: it may lie in compute's memory
-        if owner.partial is not None:
-            self._reduced.add_(owner.partial)
-            owner.partial = None
+        owner = self.owner
+        self._held = partial = owner.unreduced.partial
+        if partial is not None:
+            self._reduced.add_(partial)
+            owner.unreduced.partial = None
         reduced = self._reduced
         if not self._all_reduce:
             self._check(reduced)
@@ -463,13 +468,13 @@ class Reduction:
     def finish(self) -> None:
         """Scale, and set the sharded gradients."""
         lane = "reduce" if self._data.replicate.size == 1 else "all_reduce"
-        if self._owner.hook is not None:
-            stream = self._owner.hook_stream
+        if self.owner.hook is not None:
+            stream = self.owner.hook_stream
             lane = "all_reduce" if stream is None else self._streams.lane_of(stream)
-        self._flight = self._streams.launch(lane, self._store, self._flight)
+        self._flight = self._streams.launch(lane, self._store, after=self._flight)
 
     def _store(self) -> InFlight:
-        reduced, owner, layout = self._reduced, self._owner, self._plan.layout
+        reduced, owner, layout = self._reduced, self.owner, self._plan.layout
         if reduced is None:
             return InFlight(())
         self._check(reduced)
@@ -487,12 +492,12 @@ class Reduction:
 
     def _check(self, reduced: Tensor) -> None:
         """See that every rank reduced this group. See [Note: agreement]."""
-        stamps = self._owner.ids.reductions
+        stamps = self.owner.ids.reductions
         if not stamps:
             return
         seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
-        joined = self._owner.joined_codes
-        if torch_tensors.bytes_of(seen, len(joined)) == joined or not stamps[0].is_checked:
+        joined = self.owner.joined_codes
+        if string_at(seen.data_ptr(), len(joined)) == joined or not stamps[0].is_checked:
             return
         for position, stamp in enumerate(stamps):
             # Not equal is no error yet: sums over several backwards are not.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_autograd, torch_dtensor
+from fsdp2._base import torch_autograd, torch_dtensor, torch_tensors
 from fsdp2._base.errors import StateError
 from fsdp2._param_group import packing
 from fsdp2._param_group.extension import needs_extension, own_shard
@@ -23,6 +24,9 @@ from fsdp2._param_group.param import FSDPParam, Site
 
 Source = tuple[Tensor, nn.Parameter | None]
 """A shard, unpadded, and the registered parameter that holds it (None: one is to be made)."""
+
+
+_storage_of = methodcaller("untyped_storage")
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Watch:
         self.values: list[int] | None = None  # of the shards, when they were gathered to stay
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[Tensor] = []
-        self._shells: list[int] = []  # see shells_of
+        self._shells: list[int] = []  # see _shells_now
 
     def see(self, params: Iterable[FSDPParam]) -> None:
         """Look at what these register while sharded from now on."""
@@ -61,7 +65,7 @@ class Watch:
         # DTensor operations count on the DTensor, operations on local shards count there.
         forms = [f for p in self._sharded for f in (p, torch_dtensor.local_tensor(p))]
         self._versioned = [form for form in forms if not form.is_inference()]
-        self._shells = torch_dtensor.shells_of(self._sharded)
+        self._shells = self._shells_now()
 
     def look(self, params: Sequence[FSDPParam]) -> Findings:
         """Compare what is registered with what the group registered, by identity.
@@ -95,12 +99,19 @@ class Watch:
                 else:
                     findings.stand_ins.append(StandIn(site, param, found))
         self.stand_ins = findings.stand_ins
-        shells = torch_dtensor.shells_of(self._sharded)
+        shells = self._shells_now()
         if shells != self._shells:
             for param, seen, now in zip(params, self._shells, shells, strict=True):
                 if seen != now and param not in findings.replaced:
                     refuse_assigned_data(param)
         return findings
+
+    def _shells_now(self) -> list[int]:
+        """Return what identifies the empty storage of each DTensor, which ``.data = ...`` changes.
+
+        Nothing else tells: the assignment leaves the local tensor and both versions as they are.
+        """
+        return list(map(torch_tensors.number_of, map(_storage_of, self._sharded)))
 
     def note_values(self) -> None:
         """Remember what the unsharded parameters, which may stay, are gathered from."""

@@ -6,7 +6,7 @@ tensors travel.
 [Note: summoned]
 Whole parameters are tensors of their own in the dtype that shards are kept in, not the buffers of a
 group: nothing here moves a group's state. While they are registered, the units must not run or look
-at them, so their modules refuse a forward, and ``Unit.is_summoned`` keeps units from adopting them.
+at them, so their modules refuse a forward, and ``Unit.summoned_on`` keeps units from adopting them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def summon_full_params(
             stacklevel=3,
         )
     units = require_idle(module, "summon_full_params")
-    if any(unit.is_summoned_on_first or (rank0_only and unit.is_summoned) for unit in units):
+    if any(unit.summoned_on == "first" or (rank0_only and unit.summoned_on) for unit in units):
         raise StateError(
             "summon_full_params: is nested in a context of the same parameters, and one of the two "
             "has rank0_only. Leave the outer one first."
@@ -144,7 +144,7 @@ def summon_full_params(
     with operation("summon_full_params"):
         _gather(found, grids, rank0_only, offload_to_cpu, with_grads)
     top = unit_of(module)
-    own = [unit for unit in units if not unit.is_summoned and (recurse or unit is top)]
+    own = [unit for unit in units if not unit.summoned_on and (recurse or unit is top)]
     parts = [part for unit in own for part in unit.modules]
     parts += [site.module for item in found for site in item.sites]
     handles = [
@@ -152,13 +152,13 @@ def summon_full_params(
         for part in dict.fromkeys(parts)
     ]
     for unit in own:
-        unit.is_summoned, unit.is_summoned_on_first = True, rank0_only
+        unit.summoned_on = "first" if rank0_only else "all"
     _register(found)
     try:
         yield
     finally:
         for unit in own:
-            unit.is_summoned = unit.is_summoned_on_first = False
+            unit.summoned_on = ""
         for handle in handles:
             handle.remove()
         problems = [_problem(item) for item in found]

@@ -37,7 +37,7 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.fitting import numbers_of
 from fsdp2._base.names import clean, named_parameters
 from fsdp2._engine.between_steps import require_idle
-from fsdp2._engine.precision import original_buffers
+from fsdp2._engine.unit import original_buffers
 from fsdp2._transfer.chunk_plan import Region
 from fsdp2._transfer.redistribute import Grids
 from fsdp2.checkpoint._change import Change, Rooms, Told, check_optimizer, compare, state_like

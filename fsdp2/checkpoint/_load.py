@@ -21,7 +21,7 @@ from fsdp2._base.errors import ConfigError
 from fsdp2._base.fitting import numbers_of, require_representable
 from fsdp2._base.names import cleaned, named_parameters
 from fsdp2._engine.between_steps import require_idle
-from fsdp2._engine.precision import original_buffers
+from fsdp2._engine.unit import original_buffers
 from fsdp2._transfer.materialize import allocate
 from fsdp2._transfer.redistribute import Grids, Held, scatter
 from fsdp2.checkpoint._change import (

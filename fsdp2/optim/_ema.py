@@ -93,7 +93,7 @@ class EMA:
         for unit in units_in(self.model, recurse=True):
             unit.reshard_if_idle()
             if unit.runtime is not None:
-                phase = unit.runtime.clock.phase
+                phase = unit.runtime.context.phase
                 if phase is not IDLE:
                     raise StateError(
                         f"EMA: called during the {phase} of {unit.runtime.root.fqn or '<root>'}. "

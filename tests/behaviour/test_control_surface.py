@@ -400,16 +400,16 @@ def test_roots_that_share_their_streams(already_ran: bool) -> None:
     if already_ran:
         for stage in stages:
             stage.train(steps=1)
-        streams = {id(runtime_of(stage.model).streams) for stage in stages}
+        streams = {id(runtime_of(stage.model).context.streams) for stage in stages}
         assert len(streams) == 2
     fsdp2.share_comm_ctx([stage.model for stage in stages])
     for stage in stages:
         stage.train(steps=2)
     first, second = (runtime_of(stage.model) for stage in stages)
     assert first is not second
-    assert first.streams is second.streams
+    assert first.context.streams is second.context.streams
     groups = [g for unit in (*first.units, *second.units) for g in unit.own_groups]
-    assert all(group.streams is first.streams for group in groups)
+    assert all(group.context.streams is first.context.streams for group in groups)
 
 
 def runtime_of(model: nn.Module) -> Any:

@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -109,13 +110,14 @@ def settings_of(model: Any) -> list[Any]:
         names = {id(fsdp2.fully_shard.state(part)): n for n, part in model.named_modules()}  # type: ignore[attr-defined]  # the accessor
         ahead = [
             None if units is None else [names[id(other)] for other in units]
-            for units in (unit.forward_prefetch, unit.backward_prefetch)
+            for units in (unit.settings.forward_prefetch, unit.settings.backward_prefetch)
         ]
         for group in unit.own_groups:
             wire = group.wire
-            found.append([name, unit.settings, *ahead, type(wire.gather), type(wire.scatter)])
+            settings = replace(unit.settings, forward_prefetch=None, backward_prefetch=None)
+            found.append([name, settings, *ahead, type(wire.gather), type(wire.scatter)])
             found[-1] += [wire.sum_replicas is None, wire.straight_nbytes, wire.gradient_dtype]
-            found[-1] += [wire.is_separate, group.reducer.hook, group.smaller_mesh is None]
+            found[-1] += [wire.is_separate, group.reducer.hook, group.post_forward.mesh is None]
     return found
 
 
@@ -150,7 +152,8 @@ def test_what_hangs_on_a_model_is_named_in_one_place() -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, buffer_dtype=torch.bfloat16)
     fsdp2.fully_shard(model.block, mp_policy=policy, conditional=True)
     fsdp2.fully_shard(model, mp_policy=policy)
-    assert [group.part for group in fsdp2.fully_shard.state(model).own_groups] == ["embed", ""]  # type: ignore[attr-defined]  # the accessor
+    groups = fsdp2.fully_shard.state(model).own_groups  # type: ignore[attr-defined]  # the accessor
+    assert [group.early.part for group in groups] == ["embed", ""]
     fsdp2.register_fsdp_forward_method(model, "encode")
     fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16, error_feedback=True))
     optimizer = fsdp2.optim.local(torch.optim.AdamW, model.parameters())

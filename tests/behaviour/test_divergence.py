@@ -242,7 +242,7 @@ def assert_told(model: nn.Module, match: str, steps: int = 3) -> None:
     for unit in model.modules():
         state = fsdp2.fully_shard.state(unit)
         for group in () if state is None else state.own_groups:
-            waiting = group.is_gathering or group.is_unsharded
+            waiting = (group.gathering is not None) or group.is_unsharded
             assert waiting or group._full is None or not group._full.has_memory
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2._base import events
 from fsdp2._base.events import Event
+from fsdp2._param_group.reduction import Reduction
 from tests._models import Batch, Case, loss_of, seeded
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
 from tests._pool import ranks
@@ -487,9 +488,9 @@ def test_a_copy_has_parts_of_its_own() -> None:
     unit, copied = fsdp2.fully_shard.state(pair.model), fsdp2.fully_shard.state(other)
     assert unit is not None
     assert copied is not None
-    assert [g.part for g in copied.own_groups] == [g.part for g in unit.own_groups]
+    assert [g.early.part for g in copied.own_groups] == [g.early.part for g in unit.own_groups]
     hooks = other.embed._forward_pre_hooks.values()
-    assert [hook.readers for hook in hooks] == [copied.own_groups[0].readers]
+    assert [hook.readers for hook in hooks] == [copied.own_groups[0].early.readers]
 
 
 # --- which groups there are -----------------------------------------------------------------------
@@ -512,7 +513,7 @@ def test_what_is_a_part() -> None:
             fsdp2.fully_shard(unit)
         root = fsdp2.fully_shard.state(fsdp2.fully_shard(model))
         assert root is not None
-        return [group.part for group in root.own_groups]
+        return [group.early.part for group in root.own_groups]
 
     model = Outer()
     assert parts(model, model.inner.blocks[0]) == ["inner.embed", "inner.head", ""]
@@ -535,7 +536,7 @@ def test_never_more_units_are_whole_than_the_setting_says(memory: str, limit: in
     counts: list[int] = []
 
     def count(*_: Any) -> None:
-        counts.append(sum(group.is_unsharded or group.is_gathering for group in groups))
+        counts.append(sum(group.is_unsharded or (group.gathering is not None) for group in groups))
 
     for block in pair.model.blocks:
         block.up.register_forward_pre_hook(count)
@@ -555,17 +556,22 @@ def test_never_more_reductions_hold_their_inputs(memory: str, running: int) -> N
     root = fsdp2.fully_shard.state(pair.model)
     assert root is not None
     assert root.runtime is not None
-    runtime, counts, large = root.runtime, [], []
+    counts: list[int] = []
+    large: list[int] = []
+    queue = root.runtime.reductions
+
+    def running_now() -> list[Reduction]:
+        return list(queue._running)
 
     def count(_: Event) -> None:
-        counts.append(len(runtime._reductions))
-        large.append(sum(reduction.nbytes >= 1 << 20 for reduction in runtime._reductions))
+        counts.append(len(running_now()))
+        large.append(sum(reduction.nbytes >= 1 << 20 for reduction in running_now()))
 
     with events.listen(count):
         pair.backward()
     assert max(counts) == (running + 1 if running else 0)
     assert max(large) <= max(1, running) if running else not any(large)
-    assert not runtime._reductions
+    assert not running_now()
 
 
 @ranks(2)

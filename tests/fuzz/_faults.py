@@ -32,10 +32,10 @@ OWN = (
         "gather-not-waited-for",
         "fsdp2/_param_group/group.py",
         """\
-        self._gathering.wait()
-        buffers, self._gathering""",
+        self.gathering.wait()
+        buffers, self.gathering""",
         """\
-        buffers, self._gathering""",
+        buffers, self.gathering""",
         "Parameters are unpacked before they have arrived.",
         near=(),
     ),
@@ -43,11 +43,11 @@ OWN = (
         "unsynced-gradients-dropped",
         "fsdp2/_param_group/reduction.py",
         """\
-        if self.is_waiting and plan.accumulates_in_place:
+        if self.unreduced.is_waiting and plan.accumulates_in_place:
             return None
 """,
         """\
-        if self.is_waiting and plan.accumulates_in_place:
+        if self.unreduced.is_waiting and plan.accumulates_in_place:
             self._take_gradients(plan, with_graph)
             return None
 """,

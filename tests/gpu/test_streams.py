@@ -64,7 +64,7 @@ def assert_whole(ranks: LoopbackGroup, factor: float = 1.0) -> None:
 
 def order_gathers(ranks: LoopbackGroup) -> None:
     """Do what the beginning of a forward does."""
-    ranks.groups[0].streams.order_after_compute("gather")
+    ranks.groups[0].context.streams.order_after_compute("gather")
 
 
 def test_a_device_has_lanes() -> None:
@@ -112,9 +112,9 @@ def test_a_gather_sees_what_compute_wrote_before() -> None:
 def test_a_gather_buffer_is_not_reused_while_compute_still_reads_it() -> None:
     """The unpack is delayed; the next gather, of other values, must not take its buffer."""
     first, second = simulate("three ranks"), simulate("three ranks")
-    streams = first.groups[0].streams
+    streams = first.groups[0].context.streams
     for group in second.groups:
-        group.streams = streams
+        group.context.streams = streams
     with torch.no_grad():
         for rank in range(3):
             for param in second.parameters(rank):
@@ -262,9 +262,9 @@ def test_memory_of_a_partial_sum_is_not_reused_while_it_is_kept() -> None:
         )
         for _ in range(2)
     )
-    streams = first.groups[0].streams
+    streams = first.groups[0].context.streams
     for group in second.groups:
-        group.streams = streams
+        group.context.streams = streams
     assert isinstance(streams, DeviceStreams)
     for _ in range(2):
         for ranks in (first, second):
@@ -292,7 +292,7 @@ def test_memory_of_a_partial_sum_is_not_reused_while_it_is_kept() -> None:
             reduction.wait()
         for ranks, value in ((first, 3.0), (second, 5.0)):
             for group in ranks.groups:
-                partial = group.reducer.partial
+                partial = group.reducer.unreduced.partial
                 assert partial is not None
                 numel = group.reducer.plan().layout.tail_start
                 assert torch.equal(partial[:numel], torch.full_like(partial[:numel], value))

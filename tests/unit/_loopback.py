@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fsdp2._base.capabilities import STRAIGHT_NBYTES
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
-from fsdp2._comm.collectives import STRAIGHT_NBYTES, _joined
 from fsdp2._comm.collectives import Wire as Sender
+from fsdp2._comm.collectives import _joined
 from fsdp2._comm.mesh import ABSENT_AXIS, DataMesh, MeshAxis
 from fsdp2._comm.streams import Streams
 from fsdp2._param_group.group import ParamGroup
@@ -241,7 +242,7 @@ class LoopbackGroup:
             group = ParamGroup(data, policy, data.device)
             group.wire = comm
             if streams is not None:
-                group.streams = streams
+                group.context.streams = streams
             group.shard(make_params(own, data, placement_fn))
             self.modules.append(own)
             self.groups.append(group)

@@ -120,9 +120,9 @@ def test_shards_are_chunks(case: str) -> None:
 def test_shards_are_copies_and_all_lie_in_one_buffer() -> None:
     ranks = build("three ranks")
     for group, module in zip(ranks.groups, ranks.modules, strict=True):
-        assert group._home is not None
-        start = group._home.flat.data_ptr()
-        end = start + group._home.flat.numel()
+        assert group.home_buffer is not None
+        start = group.home_buffer.flat.data_ptr()
+        end = start + group.home_buffer.flat.numel()
         pointers = [local_of(p).data_ptr() for p in module.parameters() if local_of(p).numel()]
         assert pointers
         assert all(start <= pointer < end for pointer in pointers)
@@ -231,9 +231,9 @@ def test_one_all_gather_an_unshard_however_often_it_is_asked_for() -> None:
     ranks.reshard()
     ranks.each(ParamGroup.unshard)
     ranks.each(ParamGroup.unshard)
-    assert [group.is_gathering for group in ranks.groups] == [True, True]
+    assert [(group.gathering is not None) for group in ranks.groups] == [True, True]
     ranks.wait()
-    assert [group.is_gathering for group in ranks.groups] == [False, False]
+    assert [(group.gathering is not None) for group in ranks.groups] == [False, False]
     assert ranks.wire().kinds == ["all_gather"] * 2
 
 
@@ -278,7 +278,7 @@ def test_reshard_while_gathering_finishes_and_drops_the_gather() -> None:
     ranks.groups[1].unshard()
     ranks.reshard()
     assert states(ranks) == {SHARDED}
-    assert not any(group.is_gathering for group in ranks.groups)
+    assert not any((group.gathering is not None) for group in ranks.groups)
     ranks.gather()
     for module in ranks.modules:
         assert same_bits(module.weight, ranks.original.weight)
@@ -337,7 +337,7 @@ def test_resharding_to_neighbours(shard: int, smaller: int, dtype: torch.dtype |
             assert same_bits(local_of(param), expected)
     ranks.gather()
     assert ranks.wire().kinds == ["all_gather"], "the second gather must stay among neighbours"
-    waiting = [group._waiting for group in ranks.groups]
+    waiting = [group.post_forward.buffer for group in ranks.groups]
     assert [w.flat.untyped_storage().nbytes() for w in waiting if w is not None] == [0] * shard
     for rank in range(shard):
         now = ranks.parameters(rank)
@@ -355,7 +355,7 @@ def test_from_the_smaller_mesh_back_to_the_whole_axis() -> None:
     ranks.each(ParamGroup.reshard_post_forward)
     ranks.reshard()
     assert states(ranks) == {SHARDED}
-    waiting = [group._waiting for group in ranks.groups]
+    waiting = [group.post_forward.buffer for group in ranks.groups]
     assert [w.flat.untyped_storage().nbytes() for w in waiting if w is not None] == [0] * 4
     ranks.gather()
     assert ranks.wire().kinds == ["all_gather"] * 2
@@ -504,9 +504,9 @@ def test_discard_forgets_unreduced_gradients() -> None:
     ranks.gather()
     whole_gradients(ranks)
     ranks.reduce(Settings(reduce_grads=False))
-    assert all(group.reducer.accumulated is not None for group in ranks.groups)
+    assert all(group.reducer.unreduced.accumulated is not None for group in ranks.groups)
     ranks.each(lambda group: group.reducer.discard())
-    assert not any(group.reducer.accumulated is not None for group in ranks.groups)
+    assert not any(group.reducer.unreduced.accumulated is not None for group in ranks.groups)
     ranks.reduce()
     assert all(p.sharded.grad is None for group in ranks.groups for p in group.params)
 

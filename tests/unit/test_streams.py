@@ -54,7 +54,7 @@ def test_a_launch_waits_for_what_it_is_behind_and_only_that() -> None:
         log.append("issued")
         return launched(log, "third")
 
-    third = streams.launch("all_reduce", issue, first)
+    third = streams.launch("all_reduce", issue, after=first)
     assert log == ["first", "issued"]
     for flight in (third, second, first):
         flight.wait()

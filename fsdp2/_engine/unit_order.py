@@ -1,7 +1,8 @@
-"""The order in which a forward enters and leaves its units, and how far a backward is in it.
+"""The order of units: which comes next in a forward, and how far a backward is in its forward.
 
-Owns the list of a forward's events and the place of the running backward in it. It must not know
-what happens at an event: the runtime goes through those that it is given.
+``Schedule`` predicts a forward from the last one. ``Order`` lists what one forward entered and
+left, and keeps the place of the running backward in it. Neither knows tensors or groups, or what
+happens at an event: the runtime goes through those that it is given.
 
 [Note: the order of backward]
 Ranks enter and leave units in the same order in forward. Autograd runs younger nodes first, so each
@@ -28,9 +29,63 @@ ranks the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._engine.unit import Unit
+
+T = TypeVar("T")
+
+
+class Schedule(Generic[T]):
+    """Predict a forward from the last one that began at the same unit.
+
+    Several entry points (``forward``, ``generate``) have an order each. A forward that leaves the
+    recorded order is not predicted any further; what it does is the record for the next time.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: dict[int, list[T]] = {}
+        self._expected: list[T] = []
+        self._running: list[T] = []
+        self._entry: int | None = None
+        self._on_track = False
+
+    def begin(self, entry: T) -> None:
+        """Start to record a forward whose first unit is ``entry``."""
+        self._entry = id(entry)
+        self._expected = self._recorded.get(self._entry, [])
+        self._running = []
+        self._on_track = bool(self._expected)
+
+    def visit(self, unit: T) -> T | None:
+        """Record a unit's forward; return the one that is expected to follow."""
+        position = len(self._running)
+        self._running.append(unit)
+        expected = self._expected
+        if not self._on_track:
+            return None
+        if position >= len(expected) or expected[position] is not unit:
+            self._on_track = False
+            return None
+        return expected[position + 1] if position + 1 < len(expected) else None
+
+    def upcoming(self, count: int) -> list[T]:
+        """Return up to ``count`` units that are expected after the last one that was visited."""
+        if not self._on_track:
+            return []
+        position = len(self._running)
+        return self._expected[position : position + count]
+
+    def end(self) -> None:
+        """Keep the order of the forward that is over."""
+        if self._entry is not None:
+            self._recorded[self._entry] = self._running
+        self._entry, self._running = None, []
+
+    def abandon(self) -> None:
+        """Forget the running forward; it did not end."""
+        self._entry, self._running, self._on_track = None, [], False
 
 
 class Visit:
@@ -50,7 +105,7 @@ class Visit:
 
     def __init__(self, unit: Unit, order: Order | None) -> None:
         self.unit = unit
-        self.policy: MixedPrecisionPolicy = unit.policy
+        self.policy: MixedPrecisionPolicy = unit.precision.policy
         self.previous: tuple[Unit, ...] = ()  # whose forwards ended before, the last one first
         self.marks_input = False  # a gradient tells when backward leaves it
         self.opened_in = self.closed_in = 0  # numbers of backwards

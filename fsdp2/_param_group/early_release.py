@@ -1,7 +1,17 @@
-"""The unsharded parameters of a group: one buffer whose memory comes and goes, and who reads it.
+"""Large parts of a root, released before the root is: who reads them, and whether they still do.
 
-Owns that memory, and the question whether anything on this rank still refers to it. It must not
-know how the buffer is filled, or what is registered.
+Owns the question whether anything on this rank still refers to unsharded parameters. It must not
+know how they are gathered, or what is registered.
+
+[Note: released early]
+A large part of a root is *released early* after forward if its backward reads it on no rank, and as
+soon as its gradients are in. That is a statement about collectives, the same on every rank: the
+group counts as sharded, and whoever needs it next gathers it: after forward that is no backward,
+but after its gradients are in it may be the backward of another open call. What a
+rank does with the memory is its own affair. It is freed if, and only if, nothing else refers to it:
+not autograd (whatever it saved holds the tensor, or the storage of a view), not the user. Otherwise
+this rank keeps the parameters, registered and whole, until it reshards. Recomputation
+(checkpointing) needs parameters that nothing refers to, so a part that ran under it is kept.
 """
 
 from __future__ import annotations
@@ -9,43 +19,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_autograd, torch_tensors
-from fsdp2._param_group.shard_buffer import ShardBuffer
+from fsdp2._param_group.buffers import FullBuffer
 
 
-class FullBuffer:
-    """Memory of unsharded parameters. They are views of it, made once, also while it is freed."""
+class EarlyRelease:
+    """Whether a group is a large part of a root, and where it is released early."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._storage = self.flat.untyped_storage()
-        self.has_memory = True  # the state of the group does not tell: a gather may fill it
+    def __init__(self) -> None:
+        self.part = ""  # the part's name in its root
+        self.readers: Readers | None = None  # of such a part
+        self.is_released = False  # counts as sharded on every rank, see the note
+        self.skips_backward = False  # until it is resharded: backward does not read it
 
-    @property
-    def nbytes(self) -> int:
-        return self.flat.nbytes
-
-    def allocate(self, nbytes: int) -> None:
-        self._storage.resize_(nbytes)
-        self.has_memory = True
-
-    def free(self) -> None:
-        self._storage.resize_(0)
-        self.has_memory = False
-
-    def bind(self, buffer: ShardBuffer) -> None:
-        """Let another shard buffer fill this one: views cannot be made of a freed storage."""
-        self.allocate(buffer.layout.full_nbytes)
-        buffer.bind(self.flat)
-        self.free()
+    def become_part(self, name: str) -> Readers:
+        """Be a large part of a root, called ``name`` in it. Return who will read it."""
+        self.part = name
+        self.readers = readers = Readers()
+        return readers
 
 
 class Readers:
-    """Who reads a part's unsharded parameters. See [Note: laid aside] in ``group``."""
+    """Who reads a part's unsharded parameters. See [Note: released early]."""
 
     def __init__(self) -> None:
         self.is_called = False  # through the part's own modules, which are watched
@@ -81,4 +79,4 @@ def _owners(full: FullBuffer, wholes: Sequence[Tensor | None]) -> list[int] | No
     """Count what refers to the memory; None if that cannot be told."""
     if any(isinstance(whole, DTensor) for whole in wholes):
         return None
-    return [*torch_tensors.count_owners(wholes), torch_tensors.storage_use_count(full._storage)]
+    return [*torch_tensors.count_owners(wholes), torch_tensors.use_count(full.number)]
