@@ -75,6 +75,24 @@ local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor
 """A DTensor's own local tensor; ``to_local()`` would view it, and enter autograd."""
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's own local tensor, and any other tensor itself."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def spec_like(tensor: DTensor, dtype: torch.dtype) -> DTensorSpec:
+    """Return the spec of a tensor that is placed as another, perhaps in another dtype."""
+    spec = spec_of(tensor)
+    if dtype == tensor.dtype:
+        return spec
+    return make_spec(spec.mesh, spec.placements, tensor.shape, tensor.stride(), dtype)
+
+
+def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Wrap a local tensor, of any dtype, as a part of a tensor that is placed as another."""
+    return new_dtensor(local, spec_like(tensor, local.dtype))
+
+
 def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     """Let a DTensor keep its values in other memory (the group's flat buffer)."""
     tensor._local_tensor = local

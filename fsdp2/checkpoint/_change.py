@@ -38,7 +38,6 @@ from fsdp2._transfer.redistribute import Grids
 from fsdp2.checkpoint._optimizer_state import (
     keys_of,
     load_named,
-    map_values,
     matched_groups,
     names_in_groups,
     rekey,
@@ -66,11 +65,11 @@ class Told:
 # 1. Compare.
 
 
-def tell(what: str, state: Any, model: nn.Module, optimizer: Optimizer | None) -> Told:
-    """Describe a state.
+def tell(what: str, state: Any) -> Told:
+    """Describe the model's part of a state.
 
     Raises:
-        ConfigError: it is none; it has no part for the optimizer.
+        ConfigError: it is none.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
         raise ConfigError(
@@ -85,19 +84,7 @@ def tell(what: str, state: Any, model: nn.Module, optimizer: Optimizer | None) -
             shapes[clean(name)] = tuple(value.shape)
         else:
             extra[clean(name)] = value
-    told = None
-    if optimizer is not None:
-        named = optimizer_part(what, state, model, optimizer)
-        for name, fields in named["state"].items():
-            _refuse_aliases(name, fields)
-        told = {
-            "param_groups": named["param_groups"],
-            "state": {
-                name: map_values(lambda _, value: _without_values(value), name, fields)
-                for name, fields in named["state"].items()
-            },
-        }
-    return Told(shapes, extra, told)
+    return Told(shapes, extra)
 
 
 def optimizer_part(
@@ -120,11 +107,7 @@ def optimizer_part(
     return with_clean_names(named)
 
 
-def _without_values(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
+def refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
     """Raise if two values of a parameter's state are the same memory.
 
     Observed with torch 2.11 and 2.13: ``FSDP.optim_state_dict`` of a model with
@@ -213,6 +196,15 @@ def check_optimizer(
     check_state(what, optimizer, groups, own, named["state"])
 
 
+def chosen(names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's tensors that a state has, each once, under the first of these names."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name in names:
+        if name in tensors:
+            found.setdefault(id(tensors[name]), (name, tensors[name]))
+    return dict(found.values())
+
+
 # 2. Beside.
 
 
@@ -234,9 +226,7 @@ def state_like(
         like = current
     if isinstance(like, DTensor) and tuple(like.shape) == shape:
         local = torch.empty_like(torch_dtensor.local_tensor(like), dtype=dtype)
-        spec = torch_dtensor.spec_of(like)
-        made = torch_dtensor.make_spec(spec.mesh, spec.placements, shape, like.stride(), dtype)
-        return torch_dtensor.new_dtensor(local, made)
+        return torch_dtensor.dtensor_like(like, local)
     device = param.device if shape else torch.device("cpu")
     return torch.empty(shape, dtype=dtype, device=device)
 
@@ -248,9 +238,7 @@ def room_for(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor.detach(), device=kept)
     local = torch_dtensor.local_tensor(tensor).detach()
     kept = torch.device(tensor.device_mesh.device_type) if local.is_meta else local.device
-    return torch_dtensor.new_dtensor(
-        torch.empty_like(local, device=kept), torch_dtensor.spec_of(tensor)
-    )
+    return torch_dtensor.dtensor_like(tensor, torch.empty_like(local, device=kept))
 
 
 class Rooms:
@@ -277,8 +265,7 @@ class Rooms:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    local = torch_dtensor.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+    return torch_dtensor.local_part(tensor).detach()
 
 
 def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -290,42 +277,45 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 # 3. Agree, and 4. write.
 
 
-@dataclass(frozen=True)
-class Change:
-    """What a load does beside writing tensors of the model.
+def change(
+    what: str,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    named: Mapping[str, Any] | None,
+    extra: Mapping[str, Any],
+    grids: Grids,
+    write: Callable[[], None],
+) -> None:
+    """Load all but the model's tensors on every rank, or on none, and then write these.
 
-    ``extra`` are extra states by name; ``named`` is an optimizer's state under names.
+    See [Note: all or nothing].
+
+    Args:
+        named: the optimizer's state under names.
+        extra: extra states by name.
     """
+    undo: list[Callable[[], None]] = []
+    try:
+        with grids.main.together(what):
+            if optimizer is not None and named is not None:
+                undo.append(_undo_of(optimizer))
+                load_named(model, optimizer, dict(named))
+            _set_extra(model, extra, undo)
+    except BaseException:
+        for back in reversed(undo):
+            with contextlib.suppress(Exception):  # of what the user wrote: the rest goes on
+                back()
+        raise
+    write()
 
-    what: str
-    model: nn.Module
-    optimizer: Optimizer | None
-    named: Mapping[str, Any] | None
-    extra: Mapping[str, Any]
 
-    def apply(self, grids: Grids, write: Callable[[], None]) -> None:
-        """Do it on every rank, or on none, and then write. See [Note: all or nothing]."""
-        undo: list[Callable[[], None]] = []
-        try:
-            with grids.main.together(self.what):
-                if self.optimizer is not None and self.named is not None:
-                    undo.append(_undo_of(self.optimizer))
-                    load_named(self.model, self.optimizer, dict(self.named))
-                self._set_extra(undo)
-        except BaseException:
-            for back in reversed(undo):
-                with contextlib.suppress(Exception):  # of what the user wrote: the rest goes on
-                    back()
-            raise
-        write()
-
-    def _set_extra(self, undo: list[Callable[[], None]]) -> None:
-        modules = named_modules(self.model)
-        for name, value in self.extra.items():
-            module = modules[name.rpartition(".")[0]]
-            before = copy.deepcopy(module.get_extra_state())
-            undo.append(partial(module.set_extra_state, before))
-            module.set_extra_state(value)
+def _set_extra(model: nn.Module, extra: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
+    modules = named_modules(model)
+    for name, value in extra.items():
+        module = modules[name.rpartition(".")[0]]
+        before = copy.deepcopy(module.get_extra_state())
+        undo.append(partial(module.set_extra_state, before))
+        module.set_extra_state(value)
 
 
 def _undo_of(optimizer: Optimizer) -> Callable[[], None]:

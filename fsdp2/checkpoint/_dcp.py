@@ -19,37 +19,40 @@ import os
 import shutil
 import stat
 import uuid
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.optim import Optimizer
 
+from fsdp2._base.arguments import check_key, check_path
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.fitting import numbers_of
 from fsdp2._base.names import clean, named_parameters
+from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import original_buffers
 from fsdp2._transfer.chunk_plan import Region
 from fsdp2._transfer.redistribute import Grids
-from fsdp2.checkpoint._change import Change, Rooms, Told, check_optimizer, compare, state_like
+from fsdp2.checkpoint._change import (
+    Rooms,
+    Told,
+    change,
+    check_optimizer,
+    chosen,
+    compare,
+    state_like,
+)
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2.checkpoint._optimizer_state import keys_of, names_in_groups, rekey, with_clean_names
 from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbours, sync
 from fsdp2.checkpoint._reading import Reader
 from fsdp2.checkpoint._saved import METADATA, Entry, Saved, read
-from fsdp2.checkpoint._state import is_extra, model_tensors, sharded
-from fsdp2.checkpoint._summing import SummingWriter
-
-PathLike = str | os.PathLike[str]
+from fsdp2.checkpoint._state import check, is_extra, model_tensors, sharded_state
 
 RENAMES = 100
 """How often a save gives its names again, where others give theirs at the same time."""
@@ -58,10 +61,41 @@ RENAMES = 100
 # Saving.
 
 
-def save(path: PathLike, model: nn.Module, optimizer: Optimizer | None, extra: Any) -> None:
-    """Write a checkpoint. See [Note: saves, all or nothing]."""
+@operation("save")
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+) -> None:
+    """Write a sharded checkpoint with ``torch.distributed.checkpoint``: all of it, or nothing.
+
+    It is written to a folder beside ``path``, which takes the name once every rank has finished, so
+    a save that fails, or is interrupted, leaves the checkpoint before it whole. If the program ends
+    between the two renames, ``load`` finds the one before under its other name. All ranks must see
+    the same file system. Two jobs may save to one path: the last one's checkpoint stays, whole.
+
+    Args:
+        path: a folder that is empty, has a checkpoint, or does not exist. The checkpoint is
+            replaced, other files beside it stay.
+        extra: any object that pickles (a step, a scheduler's state); the first rank's is kept, and
+            comes back as it was, with tensors on the CPU. ``DTensor``s in it (of an ``EMA``) are
+            saved in shards and come back whole. What is more than plain data is loaded with
+            ``trust=True`` only.
+
+    Raises:
+        ConfigError: ``path`` is a file, the working directory, or a folder with other files only.
+        StateError: a rank could not write, or not where the first rank looks; the message says
+            which one and why.
+    """
+    check("save", model, optimizer)
+    check_path("save", "path", path)
+    # it imports torch.distributed.checkpoint, which is heavy
+    from fsdp2.checkpoint._summing import write
+
     place = Path(path).resolve()
-    state = sharded(model, optimizer, "name")
+    state = sharded_state(model, optimizer)
     state["model"] = {k: v for k, v in state["model"].items() if v is not None}
     if optimizer is not None:
         state["optimizer"]["state"] = _without_tuples(state["optimizer"]["state"])
@@ -78,10 +112,9 @@ def save(path: PathLike, model: nn.Module, optimizer: Optimizer | None, extra: A
                 workspace.make()
         with main.together("save"):
             _require_shared(workspace.path)
-        writer = SummingWriter(workspace.path)
-        _in_step(grids, lambda: save_state_dict(state, storage_writer=writer))
+        sizes = write(state, workspace.path, main)
         with main.together("save"):
-            _require_written(workspace.path, writer.sizes)
+            _require_written(workspace.path, sizes)
             if main.is_first:
                 _publish(workspace, place)
     except BaseException as error:
@@ -157,26 +190,6 @@ def _require_written(folder: Path, sizes: dict[str, int]) -> None:
             )
 
 
-def _in_step(grids: Grids, run: Any) -> None:
-    """Run a function of DCP, which tells its failures to all ranks itself, and be sure of it."""
-    error: BaseException | None = None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no process group is there, and deprecations
-            run()
-    except CheckpointException as caught:  # the same on every rank
-        own = caught.failures.get(dist.get_rank() if dist.is_initialized() else 0)
-        if own is not None and not isinstance(own[0], Exception):
-            raise own[0] from None  # DCP has told the others of this interrupt
-        rank, (first, _) = next(iter(caught.failures.items()))
-        raise StateError(
-            f"checkpoint: rank {rank} failed with {type(first).__name__}: {first}"
-        ) from caught
-    except Exception as caught:
-        error = caught
-    grids.main.raise_together(error, "checkpoint")
-
-
 def _publish(workspace: Workspace, place: Path) -> None:
     """Give a checkpoint its name, whoever else does so. See [Note: saves, all or nothing]."""
     sync(workspace.path)
@@ -240,7 +253,7 @@ def _without_tuples(value: Any) -> Any:
 # Loading.
 
 
-def find(path: PathLike) -> Path:
+def find(path: str | os.PathLike[str]) -> Path:
     """Return where a checkpoint lies: at ``path``, or where an interrupted save left it.
 
     Raises:
@@ -258,18 +271,42 @@ def find(path: PathLike) -> Path:
     )
 
 
+@operation("load")
 def load(
-    path: PathLike,
+    path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Optimizer | None = None,
     *,
-    strict: bool,
-    model_key: str | None,
-    optim_key: str,
-    verify: bool,
-    trust: bool,
+    strict: bool = True,
+    model_key: str | None = "model",
+    optim_key: str = "optimizer",
+    verify: bool = True,
+    trust: bool = False,
 ) -> Any:
-    """Load a checkpoint: its metadata says what to make room for."""
+    """Load a sharded checkpoint, written on any mesh; return its ``extra``.
+
+    It takes what ``save`` wrote, and what ``torch.distributed.checkpoint`` wrote for torch's FSDP1
+    or FSDP2: say under which keys of the saved dict the two states are (``model_key=None``: the
+    model's was saved by itself). Parameters on the meta device get memory.
+
+    Values are read beside the model's: while it loads, a rank holds the room of its shards again.
+
+    Args:
+        strict: every name of the model must be in the checkpoint, and the other way round.
+        verify: check the checksums of all that is read (those that ``save`` wrote).
+        trust: execute what the files say, where they hold more than plain data. Only for files
+            that you wrote.
+
+    Raises:
+        ConfigError: no checkpoint there; names, shapes or the kind of the optimizer differ; a value
+            is no plain data. Nothing was changed.
+        StateError: a file is missing or damaged. Nothing was changed.
+    """
+    check("load", model, optimizer, strict=strict)
+    check_path("load", "path", path)
+    if model_key is not None:
+        check_key("load", "model_key", model_key)
+    check_key("load", "optim_key", optim_key)
     with original_buffers(require_idle(model, "load")):
         tensors, extra = model_tensors(model)
         grids = Grids([*tensors.values()])
@@ -293,14 +330,14 @@ def load(
                     check_optimizer("load", model, optimizer, named, strict)
                 extra_states = content.extra_states(reader, extra)
                 found = content.extra(reader, trust)
-            rooms = Rooms("load", model, content.chosen(tensors), grids)
+            rooms = Rooms("load", model, chosen(content.in_model, tensors), grids)
             with main.together("load"):
                 for name, held in rooms.helds.items():
                     reader.fill(content.in_model[name][0], held.own, held.local)
                 for entry, room in content.rooms:
                     held = grids.hold(entry.key, room)
                     reader.fill(entry, held.own, held.local)
-        Change("load", model, optimizer, named, extra_states).apply(grids, rooms.write)
+        change("load", model, optimizer, named, extra_states, grids, rooms.write)
         return found
 
 
@@ -328,11 +365,6 @@ class _Content:
             {name: None for name in self.in_model if name not in shapes or is_extra(name)},
         )
         compare("load", told, tensors, extra, strict)
-
-    def chosen(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's tensors that are here, each once."""
-        found = {id(tensors[n]): (n, tensors[n]) for n in reversed(self.in_model) if n in tensors}
-        return dict(reversed(found.values()))
 
     def extra_states(self, reader: Reader, extra: dict[str, Any]) -> dict[str, Any]:
         found = {}

@@ -6,8 +6,9 @@ changes, is in ``_change`` ([Note: all or nothing]). It must not know files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,28 +20,101 @@ from torch.optim import Optimizer
 from fsdp2._base import torch_dtensor
 from fsdp2._base.errors import ConfigError
 from fsdp2._base.fitting import numbers_of, require_representable
-from fsdp2._base.names import cleaned, named_parameters
+from fsdp2._base.names import clean, cleaned, named_parameters
+from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import original_buffers
 from fsdp2._transfer.materialize import allocate
 from fsdp2._transfer.redistribute import Grids, Held, scatter
 from fsdp2.checkpoint._change import (
-    Change,
     IncompatibleKeys,
     Rooms,
     Told,
+    change,
     check_optimizer,
+    chosen,
     compare,
     copy_all,
     local_of,
     optimizer_part,
+    refuse_aliases,
     state_like,
     tell,
 )
 from fsdp2.checkpoint._optimizer_state import map_values
-from fsdp2.checkpoint._state import is_extra, model_tensors
+from fsdp2.checkpoint._state import MAX_BYTES, check, is_extra, model_tensors
+
+PLAIN_DICTS = (dict, OrderedDict)
+"""A state of any other mapping may be read from files as it is asked."""
 
 # Whole states.
+
+
+@operation("load_full_state")
+def load_full_state(
+    model: nn.Module,
+    state: Mapping[str, Any] | None,
+    optimizer: Optimizer | None = None,
+    *,
+    from_rank0: bool = True,
+    strict: bool = True,
+    max_bytes: int = MAX_BYTES,
+) -> IncompatibleKeys:
+    """Load a whole state: what ``full_state``, a plain model or torch's FSDP1 returned.
+
+    The first rank scatters each tensor to the ranks that hold parts of it, so that no other rank
+    has more than ``max_bytes`` beside its shards. Parameters on the meta device get memory first.
+    The optimizer's state may be under names or ids; values of a parameter's shape become
+    ``DTensor``s placed as the parameter is. Values are cast to the dtypes of the model.
+
+    Args:
+        state: needed on the first rank of the mesh only; the others may pass None. If its
+            ``"model"`` is no plain dict, values may be read from files as it is asked, and get room
+            beside the model's first, which ``max_bytes`` does not count.
+        from_rank0: False takes each rank's own ``state``, and nothing is sent.
+        strict: every name must be in both; a tied parameter needs one of its names.
+
+    Returns:
+        Names of the model that the state lacks, and the other way round (empty if ``strict``).
+
+    Raises:
+        ConfigError: names, shapes or the kind of the optimizer differ; no state for the optimizer;
+            a value that an integer dtype cannot hold. Nothing was changed.
+        StateError: inside a forward or a backward; reading a value failed. Nothing was changed.
+    """
+    what = "load_full_state"
+    check(what, model, optimizer, max_bytes=max_bytes, from_rank0=from_rank0, strict=strict)
+    given: Any = state
+    names: dict[str, str] = {}
+    values: dict[str, Tensor] = {}
+
+    def note(name: str, value: Tensor) -> Tensor:
+        values[name] = value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    def describe() -> Told:
+        told = tell(what, given)
+        names.update({clean(name): name for name in given["model"]})
+        if optimizer is None:
+            return told
+        named = optimizer_part(what, given, model, optimizer)
+        for name, fields in named["state"].items():
+            refuse_aliases(name, fields)
+        entries = {name: map_values(note, name, fields) for name, fields in named["state"].items()}
+        return replace(told, optimizer={**named, "state": entries})
+
+    return load_full(
+        what,
+        model,
+        optimizer,
+        describe,
+        lambda name: given["model"][names[name]],
+        values.__getitem__,
+        from_rank0=from_rank0,
+        strict=strict,
+        max_bytes=max_bytes,
+        is_in_memory=not isinstance(state, Mapping) or type(state.get("model")) in PLAIN_DICTS,
+    )
 
 
 def load_full(
@@ -49,7 +123,7 @@ def load_full(
     optimizer: Optimizer | None,
     describe: Callable[[], Told],
     source: Callable[[str], Tensor],
-    optim_source: Callable[[str], Tensor],
+    optim_source: Callable[[str], Tensor] | None,
     *,
     from_rank0: bool,
     strict: bool,
@@ -70,14 +144,14 @@ def load_full(
         if from_rank0:
             told = grids.main.broadcast(told)
         assert told is not None
-        chosen = _chosen(told.model, tensors)
+        own = chosen(told.model, tensors)
         is_in_memory = not grids.main.any_is(not is_in_memory)
         with grids.main.together(what):
             keys = compare(what, told, tensors, extra, strict)
             if optimizer is not None:
                 assert told.optimizer is not None
                 check_optimizer(what, model, optimizer, told.optimizer, strict)
-            for name, tensor in chosen.items() if has_state and is_in_memory else ():
+            for name, tensor in own.items() if has_state and is_in_memory else ():
                 require_representable(what, name, source(name), tensor.dtype)
 
         def fill(helds: list[Held], read: Callable[[str], Tensor]) -> None:
@@ -86,33 +160,24 @@ def load_full(
         if is_in_memory and any(tensor.is_meta for tensor in tensors.values()):
             with grids.main.together(what):
                 allocate(model)
-            chosen = _chosen(told.model, model_tensors(model)[0])
-        rooms = None if is_in_memory else Rooms(what, model, chosen, grids)
+            own = chosen(told.model, model_tensors(model)[0])
+        rooms = None if is_in_memory else Rooms(what, model, own, grids)
         if rooms is None:
-            helds = [grids.hold(name, tensor) for name, tensor in chosen.items()]
+            helds = [grids.hold(name, tensor) for name, tensor in own.items()]
         else:
             helds = [*rooms.helds.values()]
         if from_rank0:
             grids.require_common(helds, what)
         named = None
-        if optimizer is not None and told.optimizer is not None:
+        if optimizer is not None and optim_source is not None and told.optimizer is not None:
             named, in_optimizer = _optimizer_rooms(what, model, optimizer, told.optimizer, grids)
             fill(in_optimizer, optim_source)
         if rooms is not None:
             fill(helds, source)
         extras = {n: value for n, value in told.extra.items() if n in extra and is_extra(n)}
-        change = Change(what, model, optimizer, named, extras)
-        change.apply(grids, lambda: fill(helds, source) if rooms is None else rooms.write())
+        write = rooms.write if rooms is not None else lambda: fill(helds, source)
+        change(what, model, optimizer, named, extras, grids, write)
         return keys
-
-
-def _chosen(names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the model's tensors that a state has, each once."""
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name in names:
-        if name in tensors:
-            found.setdefault(id(tensors[name]), (name, tensors[name]))
-    return dict(found.values())
 
 
 def _fill(
@@ -176,17 +241,36 @@ def _optimizer_rooms(
 # States of each rank's parts.
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What a form of state has for this rank's parts of a model and an optimizer.
+@operation("load_sharded_state")
+def load_sharded_state(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> IncompatibleKeys:
+    """Load what ``sharded_state`` returned for a model on the same meshes.
 
-    ``part`` returns a tensor's part here, of its name, its value in the state and the model's own;
-    ``named`` the optimizer's state under names. Both raise ConfigError for what does not fit.
+    Raises:
+        ConfigError: as ``load_full_state``, or another placement; nothing was changed.
+        StateError: inside a forward or a backward.
     """
+    check("load_sharded_state", model, optimizer, strict=strict)
+    return _load_parts("load_sharded_state", model, state, optimizer, strict, is_local=False)
 
-    part: Callable[[str, Tensor, Tensor], Tensor]
-    named: Callable[[Optimizer], dict[str, Any]]
-    has_whole_shapes: bool
+
+@operation("load_local_state")
+def load_local_state(
+    model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None = None
+) -> None:
+    """Load what ``local_state`` returned on this rank.
+
+    Raises:
+        ConfigError: as ``load_full_state``, or some rank's parts lie elsewhere now; nothing was
+            changed.
+    """
+    check("load_local_state", model, optimizer)
+    _load_parts("load_local_state", model, state, optimizer, True, is_local=True)
 
 
 def _load_parts(
@@ -195,82 +279,55 @@ def _load_parts(
     state: Any,
     optimizer: Optimizer | None,
     strict: bool,
-    parts_of: Callable[[Grids], _Parts],
+    *,
+    is_local: bool,
 ) -> IncompatibleKeys:
-    """Load a state of each rank's own parts. See [Note: all or nothing]."""
+    """Load a state of each rank's own parts. See [Note: all or nothing].
+
+    ``is_local``: they are plain tensors, which lie where the state's layout says.
+    """
     with original_buffers(require_idle(model, what)):
         tensors, extra = model_tensors(model)
         grids = Grids([*tensors.values()])
         pairs: list[tuple[Tensor, Tensor]] = []
         named: dict[str, Any] | None = None
         keys = IncompatibleKeys([], [])
-        given: dict[str, Any] = {}
+        extras: dict[str, Any] = {}
         with grids.main.together(what):
-            told = tell(what, state, model, None)
-            parts, given = parts_of(grids), cleaned(state["model"])
-            shapes = told.model if parts.has_whole_shapes else dict.fromkeys(told.model)
+            told = tell(what, state)
+            given = cleaned(state["model"])
+            layout = cleaned(state.get("layout", {})) if is_local else {}
+            shapes = dict.fromkeys(told.model) if is_local else told.model
             keys = compare(what, Told(shapes, told.extra), tensors, extra, strict)
-            for name, own in _chosen(told.model, tensors).items():
-                value = parts.part(name, given[name], own)
+            for name, own in chosen(told.model, tensors).items():
+                value = given[name]
+                if is_local:
+                    _require_same_place(what, name, grids.hold(name, own), layout, value)
+                else:
+                    _require_placed_alike(what, name, value, own)
+                    value = local_of(value)
                 require_representable(what, name, value, own.dtype)
                 pairs.append((local_of(own), value))
             if optimizer is not None:
-                named = parts.named(optimizer)
+                named = optimizer_part(what, state, model, optimizer)
+                if is_local:
+                    named["state"] = _wrapped(what, model, named["state"], layout, grids)
                 check_optimizer(what, model, optimizer, named, strict)
-        extras = {name: given[name] for name in told.extra if name in extra and is_extra(name)}
-        Change(what, model, optimizer, named, extras).apply(grids, lambda: copy_all(pairs))
+            extras = {n: given[n] for n in told.extra if n in extra and is_extra(n)}
+        change(what, model, optimizer, named, extras, grids, lambda: copy_all(pairs))
         return keys
 
 
-def load_local(model: nn.Module, state: Any, optimizer: Optimizer | None) -> None:
-    """Load what ``local`` returned on the same rank of the same layout."""
-    what = "load_local_state"
-
-    def parts_of(grids: Grids) -> _Parts:
-        saved = cleaned(state.get("layout", {}))
-
-        def part(name: str, value: Tensor, own: Tensor) -> Tensor:
-            _require_same_place(what, grids.hold(name, own), saved, value)
-            return value
-
-        return _Parts(
-            part,
-            lambda optimizer: _wrapped(what, model, optimizer, state, saved, grids),
-            has_whole_shapes=False,
-        )
-
-    _load_parts(what, model, state, optimizer, True, parts_of)
-
-
-def load_sharded(
-    model: nn.Module, state: Mapping[str, Any], optimizer: Optimizer | None, strict: bool
-) -> IncompatibleKeys:
-    """Load DTensors placed as the model's are."""
-    what = "load_sharded_state"
-
-    def part(name: str, value: Tensor, own: Tensor) -> Tensor:
-        _require_placed_alike(what, name, value, own)
-        return local_of(value)
-
-    parts = _Parts(
-        part,
-        lambda optimizer: optimizer_part(what, state, model, optimizer),
-        has_whole_shapes=True,
-    )
-    return _load_parts(what, model, state, optimizer, strict, lambda _: parts)
-
-
 def _require_same_place(
-    what: str, held: Held, saved: Mapping[str, Any], value: Tensor, name: str | None = None
+    what: str, name: str, held: Held, layout: Mapping[str, Any], value: Tensor
 ) -> None:
     """Raise ConfigError if a rank's part was another one, or another shape than its layout says."""
-    name = name or held.name
     here = (held.shape, held.own.starts, held.own.sizes)
     whole = (held.shape, (0,) * len(held.shape), held.shape)
-    then = saved.get(name, whole)
+    then = layout.get(name, whole)
     if tuple(map(tuple, then)) != here:
         raise ConfigError(
-            f"{what}: {name} is {here} here and {saved.get(name)} in the state (whole shape, "
+            f"{what}: {name} is {here} here and {layout.get(name)} in the state (whole shape, "
             "start, size). A rank-local state loads on the same ranks and meshes only; use the "
             "sharded one elsewhere. Nothing was changed."
         )
@@ -284,35 +341,29 @@ def _require_same_place(
 def _wrapped(
     what: str,
     model: nn.Module,
-    optimizer: Optimizer,
     state: Mapping[str, Any],
-    saved: Mapping[str, Any],
+    layout: Mapping[str, Any],
     grids: Grids,
 ) -> dict[str, Any]:
-    """Return an optimizer's state under names, with DTensors of this rank's parts."""
-    named = optimizer_part(what, state, model, optimizer)
+    """Return what an optimizer's state has under names, with DTensors of this rank's parts."""
     params = named_parameters(model)
 
     def wrap(full: str, value: Tensor) -> Tensor:
-        if full not in saved:
+        if full not in layout:
             return value.clone()
         like: Tensor | None = params.get(name)
-        if not isinstance(like, DTensor) or tuple(like.shape) != tuple(saved[full][0]):
+        if not isinstance(like, DTensor) or tuple(like.shape) != tuple(layout[full][0]):
             raise ConfigError(
-                f"{what}: {full} was a DTensor of shape {tuple(saved[full][0])}, and its parameter "
-                "is not. Use the sharded state. Nothing was changed."
+                f"{what}: {full} was a DTensor of shape {tuple(layout[full][0])}, and its "
+                "parameter is not. Use the sharded state. Nothing was changed."
             )
-        _require_same_place(what, grids.hold(name, like), saved, value, full)
-        spec = torch_dtensor.spec_of(like)
-        made = torch_dtensor.make_spec(
-            spec.mesh, spec.placements, like.shape, like.stride(), value.dtype
-        )
-        return torch_dtensor.new_dtensor(value.clone(), made)
+        _require_same_place(what, full, grids.hold(name, like), layout, value)
+        return torch_dtensor.dtensor_like(like, value.clone())
 
     found = {}
-    for name, fields in named["state"].items():
+    for name, fields in state.items():
         found[name] = map_values(wrap, name, fields)
-    return {**named, "state": found}
+    return found
 
 
 def _require_placed_alike(what: str, name: str, value: Tensor, own: Tensor) -> None:

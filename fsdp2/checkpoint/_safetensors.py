@@ -25,21 +25,24 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from fsdp2._base.arguments import check_count, check_dtype, check_path
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.names import clean
+from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._transfer.redistribute import Grids, Target
 from fsdp2.checkpoint._change import IncompatibleKeys, Told
 from fsdp2.checkpoint._checksums import sum_of_tensor
 from fsdp2.checkpoint._load import load_full
 from fsdp2.checkpoint._publish import Workspace, exclusive, file_in, plain_name, sync
-from fsdp2.checkpoint._state import full, model_tensors
-
-PathLike = str | os.PathLike[str]
+from fsdp2.checkpoint._state import MAX_BYTES, check, gather_each, model_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OURS = "fsdp2"
+
+MAX_FILE_BYTES = 5 * 10**9
+"""Default size of a file of a safetensors checkpoint, as in ``transformers``."""
 
 
 def _require_safetensors() -> Any:
@@ -67,14 +70,14 @@ class _Writer:
         self._total = 0
         self.error: BaseException | None = None
 
-    def __call__(self, names: list[str], tensor: Tensor | None) -> None:
+    def take(self, name: str, tensor: Tensor | None) -> None:
         """Take a tensor. An error is kept: the ranks that send must not be left alone."""
         if tensor is None or self.error is not None:
             return
         try:
             if self._pending and self._pending_nbytes + tensor.nbytes > self._limit:
                 self._flush()
-            self._pending[names[0]] = tensor.contiguous()
+            self._pending[name] = tensor.contiguous()
             self._pending_nbytes += tensor.nbytes
         except BaseException as caught:  # an interrupt is raised at the end too
             self.error = caught
@@ -233,24 +236,49 @@ class _Index:
         return _Index(tuple(files), weight_map, save)
 
 
-def save(
-    folder: PathLike,
+@operation("save_safetensors")
+def save_safetensors(
+    folder: str | os.PathLike[str],
     model: nn.Module,
-    dtype: torch.dtype | None,
-    max_bytes: int,
-    max_file_bytes: int,
+    *,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = MAX_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write a full model, file by file."""
-    require_idle(model, "save_safetensors")
-    tensors, _ = model_tensors(model)
-    main = Grids([*tensors.values()]).main
-    with main.together("save_safetensors"):
+    """Write a full model as safetensors, with the names of files that ``transformers`` loads.
+
+    One file, ``model.safetensors``, or several and an index. The first rank writes, and holds one
+    file's tensors at a time; the other ranks hold at most ``max_bytes`` beside their shards. A tied
+    parameter is written once, under its first name. Files that were there are replaced once all
+    new ones are written. Two jobs may save to one folder: the last one's files stay, whole.
+
+    Args:
+        dtype: floating-point tensors are cast to it.
+        max_file_bytes: most bytes of tensors in a file (one tensor may be larger).
+
+    Raises:
+        ConfigError: the package ``safetensors`` is not installed.
+        StateError: the first rank could not write.
+    """
+    what = "save_safetensors"
+    check(what, model, max_bytes=max_bytes)
+    check_path(what, "folder", folder)
+    check_dtype(what, "dtype", dtype)
+    check_count(what, "max_file_bytes", max_file_bytes)
+    require_idle(model, what)
+    given = [*model_tensors(model)[0].items()]
+    grids = Grids([tensor for _, tensor in given])
+    with grids.main.together(what):
         _require_safetensors()
     writer = _Writer(Path(folder), max_file_bytes)
     target = Target(on_all=False, dtype=dtype, device=torch.device("cpu"), counted=False)
-    full(model, None, "name", target, max_bytes, visit=writer)
-    with main.together("save_safetensors"):
-        if main.is_first:
+
+    def take(places: list[int], tensor: Tensor | None) -> None:
+        writer.take(given[places[0]][0], tensor)
+
+    gather_each(what, grids, given, target, max_bytes, take)
+    with grids.main.together(what):
+        if grids.main.is_first:
             writer.finish()
 
 
@@ -262,7 +290,7 @@ class _Files:
         self._verify = verify
         self._trust = trust
         self._stack = contextlib.ExitStack()
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Any, str]] = {}  # by clean name
         self._sums: dict[str, int] = {}
 
     def __enter__(self) -> _Files:
@@ -294,8 +322,8 @@ class _Files:
                 for key in file.keys():  # noqa: SIM118  # no mapping
                     if key in where:
                         raise ValueError(f"{key} is in {where[key]} too")
-                    where[key], self._files[key] = name, file
-                    shapes[key] = tuple(file.get_slice(key).get_shape())
+                    where[key], self._files[clean(key)] = name, (file, key)
+                    shapes[clean(key)] = tuple(file.get_slice(key).get_shape())
                 self._take_sums(file, index.save)
             except Exception as error:
                 raise self._damaged(path, error) from error
@@ -316,12 +344,13 @@ class _Files:
             raise ValueError("it has no checksums, and the index says that it has")
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor.
+        """Return a tensor by its clean name.
 
         Raises:
             StateError: it is not what was written.
         """
-        tensor: Tensor = self._files[name].get_tensor(name)
+        file, name = self._files[name]
+        tensor: Tensor = file.get_tensor(name)
         if name in self._sums and _sum_of(name, tensor) != self._sums[name]:
             raise self._damaged(self._folder, ValueError(f"the checksum of {name} is another one"))
         return tensor
@@ -333,35 +362,41 @@ class _Files:
         )
 
 
-def load(
-    folder: PathLike,
+@operation("load_safetensors")
+def load_safetensors(
+    folder: str | os.PathLike[str],
     model: nn.Module,
     *,
-    strict: bool,
-    max_bytes: int,
-    verify: bool,
-    trust: bool,
+    strict: bool = True,
+    max_bytes: int = MAX_BYTES,
+    verify: bool = True,
+    trust: bool = False,
 ) -> IncompatibleKeys:
-    """Read tensors one by one on the first rank, and scatter them."""
+    """Load a full model from safetensors: the first rank reads, tensor by tensor, and scatters.
 
-    def no_optimizer(name: str) -> Tensor:
-        raise AssertionError(name)
+    Values are read beside the model's: while it loads, a rank holds the room of its shards again.
 
+    Args:
+        strict: every name of the model must be in the files, and the other way round.
+        max_bytes: bytes of the buffers that tensors travel in.
+        verify: check the checksums that ``save_safetensors`` wrote.
+        trust: follow links that leave the folder.
+
+    Raises:
+        ConfigError: no such files; names or shapes differ; a name or a link that leaves the folder;
+            ``safetensors`` is not installed. Nothing was changed.
+        StateError: a file is missing or damaged. Nothing was changed.
+    """
+    check("load_safetensors", model, max_bytes=max_bytes, strict=strict)
+    check_path("load_safetensors", "folder", folder)
     with _Files(Path(folder), verify=verify, trust=trust) as files:
-        names: dict[str, str] = {}
-
-        def describe() -> Told:
-            told = files.describe()
-            names.update({clean(name): name for name in told.model})
-            return Told({clean(name): shape for name, shape in told.model.items()})
-
         return load_full(
             "load_safetensors",
             model,
             None,
-            describe,
-            lambda name: files.read(names[name]),
-            no_optimizer,
+            files.describe,
+            files.read,
+            None,
             from_rank0=True,
             strict=strict,
             max_bytes=max_bytes,

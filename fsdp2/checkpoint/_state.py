@@ -8,22 +8,45 @@ A state is ``{"model": {name: tensor}, "optimizer": {"state": {...}, "param_grou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2._base import torch_dtensor
+from fsdp2._base.arguments import check_flag, check_module, check_optimizer
 from fsdp2._base.names import cleaned
+from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
+from fsdp2._transfer.full_params import check_max_bytes
 from fsdp2._transfer.redistribute import Grids, Target, gather
-from fsdp2.checkpoint._optimizer_state import map_values, named_state, rekey
+from fsdp2.checkpoint._optimizer_state import Keys, check_keys, map_values, named_state, rekey
+
+MAX_BYTES = 256 << 20
+"""Default cap on what a rank holds beside its shards while tensors travel."""
 
 EXTRA_STATE = "_extra_state"
+
+
+def check(
+    who: str,
+    model: object,
+    optimizer: object = None,
+    *,
+    max_bytes: object = MAX_BYTES,
+    **flags: object,
+) -> None:
+    """Raise ConfigError for what no function of ``fsdp2.checkpoint`` can use."""
+    check_module(who, "model", model)
+    check_optimizer(who, optimizer)
+    for name, flag in flags.items():
+        check_flag(who, name, flag)
+    check_max_bytes(who, max_bytes)
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -42,94 +65,125 @@ def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
-def sharded(model: nn.Module, optimizer: Optimizer | None, keys: Any) -> dict[str, Any]:
-    """Return the state as it lies; tensors are shared with the model and the optimizer."""
-    require_idle(model, "sharded_state")
-    state: dict[str, Any] = {"model": cleaned(model.state_dict())}
-    if optimizer is not None:
-        named = named_state(model, optimizer)
-        if keys == "id":
-            named = rekey(named, "id", model=model, optimizer=optimizer)
-        state["optimizer"] = named
-    return state
-
-
-class _Slots:
-    """The tensors of a state, each once, with the names that it has there."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.names: list[list[str]] = []
-        self._known: dict[int, int] = {}
-
-    def add(self, name: str, tensor: Tensor) -> int:
-        """Return the number of a tensor."""
-        number = self._known.setdefault(id(tensor), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(tensor)
-            self.names.append([])
-        self.names[number].append(name)
-        return number
-
-
-def full(
+@operation("full_state")
+def full_state(
     model: nn.Module,
-    optimizer: Optimizer | None,
-    keys: Any,
-    target: Target,
-    max_bytes: int,
-    visit: Callable[[list[str], Tensor | None], None] | None = None,
+    optimizer: Optimizer | None = None,
+    *,
+    rank0_only: bool = True,
+    cpu_offload: bool = True,
+    max_bytes: int = MAX_BYTES,
+    optim_keys: Keys = "name",
 ) -> dict[str, Any]:
-    """Return the whole state where the target says, else an empty one.
+    """Return the whole state of a model and its optimizer, as one process would have it.
 
-    ``visit`` takes each tensor of the model with its names instead of the state.
+    Tensors are plain and new; names of a tied parameter share one. Ranks other than the writer hold
+    at most ``max_bytes`` beside their shards at any time, and so does the writer beside what it
+    has collected.
+
+    Args:
+        optimizer: one over the model's parameters.
+        rank0_only: only the first rank of the mesh gets the state, the others an empty dict.
+        cpu_offload: the tensors are in host memory.
+        max_bytes: bytes of the buffers that tensors travel in.
+        optim_keys: ``"name"`` calls parameters by name, as torch's FSDP1 and DCP helpers do,
+            ``"id"`` as ``optimizer.state_dict()`` of one process does.
+
+    Raises:
+        ConfigError: the optimizer holds other parameters; a wrong argument.
+        StateError: inside a forward or a backward; a parameter is on the meta device.
+        UnsupportedError: a parameter lies on some of the model's ranks only, is a partial sum, or
+            is a tensor subclass without bytes of its own.
     """
+    flags = {"rank0_only": rank0_only, "cpu_offload": cpu_offload}
+    check("full_state", model, optimizer, max_bytes=max_bytes, **flags)
+    check_keys("full_state: optim_keys", optim_keys)
+    device = torch.device("cpu") if cpu_offload else None
+    target = Target(on_all=not rank0_only, device=device, counted=False)
     require_idle(model, "full_state")
-    slots = _Slots()
     tensors, extra = model_tensors(model)
-    numbers = {name: slots.add(name, tensor) for name, tensor in tensors.items()}
-    in_optimizer: dict[str, int] = {}
+    given = [*tensors.items()]
     named: dict[str, Any] = {}
     if optimizer is not None:
         named = named_state(model, optimizer)
-
-        def note(key: str, value: Tensor) -> Tensor:
-            in_optimizer[key] = slots.add(key, value)
-            return value
-
         for name, fields in named["state"].items():
-            map_values(note, name, fields)
-    grids = Grids([*slots.tensors])
-    helds = [
-        grids.hold(names[0], tensor)
-        for names, tensor in zip(slots.names, slots.tensors, strict=True)
-    ]
-    grids.require_common(helds, "full_state")
+            map_values(lambda key, value: given.append((key, value)), name, fields)
+    grids = Grids([tensor for _, tensor in given])
     whole: dict[int, Tensor | None] = {}
-    with closing(gather(helds, max_bytes, target, grids.main, "full_state")) as gathered:
-        for index, tensor in gathered:
-            if visit is None:
-                whole[index] = tensor
-            else:
-                visit(slots.names[index], tensor)
-    if visit is not None or not target.takes(grids.main):
+
+    def keep(places: list[int], tensor: Tensor | None) -> None:
+        whole.update(dict.fromkeys(places, tensor))
+
+    gather_each("full_state", grids, given, target, max_bytes, keep)
+    if not target.takes(grids.main):
         return {}
-    state: dict[str, Any] = {"model": {name: whole[numbers[name]] for name in tensors} | extra}
+    found: Iterator[Any] = iter([whole[place] for place in range(len(given))])
+    state: dict[str, Any] = {"model": {name: next(found) for name in tensors} | extra}
     if optimizer is not None:
         values = {
-            name: map_values(lambda key, _: whole[in_optimizer[key]], name, fields)
+            name: map_values(lambda *_: next(found), name, fields)
             for name, fields in named["state"].items()
         }
         state["optimizer"] = {**named, "state": values}
-    if optimizer is not None and keys == "id":
-        state["optimizer"] = rekey(state["optimizer"], "id", model=model, optimizer=optimizer)
+        if optim_keys == "id":
+            state["optimizer"] = rekey(state["optimizer"], "id", model=model, optimizer=optimizer)
     return state
 
 
-def local(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return this rank's own tensors, and where they lie. Tensors are shared with the model."""
+def gather_each(
+    what: str,
+    grids: Grids,
+    given: Sequence[tuple[str, Tensor]],
+    target: Target,
+    max_bytes: int,
+    visit: Callable[[list[int], Tensor | None], None],
+) -> None:
+    """Gather tensors under names, each once, and call ``visit`` with its places among those given.
+
+    It gets None instead of a tensor where the target does not say that it is received.
+    """
+    slots: dict[int, list[int]] = {}
+    for place, (_, value) in enumerate(given):
+        slots.setdefault(id(value), []).append(place)
+    helds = [grids.hold(*given[places[0]]) for places in slots.values()]
+    grids.require_common(helds, what)
+    each = [*slots.values()]
+    with closing(gather(helds, max_bytes, target, grids.main, what)) as gathered:
+        for index, tensor in gathered:
+            visit(each[index], tensor)
+
+
+@operation("sharded_state")
+def sharded_state(
+    model: nn.Module, optimizer: Optimizer | None = None, *, optim_keys: Keys = "name"
+) -> dict[str, Any]:
+    """Return the state as it lies on the ranks: ``DTensor``s that share memory with the model.
+
+    Raises:
+        ConfigError: the optimizer holds other parameters.
+        StateError: inside a forward or a backward.
+    """
+    check("sharded_state", model, optimizer)
+    check_keys("sharded_state: optim_keys", optim_keys)
+    require_idle(model, "sharded_state")
+    state: dict[str, Any] = {"model": cleaned(model.state_dict())}
+    if optimizer is not None:
+        state["optimizer"] = named_state(model, optimizer)
+        if optim_keys == "id":
+            state["optimizer"] = rekey(state["optimizer"], "id", model=model, optimizer=optimizer)
+    return state
+
+
+@operation("local_state")
+def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """Return this rank's own parts as plain tensors, and under ``"layout"`` where they lie.
+
+    Tensors share memory with the model. ``torch.save`` of it is the fastest checkpoint there is,
+    and loads on the same ranks of the same meshes only.
+    """
+    check("local_state", model, optimizer)
     require_idle(model, "local_state")
-    state = sharded(model, optimizer, "name")
+    state = sharded_state(model, optimizer)
     layout: dict[str, Any] = {}
 
     def cut(name: str, value: Any) -> Any:

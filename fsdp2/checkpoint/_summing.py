@@ -9,20 +9,51 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from fsdp2._base.errors import StateError
+from fsdp2._comm.process_mesh import Grid
 from fsdp2.checkpoint._checksums import sum_of_part, tail_of
 from fsdp2.checkpoint._saved import METADATA, SUMMED
+
+
+def write(state: dict[str, Any], folder: Path, main: Grid) -> dict[str, int]:
+    """Write a checkpoint; return the sizes of its files, on the rank that wrote the metadata.
+
+    DCP tells its failures to all ranks itself; this makes sure of it.
+    """
+    writer = SummingWriter(folder)
+    error: BaseException | None = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is there, and deprecations
+            save_state_dict(state, storage_writer=writer)
+    except CheckpointException as caught:  # the same on every rank
+        own = caught.failures.get(dist.get_rank() if dist.is_initialized() else 0)
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[0] from None  # DCP has told the others of this interrupt
+        rank, (first, _) = next(iter(caught.failures.items()))
+        raise StateError(
+            f"checkpoint: rank {rank} failed with {type(first).__name__}: {first}"
+        ) from caught
+    except Exception as caught:
+        error = caught
+    main.raise_together(error, "checkpoint")
+    return writer.sizes
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def clip_grad_norm_(
             dtype = torch.float64
         if grad is not None:
             part.grads.append(_placed_as(param, grad))
-            local_grads.append(_local(grad))
+            local_grads.append(torch_dtensor.local_part(grad))
     device = local_grads[0].device if local_grads else torch.device("cpu")
     for part in parts.values():
         part.norm = _norm(part.grads, order, dtype, loop, device)
@@ -157,11 +157,7 @@ def _placed_as(param: Tensor, grad: Tensor) -> Tensor:
     ):
         with carrying():
             grad = grad.redistribute(placements=param.placements)
-    return _local(grad)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return torch_dtensor.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return torch_dtensor.local_part(grad)
 
 
 def _norm(

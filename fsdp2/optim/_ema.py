@@ -28,6 +28,7 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import IDLE
 from fsdp2._base.fitting import require_representable
 from fsdp2._base.names import cleaned, named_parameters
+from fsdp2._base.torch_dtensor import local_part
 from fsdp2._comm.process_mesh import Grid, carrying, operation
 from fsdp2._transfer.redistribute import Grids
 
@@ -112,10 +113,7 @@ class EMA:
         if not isinstance(value, DTensor):
             return value.detach().to(dtype, copy=True)
         local = torch_dtensor.local_tensor(value).detach().to(dtype, copy=True)
-        spec = torch_dtensor.make_spec(
-            value.device_mesh, value.placements, value.shape, value.stride(), dtype
-        )
-        return torch_dtensor.new_dtensor(local, spec)
+        return torch_dtensor.dtensor_like(value, local)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -151,7 +149,7 @@ class EMA:
         pairs = []
         for name, average in self._averages.items():
             value = values[name]
-            own, local = _local(average), _local(value)
+            own, local = local_part(average), local_part(value)
             if own.shape != local.shape or own.device != local.device:
                 raise StateError(
                     f"EMA: {name} is now {_describe(value)}, and its average is "
@@ -228,11 +226,11 @@ class EMA:
             values = self._checked(state_dict)
         with carrying():
             placed = {
-                name: _local(_placed_alike(values[name], average))
+                name: local_part(_placed_alike(values[name], average))
                 for name, average in self._averages.items()
             }
         for name, average in self._averages.items():
-            _local(average).copy_(placed[name])
+            local_part(average).copy_(placed[name])
         self.updates = state_dict["updates"]
 
     def _checked(self, state: Any) -> dict[str, Tensor]:
@@ -258,7 +256,7 @@ class EMA:
                     f"{what}: {name} {found}, expected a tensor of shape {tuple(average.shape)}. "
                     "Nothing was changed."
                 )
-            require_representable(what, name, _local(value), average.dtype)
+            require_representable(what, name, local_part(value), average.dtype)
         return values
 
 
@@ -278,12 +276,8 @@ def _is_averaged(value: Tensor) -> bool:
     return (value.is_floating_point() or value.is_complex()) and value.dtype.itemsize > 1
 
 
-def _local(value: Tensor) -> Tensor:
-    return torch_dtensor.local_tensor(value) if isinstance(value, DTensor) else value
-
-
 def _describe(value: Tensor) -> str:
-    local = _local(value)
+    local = local_part(value)
     return f"{type(value).__name__} with {tuple(local.shape)} here, on {local.device}"
 
 

@@ -241,7 +241,7 @@ class LocalOptimizer:
                 grad.detach_()
             else:
                 grad.requires_grad_(False)
-            local = torch_dtensor.local_tensor(grad) if isinstance(grad, DTensor) else grad
+            local = torch_dtensor.local_part(grad)
             if local.layout is torch.strided:
                 kinds.setdefault((local.device, local.dtype), []).append(local)
             else:

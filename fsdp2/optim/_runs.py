@@ -84,14 +84,6 @@ class Member:
                 value = value.redistribute(placements=self.param.placements)
         return torch_dtensor.local_tensor(value)
 
-    def spec(self, dtype: torch.dtype) -> torch_dtensor.DTensorSpec:
-        param = self.param
-        if dtype == param.dtype:
-            return torch_dtensor.spec_of(param)
-        return torch_dtensor.make_spec(
-            param.device_mesh, param.placements, param.shape, param.stride(), dtype
-        )
-
 
 class Run:
     """Members that step as one: the tensor, the state, and what is where in them.
@@ -187,7 +179,9 @@ class Run:
         like = None
         if part.storage_offset():
             like = member.local if part.dtype == member.local.dtype else torch.empty_like(part)
-        return torch_dtensor.new_dtensor(part, member.spec(part.dtype), like=like)
+        return torch_dtensor.new_dtensor(
+            part, torch_dtensor.spec_like(member.param, part.dtype), like=like
+        )
 
     def publish(self, table: Table) -> None:
         """Write the run's state into the table, per parameter; counters are copied."""
