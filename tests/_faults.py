@@ -632,8 +632,8 @@ FAULTS = [
     Fault(
         "loaded-local-state-shares-memory",
         "fsdp2/checkpoint/_load.py",
-        "return torch_dtensor.new_dtensor(value.clone(), made)",
-        "return torch_dtensor.new_dtensor(value, made)",
+        "return torch_dtensor.dtensor_like(like, value.clone())",
+        "return torch_dtensor.dtensor_like(like, value)",
         "After load_local_state the optimizer steps in the memory of the state that was loaded: going back to the same state a second time restores trained moments.",
         near=("behaviour/test_checkpoint_api.py",),
     ),
@@ -762,8 +762,8 @@ FAULTS = [
     Fault(
         "load-full-ids-by-model-order",
         "fsdp2/checkpoint/_change.py",
-        'return rekey(named, "name", model=model, optimizer=optimizer)',
-        'return rekey(named, "name", model=model)',
+        'return rekey(state, "name", model=model, optimizer=optimizer)',
+        'return rekey(state, "name", model=model)',
         "load_full_state of an optimizer state under ids takes them in the order of model.parameters(): with param groups in another order, states go to wrong parameters (or an error about shapes).",
         near=("behaviour/test_checkpoint_api.py",),
     ),

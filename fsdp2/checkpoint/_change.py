@@ -101,10 +101,14 @@ def optimizer_part(
             f"{what}: an optimizer was passed, and the state has no 'optimizer'. Leave it out, or "
             "load a state that was taken with one."
         )
-    named = dict(named)
-    if keys_of(named) == "id":
-        return rekey(named, "name", model=model, optimizer=optimizer)
-    return with_clean_names(named)
+    return by_name(dict(named), model, optimizer)
+
+
+def by_name(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state, which may be under ids, under clean names."""
+    if keys_of(state) == "id":
+        return rekey(state, "name", model=model, optimizer=optimizer)
+    return with_clean_names(state)
 
 
 def refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
@@ -208,27 +212,24 @@ def chosen(names: Iterable[str], tensors: Mapping[str, Tensor]) -> dict[str, Ten
 # 2. Beside.
 
 
-def state_like(
-    param: Tensor,
-    current: object,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    is_number: bool = False,
-) -> Tensor:
+def state_like(param: Tensor, current: object, told: Tensor, is_number: bool) -> Tensor:
     """Return an empty tensor for a value of a parameter's state, placed as it will be used.
 
     A value lies as what is there now. If that has another shape, or is not there yet, a value of
     the parameter's shape lies as the parameter does, unless it ``is_number``: a number of steps of
     a 0-dim parameter has its shape too. Others are whole on every rank, numbers on the CPU.
+
+    Args:
+        told: the whole value, on meta.
     """
     like: Tensor | None = None if is_number else param
-    if isinstance(current, Tensor) and tuple(current.shape) == shape:
+    if isinstance(current, Tensor) and current.shape == told.shape:
         like = current
-    if isinstance(like, DTensor) and tuple(like.shape) == shape:
-        local = torch.empty_like(torch_dtensor.local_tensor(like), dtype=dtype)
+    if isinstance(like, DTensor) and like.shape == told.shape:
+        local = torch.empty_like(torch_dtensor.local_tensor(like), dtype=told.dtype)
         return torch_dtensor.dtensor_like(like, local)
-    device = param.device if shape else torch.device("cpu")
-    return torch.empty(shape, dtype=dtype, device=device)
+    device = param.device if told.dim() else torch.device("cpu")
+    return torch.empty(told.shape, dtype=told.dtype, device=device)
 
 
 def room_for(tensor: Tensor) -> Tensor:

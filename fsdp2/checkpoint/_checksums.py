@@ -10,7 +10,6 @@ import ctypes
 import json
 import struct
 import zlib
-from dataclasses import dataclass
 from typing import IO, Any
 
 from torch import Tensor
@@ -58,27 +57,19 @@ def tail_of(content: bytes, told: Any) -> bytes:
     return body + FOOTER.pack(len(body), zlib.crc32(content + body + length), MAGIC)
 
 
-@dataclass(frozen=True)
-class Split:
-    """A file's content, and what its tail tells; None without a tail."""
-
-    content: bytes
-    told: Any
-
-
-def split(data: bytes, *, verify: bool = True) -> Split:
-    """Take a file's tail off.
+def split(data: bytes, *, verify: bool = True) -> tuple[bytes, Any]:
+    """Return a file's content, and what its tail tells; None without a tail.
 
     Raises:
         DamagedError: there is one, and it is not that of this content.
     """
     if len(data) < FOOTER.size or data[-len(MAGIC) :] != MAGIC:
-        return Split(data, None)
+        return data, None
     length, found, _ = FOOTER.unpack(data[-FOOTER.size :])
     end = len(data) - FOOTER.size - length
     if end < 0 or (verify and found != zlib.crc32(data[: -FOOTER.size + 8])):
         raise DamagedError("its checksum is another one")
     try:
-        return Split(data[:end], json.loads(data[end : -FOOTER.size]))
+        return data[:end], json.loads(data[end : -FOOTER.size])
     except ValueError as error:
         raise DamagedError(f"its checksums cannot be read ({error})") from error

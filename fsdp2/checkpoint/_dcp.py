@@ -19,7 +19,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,24 +31,14 @@ from torch.optim import Optimizer
 
 from fsdp2._base.arguments import check_key, check_path
 from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.fitting import numbers_of
 from fsdp2._base.names import clean, named_parameters
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
-from fsdp2._engine.unit import original_buffers
-from fsdp2._transfer.chunk_plan import Region
-from fsdp2._transfer.redistribute import Grids
-from fsdp2.checkpoint._change import (
-    Rooms,
-    Told,
-    change,
-    check_optimizer,
-    chosen,
-    compare,
-    state_like,
-)
+from fsdp2._transfer.redistribute import Grids, Held
+from fsdp2.checkpoint._change import Told, by_name
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
-from fsdp2.checkpoint._optimizer_state import keys_of, names_in_groups, rekey, with_clean_names
+from fsdp2.checkpoint._load import Source, load_full
+from fsdp2.checkpoint._optimizer_state import map_values
 from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbours, sync
 from fsdp2.checkpoint._reading import Reader
 from fsdp2.checkpoint._saved import METADATA, Entry, Saved, read
@@ -307,143 +297,123 @@ def load(
     if model_key is not None:
         check_key("load", "model_key", model_key)
     check_key("load", "optim_key", optim_key)
-    with original_buffers(require_idle(model, "load")):
-        tensors, extra = model_tensors(model)
-        grids = Grids([*tensors.values()])
-        main = grids.main
-        saved: Saved | None = None
-        with main.together("load"):
-            saved = read(find(path), verify=verify, trust=trust)
-        assert saved is not None
-        if len(set(main.collect(saved.digest))) > 1:
-            raise StateError(
-                f"load: ranks see different checkpoints at {path}. All ranks must see one file "
-                "system, and nobody may save there meanwhile. Nothing was changed."
-            )
-        content = _Content(saved.entries, model_key, optim_key)
-        with Reader(saved, verify=verify, trust=trust) as reader:
-            named: dict[str, Any] | None = None
-            with main.together("load"):
-                content.compare(tensors, extra, strict)
-                if optimizer is not None:
-                    named = content.optimizer_state(reader, model, optimizer)
-                    check_optimizer("load", model, optimizer, named, strict)
-                extra_states = content.extra_states(reader, extra)
-                found = content.extra(reader, trust)
-            rooms = Rooms("load", model, chosen(content.in_model, tensors), grids)
-            with main.together("load"):
-                for name, held in rooms.helds.items():
-                    reader.fill(content.in_model[name][0], held.own, held.local)
-                for entry, room in content.rooms:
-                    held = grids.hold(entry.key, room)
-                    reader.fill(entry, held.own, held.local)
-        change("load", model, optimizer, named, extra_states, grids, rooms.write)
-        return found
+    require_idle(model, "load")
+    main = Grids([*model_tensors(model)[0].values()]).main
+    saved: Saved | None = None
+    with main.together("load"):
+        saved = read(find(path), verify=verify, trust=trust)
+    assert saved is not None
+    if len(set(main.collect(saved.digest))) > 1:
+        raise StateError(
+            f"load: ranks see different checkpoints at {path}. All ranks must see one file "
+            "system, and nobody may save there meanwhile. Nothing was changed."
+        )
+    with Reader(saved, verify=verify, trust=trust) as reader:
+        content = _Content(reader, model, optimizer, model_key, optim_key)
+        load_full("load", model, optimizer, content, from_rank0=False, strict=strict)
+        return content.extra
 
 
-class _Content:
-    """What a checkpoint has for a model, for an optimizer, and beside.
+class _Content(Source):
+    """What a checkpoint has for a model, for an optimizer, and beside (``extra``)."""
 
-    ``rooms`` are the tensors of an optimizer's state, and what to fill them with.
-    """
-
-    def __init__(self, entries: Sequence[Entry], model_key: str | None, optim_key: str) -> None:
-        self._entries = entries
+    def __init__(
+        self,
+        reader: Reader,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        model_key: str | None,
+        optim_key: str,
+    ) -> None:
+        self._reader = reader
+        self._model = model
+        self._optimizer = optimizer
         self._optim_key = optim_key
         self._depth = 1 if model_key is None else 2
-        self.in_model: dict[str, list[Entry]] = {}
-        for entry in entries:
+        self._in_model: dict[str, list[Entry]] = {}
+        for entry in reader.entries:
             if model_key is None or entry.is_under(model_key):
                 name = clean(str(entry.path[model_key is not None]))
-                self.in_model.setdefault(name, []).append(entry)
-        self.rooms: list[tuple[Entry, Tensor]] = []
+                self._in_model.setdefault(name, []).append(entry)
+        self._in_optimizer: dict[str, Entry] = {}
+        self.extra: Any = None
 
-    def compare(self, tensors: dict[str, Tensor], extra: dict[str, Any], strict: bool) -> None:
-        shapes = {n: found[0].shape for n, found in self.in_model.items() if _is_one(found)}
-        told = Told(
-            {name: shape for name, shape in shapes.items() if not is_extra(name)},
-            {name: None for name in self.in_model if name not in shapes or is_extra(name)},
-        )
-        compare("load", told, tensors, extra, strict)
+    def describe(self, extra: Mapping[str, Any]) -> Told:
+        own = self._in_model
+        shapes = {n: e[0].shape for n, e in own.items() if _is_one(e) and not is_extra(n)}
+        objects = {
+            name: self._extra_state(entries) if name in extra and is_extra(name) else None
+            for name, entries in own.items()
+            if name not in shapes
+        }
+        named = None
+        if self._optimizer is not None:
+            named = self._optimizer_state(self._model, self._optimizer)
+        self.extra = self._beside()
+        return Told(shapes, objects, named)
 
-    def extra_states(self, reader: Reader, extra: dict[str, Any]) -> dict[str, Any]:
-        found = {}
-        for name, entries in self.in_model.items():
-            if name in extra and is_extra(name):
-                inside = [replace(e, path=("", *e.path[self._depth :])) for e in entries]
-                values = {entry.key: _whole(reader, entry) for entry in inside}
-                found[name] = _lists(_tree(inside, values)[""])
-        return found
+    def fill(self, what: str, held: Held, in_optimizer: bool) -> None:
+        name = held.name
+        entry = self._in_optimizer[name] if in_optimizer else self._in_model[name][0]
+        self._reader.fill(entry, held.own, held.local)
 
-    def optimizer_state(
-        self, reader: Reader, model: nn.Module, optimizer: Optimizer
-    ) -> dict[str, Any]:
-        """Return the optimizer's state under names, its tensors placed and empty.
+    def _extra_state(self, entries: Sequence[Entry]) -> Any:
+        inside = [replace(e, path=("", *e.path[self._depth :])) for e in entries]
+        return _lists(_tree(inside, self._reader.whole)[""])
+
+    def _optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's state under names, its tensors on meta.
 
         Raises:
             ConfigError: there is none.
         """
-        own = [entry for entry in self._entries if entry.is_under(self._optim_key)]
+        own = [entry for entry in self._reader.entries if entry.is_under(self._optim_key)]
         if not any(entry.path[1] == "param_groups" for entry in own):
+            found = sorted({str(entry.path[0]) for entry in self._reader.entries})
             raise ConfigError(
                 "load: an optimizer was passed, and the checkpoint has none under "
-                f"{self._optim_key!r}. Found {sorted({str(e.path[0]) for e in self._entries})}. "
-                "Pass optim_key=. Nothing was changed."
+                f"{self._optim_key!r}. Found {found}. Pass optim_key=. Nothing was changed."
             )
-        ordered = [name for names in names_in_groups(model, optimizer) for name in names]
         params = named_parameters(model)
-        now, numbers = optimizer.state, numbers_of(optimizer)
-        values: dict[str, Any] = {}
-        own = [_with_ids(entry, params) for entry in own]
-        for entry in own:
-            path = entry.path
-            if not entry.is_tensor or len(path) < 4 or path[1] != "state":
-                values[entry.key] = _whole(reader, entry)
-                continue
-            assert entry.shape is not None
-            assert entry.dtype is not None
-            name = clean(str(path[2]))
-            if isinstance(path[2], int) and path[2] < len(ordered):
-                name = ordered[path[2]]
-            if name in params:
-                current = now.get(params[name], {}).get(path[3]) if len(path) == 4 else None
-                is_number = path[3] in numbers
-                room = state_like(params[name], current, entry.shape, entry.dtype, is_number)
-                self.rooms.append((entry, room))
-            else:
-                room = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            values[entry.key] = room
-        tree = _tree(own, values)[self._optim_key]
+        on_meta: dict[int, tuple[Tensor, Entry]] = {}
+
+        def told(entry: Entry) -> Any:
+            if entry.shape is None or len(entry.path) < 4 or entry.path[1] != "state":
+                return self._reader.whole(entry)
+            value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            on_meta[id(value)] = value, entry
+            return value
+
+        tree = _tree([_with_ids(entry, params) for entry in own], told)[self._optim_key]
         loaded = {**tree, "param_groups": _lists(tree["param_groups"])}
         loaded["state"] = {
             name: {key: _lists(value) for key, value in fields.items()}
             for name, fields in tree.get("state", {}).items()
         }
-        if keys_of(loaded) == "id":
-            return rekey(loaded, "name", model=model, optimizer=optimizer)
-        return with_clean_names(loaded)
+        named = by_name(loaded, model, optimizer)
 
-    def extra(self, reader: Reader, trust: bool) -> Any:
+        def note(name: str, value: Tensor) -> None:
+            if id(value) in on_meta:
+                self._in_optimizer[name] = on_meta[id(value)][1]
+
+        for name, fields in named["state"].items():
+            map_values(note, name, fields)
+        return named
+
+    def _beside(self) -> Any:
         """Return what the user saved beside."""
-        own = [e for e in self._entries if e.path[0] in ("extra", EXTRA, EXTRA_TENSORS)]
-        tree = _tree(own, {entry.key: _whole(reader, entry) for entry in own})
+        names = ("extra", EXTRA, EXTRA_TENSORS)
+        own = [entry for entry in self._reader.entries if entry.path[0] in names]
+        tree = _tree(own, self._reader.whole)
         if EXTRA in tree:
-            return unpacked(tree[EXTRA], tree.get(EXTRA_TENSORS, {}), trust=trust)
+            tensors = tree.get(EXTRA_TENSORS, {})
+            return unpacked(tree[EXTRA], tensors, trust=self._reader.trust)
         return _lists(tree.get("extra"))
 
 
 def _is_one(found: list[Entry]) -> bool:
     """True if what was saved under a name is a tensor, not an object that may hold some."""
-    return len(found) == 1 and found[0].is_tensor and len(found[0].path) <= 2
-
-
-def _whole(reader: Reader, entry: Entry) -> Any:
-    """Read a value as it was saved."""
-    if entry.shape is None:
-        return reader.value(entry)
-    made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    reader.fill(entry, Region((0,) * len(entry.shape), entry.shape), made)
-    return made
+    return len(found) == 1 and found[0].shape is not None and len(found[0].path) <= 2
 
 
 def _with_ids(entry: Entry, params: dict[str, nn.Parameter]) -> Entry:
@@ -455,14 +425,14 @@ def _with_ids(entry: Entry, params: dict[str, nn.Parameter]) -> Entry:
     return replace(entry, path=(*path[:2], int(path[2]), *path[3:]))
 
 
-def _tree(entries: Sequence[Entry], values: dict[str, Any]) -> dict[Any, Any]:
+def _tree(entries: Sequence[Entry], value_of: Callable[[Entry], Any]) -> dict[Any, Any]:
     """Put values back into the dicts that they were saved in; lists are dicts of numbers."""
     root: dict[Any, Any] = {}
     for entry in entries:
         target = root
         for part in entry.path[:-1]:
             target = target.setdefault(part, {})
-        target[entry.path[-1]] = values[entry.key]
+        target[entry.path[-1]] = value_of(entry)
     return root
 
 

@@ -7,7 +7,7 @@ changes, is in ``_change`` ([Note: all or nothing]). It must not know files.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -84,78 +84,112 @@ def load_full_state(
     """
     what = "load_full_state"
     check(what, model, optimizer, max_bytes=max_bytes, from_rank0=from_rank0, strict=strict)
-    given: Any = state
-    names: dict[str, str] = {}
-    values: dict[str, Tensor] = {}
+    given = _Given(what, model, state, optimizer)
+    return load_full(
+        what, model, optimizer, given, from_rank0=from_rank0, strict=strict, max_bytes=max_bytes
+    )
 
-    def note(name: str, value: Tensor) -> Tensor:
-        values[name] = value
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    def describe() -> Told:
-        told = tell(what, given)
-        names.update({clean(name): name for name in given["model"]})
-        if optimizer is None:
+class Source:
+    """Values that are loaded, of all ranks or of the first one, and what is told of them before.
+
+    ``is_in_memory``: reading them cannot fail, so that the model's need no room.
+    """
+
+    is_in_memory = False
+
+    def describe(self, extra: Mapping[str, Any]) -> Told:
+        """Tell what there is; ``extra`` has the extra states of the model, by name."""
+        raise NotImplementedError
+
+    def read(self, name: str, in_optimizer: bool) -> Tensor:
+        """Return a whole value."""
+        raise NotImplementedError
+
+    def fill(self, what: str, held: Held, in_optimizer: bool) -> None:
+        """Fill this rank's part of a tensor."""
+        value = self.read(held.name, in_optimizer)
+        require_representable(what, held.name, value, held.dtype)
+        held.local.copy_(value[held.own.slices])
+
+
+class _Given(Source):
+    """A whole state that a caller passed; on ranks that have none, it is not asked."""
+
+    def __init__(
+        self, what: str, model: nn.Module, state: Any, optimizer: Optimizer | None
+    ) -> None:
+        self._what = what
+        self._model = model
+        self._state = state
+        self._optimizer = optimizer
+        self._names: dict[str, str] = {}
+        self._values: dict[str, Tensor] = {}
+        self.is_in_memory = (
+            not isinstance(state, Mapping) or type(state.get("model")) in PLAIN_DICTS
+        )
+
+    def describe(self, extra: Mapping[str, Any]) -> Told:
+        told = tell(self._what, self._state)
+        self._names = {clean(name): name for name in self._state["model"]}
+        if self._optimizer is None:
             return told
-        named = optimizer_part(what, given, model, optimizer)
+        named = optimizer_part(self._what, self._state, self._model, self._optimizer)
+        found = {}
         for name, fields in named["state"].items():
             refuse_aliases(name, fields)
-        entries = {name: map_values(note, name, fields) for name, fields in named["state"].items()}
-        return replace(told, optimizer={**named, "state": entries})
+            found[name] = map_values(self._note, name, fields)
+        return replace(told, optimizer={**named, "state": found})
 
-    return load_full(
-        what,
-        model,
-        optimizer,
-        describe,
-        lambda name: given["model"][names[name]],
-        values.__getitem__,
-        from_rank0=from_rank0,
-        strict=strict,
-        max_bytes=max_bytes,
-        is_in_memory=not isinstance(state, Mapping) or type(state.get("model")) in PLAIN_DICTS,
-    )
+    def _note(self, name: str, value: Tensor) -> Tensor:
+        self._values[name] = value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    def read(self, name: str, in_optimizer: bool) -> Tensor:
+        found: Tensor = (
+            self._values[name] if in_optimizer else self._state["model"][self._names[name]]
+        )
+        return found
 
 
 def load_full(
     what: str,
     model: nn.Module,
     optimizer: Optimizer | None,
-    describe: Callable[[], Told],
-    source: Callable[[str], Tensor],
-    optim_source: Callable[[str], Tensor] | None,
+    source: Source,
     *,
     from_rank0: bool,
     strict: bool,
-    max_bytes: int,
-    is_in_memory: bool,
+    max_bytes: int = MAX_BYTES,
 ) -> IncompatibleKeys:
-    """Load whole tensors that the first rank has, or every rank. See [Note: all or nothing].
-
-    ``is_in_memory``: reading values cannot fail, so that the model's need no room.
-    """
+    """Load what the first rank has, or every rank. See [Note: all or nothing]."""
     with original_buffers(require_idle(model, what)):
         tensors, extra = model_tensors(model)
         grids = Grids([*tensors.values()])
         has_state = grids.main.is_first or not from_rank0
         told: Told | None = None
         with grids.main.together(what):
-            told = describe() if has_state else None
+            told = source.describe(extra) if has_state else None
         if from_rank0:
             told = grids.main.broadcast(told)
         assert told is not None
         own = chosen(told.model, tensors)
-        is_in_memory = not grids.main.any_is(not is_in_memory)
+        is_in_memory = not grids.main.any_is(not source.is_in_memory)
         with grids.main.together(what):
             keys = compare(what, told, tensors, extra, strict)
             if optimizer is not None:
                 assert told.optimizer is not None
                 check_optimizer(what, model, optimizer, told.optimizer, strict)
             for name, tensor in own.items() if has_state and is_in_memory else ():
-                require_representable(what, name, source(name), tensor.dtype)
+                require_representable(what, name, source.read(name, False), tensor.dtype)
 
-        def fill(helds: list[Held], read: Callable[[str], Tensor]) -> None:
-            _fill(what, grids, helds, max_bytes, read, from_rank0)
+        def fill(helds: list[Held], in_optimizer: bool) -> None:
+            if from_rank0:
+                _scatter(what, grids, helds, max_bytes, source, in_optimizer)
+                return
+            with grids.main.together(what), torch.no_grad():
+                for held in helds:
+                    source.fill(what, held, in_optimizer)
 
         if is_in_memory and any(tensor.is_meta for tensor in tensors.values()):
             with grids.main.together(what):
@@ -169,24 +203,24 @@ def load_full(
         if from_rank0:
             grids.require_common(helds, what)
         named = None
-        if optimizer is not None and optim_source is not None and told.optimizer is not None:
+        if optimizer is not None and told.optimizer is not None:
             named, in_optimizer = _optimizer_rooms(what, model, optimizer, told.optimizer, grids)
-            fill(in_optimizer, optim_source)
+            fill(in_optimizer, True)
         if rooms is not None:
-            fill(helds, source)
+            fill(helds, False)
         extras = {n: value for n, value in told.extra.items() if n in extra and is_extra(n)}
-        write = rooms.write if rooms is not None else lambda: fill(helds, source)
+        write = rooms.write if rooms is not None else lambda: fill(helds, False)
         change(what, model, optimizer, named, extras, grids, write)
         return keys
 
 
-def _fill(
+def _scatter(
     what: str,
     grids: Grids,
     helds: list[Held],
     max_bytes: int,
-    source: Callable[[str], Tensor],
-    from_rank0: bool,
+    source: Source,
+    in_optimizer: bool,
 ) -> None:
     """Fill shards; what reading a tensor raises is raised on all ranks, once nothing travels."""
     error: Exception | None = None
@@ -194,7 +228,7 @@ def _fill(
     def read(held: Held) -> Tensor:
         nonlocal error
         try:
-            value = source(held.name)
+            value = source.read(held.name, in_optimizer)
             require_representable(what, held.name, value, held.dtype)
             return value
         except Exception as caught:
@@ -202,29 +236,25 @@ def _fill(
             zero = torch.zeros((), dtype=held.dtype, device=held.local.device)
             return zero.expand(held.shape)
 
-    if from_rank0:
-        scatter(helds, max_bytes, read)
-    else:
-        with torch.no_grad():
-            for held in helds:
-                held.local.copy_(read(held)[held.own.slices])
+    scatter(helds, max_bytes, read)
     grids.main.raise_together(error, what)
 
 
 def _optimizer_rooms(
     what: str, model: nn.Module, optimizer: Optimizer, told: dict[str, Any], grids: Grids
 ) -> tuple[dict[str, Any], list[Held]]:
-    """Return the optimizer's state under names, its tensors placed and empty; and these."""
+    """Return the optimizer's state under names with placed and empty tensors for those on meta."""
     params = named_parameters(model)
-    now = optimizer.state
+    now, numbers = optimizer.state, numbers_of(optimizer)
     helds: list[Held] = []
 
-    numbers = numbers_of(optimizer)
-
     def make_room(full: str, value: Tensor) -> Tensor:
+        if not value.is_meta:
+            return value
         field = full[len(name) + 1 :]
-        is_number = field in numbers
-        made = state_like(param, current.get(field), tuple(value.shape), value.dtype, is_number)
+        made = state_like(
+            params[name], now.get(params[name], {}).get(field), value, field in numbers
+        )
         helds.append(grids.hold(full, made))
         return made
 
@@ -232,8 +262,6 @@ def _optimizer_rooms(
     with grids.main.together(what):
         for name, fields in told["state"].items():
             if name in params:
-                param = params[name]
-                current: Any = now.get(param, {})
                 state[name] = map_values(make_room, name, fields)
     return {"state": state, "param_groups": told["param_groups"]}, helds
 

@@ -28,10 +28,9 @@ Keys = Literal["name", "id"]
 
 def check_keys(what: str, keys: object) -> None:
     """Raise ConfigError unless it is 'name' or 'id'."""
-    if not isinstance(keys, str):
-        raise ConfigTypeError(f"{what}: expected 'name' or 'id', found {described(keys)}.")
-    if keys not in ("name", "id"):
-        raise ConfigError(f"{what}: expected 'name' or 'id', found {described(keys)}.")
+    if not isinstance(keys, str) or keys not in ("name", "id"):
+        kind = ConfigError if isinstance(keys, str) else ConfigTypeError
+        raise kind(f"{what}: expected 'name' or 'id', found {described(keys)}.")
 
 
 def check_optim_state(what: str, state: object) -> None:
@@ -73,6 +72,11 @@ def names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     return found
 
 
+def ordered_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Return the names of an optimizer's parameters: each one's place is its id."""
+    return [name for names in names_in_groups(model, optimizer) for name in names]
+
+
 def keys_of(state: dict[str, Any]) -> Keys:
     """Say how parameters are called in an optimizer's state."""
     params = [key for group in state.get("param_groups", ()) for key in group["params"]]
@@ -94,14 +98,9 @@ def renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
 
 def with_clean_names(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state under names without wrappers in them: old ones have them."""
-    return {
-        **state,
-        "state": cleaned(state["state"]),
-        "param_groups": [
-            {**group, "params": [clean(name) for name in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    listed = [name for group in state["param_groups"] for name in group["params"]]
+    found = renamed(state, {name: clean(name) for name in listed})
+    return {**found, "state": cleaned(state["state"])}
 
 
 def rekey(
@@ -134,21 +133,19 @@ def rekey(
         optim_state = with_clean_names(optim_state)
     if keys_of(optim_state) == keys:
         return renamed(optim_state, {})
-    if keys == "name":
-        if model is None:
-            raise ConfigError("rekey: ids get names from a model. Pass model=.")
-        ordered = list(named_parameters(model))
-        if optimizer is not None:
-            ordered = [name for group in names_in_groups(model, optimizer) for name in group]
-        new: dict[Any, Any] = dict(enumerate(ordered))
-    else:
-        ordered = [name for group in optim_state["param_groups"] for name in group["params"]]
-        if optimizer is not None:
-            if model is None:
-                raise ConfigError("rekey: names get an optimizer's ids by a model. Pass model=.")
-            ordered = [name for group in names_in_groups(model, optimizer) for name in group]
-        new = {name: number for number, name in enumerate(ordered)}
+    if model is None and keys == "name":
+        raise ConfigError("rekey: ids get names from a model. Pass model=.")
+    if model is None and optimizer is not None:
+        raise ConfigError("rekey: names get an optimizer's ids by a model. Pass model=.")
     listed = [key for group in optim_state["param_groups"] for key in group["params"]]
+    ordered = listed
+    if model is not None and optimizer is not None:
+        ordered = ordered_names(model, optimizer)
+    elif model is not None and keys == "name":
+        ordered = list(named_parameters(model))
+    new: dict[Any, Any] = dict(enumerate(ordered))
+    if keys == "id":
+        new = {name: number for number, name in new.items()}
     unknown = [key for key in (*listed, *optim_state["state"]) if key not in new]
     if unknown:
         raise ConfigError(
@@ -176,8 +173,7 @@ def map_values(function: Callable[[str, Tensor], Any], name: str, fields: Mappin
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` under names."""
-    ordered = [name for group in names_in_groups(model, optimizer) for name in group]
-    return renamed(optimizer.state_dict(), dict(enumerate(ordered)))
+    return renamed(optimizer.state_dict(), dict(enumerate(ordered_names(model, optimizer))))
 
 
 def matched_groups(
@@ -189,7 +185,11 @@ def matched_groups(
         ConfigError: as ``load_named``.
     """
     own = names_in_groups(model, optimizer)
-    saved = {name: group for group in state["param_groups"] for name in group["params"]}
+    saved = {
+        name: {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in state["param_groups"]
+        for name in group["params"]
+    }
     missing = [name for names in own for name in names if name not in saved]
     if missing:
         raise ConfigError(
@@ -199,11 +199,7 @@ def matched_groups(
     groups = []
     number = 0
     for current, names in zip(optimizer.param_groups, own, strict=True):
-        sources = [saved[name] for name in names]
-        options = [
-            {key: value for key, value in source.items() if key not in ("params", "param_names")}
-            for source in sources
-        ]
+        options = [saved[name] for name in names]
         if any(option != options[0] for option in options[1:]):
             raise ConfigError(
                 f"optimizer: the param group of {names[0]} was several groups with different "
@@ -224,8 +220,7 @@ def load_named(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) ->
             group are in several with different options; nothing was changed.
     """
     groups = matched_groups(model, optimizer, state)
-    own = names_in_groups(model, optimizer)
-    ordered = [name for names in own for name in names]
     values = state["state"]
-    by_id = {number: values[name] for number, name in enumerate(ordered) if name in values}
+    ordered = enumerate(ordered_names(model, optimizer))
+    by_id = {number: values[name] for number, name in ordered if name in values}
     optimizer.load_state_dict({"state": by_id, "param_groups": groups})

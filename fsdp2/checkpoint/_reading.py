@@ -36,14 +36,19 @@ class Reader(contextlib.ExitStack):
     def __init__(self, saved: Saved, *, verify: bool, trust: bool) -> None:
         super().__init__()
         self._saved = saved
+        self.entries = saved.entries
         self._verify = verify
-        self._trust = trust
+        self.trust = trust
         self._files: dict[str, IO[bytes]] = {}
 
-    def value(self, entry: Entry) -> Any:
-        """Return a value that is no tensor of a model or an optimizer."""
-        (part,) = entry.parts
-        return self._load(entry, part)
+    def whole(self, entry: Entry) -> Any:
+        """Return a value as it was saved."""
+        if entry.shape is None:
+            (part,) = entry.parts
+            return self._load(entry, part)
+        made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        self.fill(entry, Region((0,) * len(entry.shape), entry.shape), made)
+        return made
 
     def fill(self, entry: Entry, region: Region, out: Tensor) -> None:
         """Put a region of a saved tensor into ``out``, which has its shape.
@@ -84,7 +89,7 @@ class Reader(contextlib.ExitStack):
             if part.sum is not None and self._verify:
                 self._require_sum(file, part)
             view = io.BufferedReader(_View(file, part.offset, part.length))
-            return torch.load(view, map_location="cpu", weights_only=not self._trust)
+            return torch.load(view, map_location="cpu", weights_only=not self.trust)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))  # as torch words it
             is_whole = part.sum is not None and self._verify
@@ -109,7 +114,7 @@ class Reader(contextlib.ExitStack):
     def _open(self, name: str) -> IO[bytes]:
         if name not in self._files:
             saved = self._saved
-            path = file_in(saved.folder, name, str(saved.folder / METADATA), trust=self._trust)
+            path = file_in(saved.folder, name, str(saved.folder / METADATA), trust=self.trust)
             file = self.enter_context(path.open("rb"))
             size = os.fstat(file.fileno()).st_size
             if saved.sizes is not None and self._verify and size != saved.sizes[name]:

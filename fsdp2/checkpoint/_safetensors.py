@@ -33,7 +33,7 @@ from fsdp2._engine.between_steps import require_idle
 from fsdp2._transfer.redistribute import Grids, Target
 from fsdp2.checkpoint._change import IncompatibleKeys, Told
 from fsdp2.checkpoint._checksums import sum_of_tensor
-from fsdp2.checkpoint._load import load_full
+from fsdp2.checkpoint._load import Source, load_full
 from fsdp2.checkpoint._publish import Workspace, exclusive, file_in, plain_name, sync
 from fsdp2.checkpoint._state import MAX_BYTES, check, gather_each, model_tensors
 
@@ -282,7 +282,7 @@ def save_safetensors(
             writer.finish()
 
 
-class _Files:
+class _Files(Source):
     """The tensors of a folder, on the rank that reads; a context, which closes the files."""
 
     def __init__(self, folder: Path, *, verify: bool, trust: bool) -> None:
@@ -299,7 +299,7 @@ class _Files:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def describe(self) -> Told:
+    def describe(self, extra: Mapping[str, Any]) -> Told:
         """Open the files and return the shapes of their tensors.
 
         Raises:
@@ -343,7 +343,7 @@ class _Files:
         elif save is not None:
             raise ValueError("it has no checksums, and the index says that it has")
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, in_optimizer: bool) -> Tensor:
         """Return a tensor by its clean name.
 
         Raises:
@@ -394,11 +394,8 @@ def load_safetensors(
             "load_safetensors",
             model,
             None,
-            files.describe,
-            files.read,
-            None,
+            files,
             from_rank0=True,
             strict=strict,
             max_bytes=max_bytes,
-            is_in_memory=False,
         )

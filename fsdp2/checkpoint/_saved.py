@@ -72,10 +72,6 @@ class Entry:
     dtype: torch.dtype | None
     parts: tuple[Part, ...]
 
-    @property
-    def is_tensor(self) -> bool:
-        return self.shape is not None
-
     def is_under(self, key: str) -> bool:
         return len(self.path) > 1 and self.path[0] == key
 
@@ -144,16 +140,15 @@ def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
     """
     data = (folder / METADATA).read_bytes()
     try:
-        parts = split(data, verify=verify)
-        unpickler = Unpickler(parts.content, _names(), trust=trust)
-        loaded = unpickler.load()
+        content, told = split(data, verify=verify)
+        loaded = Unpickler(content, _names(), trust=trust).load()
         if type(loaded).__name__ != "Metadata":
             raise DamagedError(f"it holds a {type(loaded).__name__}")
         save_id = getattr(loaded.__dict__.get("storage_meta"), "save_id", None)
-        if parts.told is None and str(save_id).startswith(SUMMED):
+        if told is None and str(save_id).startswith(SUMMED):
             raise DamagedError("it ends too early")
-        entries = _Reader(loaded, parts.told, str(folder / METADATA)).entries()
-        sizes = None if parts.told is None else {n: int(f["size"]) for n, f in parts.told.items()}
+        entries = _Reader(loaded, told, str(folder / METADATA)).entries()
+        sizes = None if told is None else {n: int(f["size"]) for n, f in told.items()}
     except RefusedError as error:
         raise ConfigError(
             f"load: {folder / METADATA} names {error}, which metadata of a checkpoint needs not: "
