@@ -779,12 +779,12 @@ FAULTS = [
         "fused-step-does-not-bump-versions",
         "fsdp2/optim/_local.py",
         """\
-            for plan in self._plans:
+            for plan in plans:
                 increment_version(plan.written)
         return loss
 """,
         """\
-                for plan in self._plans:
+                for plan in plans:
                     increment_version(plan.written)
         return loss
 """,

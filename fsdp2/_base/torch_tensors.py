@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -25,6 +25,16 @@ def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None
     One kernel for a whole group on CUDA; the public ``chunk`` and ``cat`` take one for each.
     """
     torch._chunk_cat(tensors, 0, size, out=out)
+
+
+def by_kind(
+    tensors: Iterable[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Return tensors by what one of the kernels below can take together."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return found
 
 
 def norms_of(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:

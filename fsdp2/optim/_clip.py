@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,17 +19,10 @@ from fsdp2._base import torch_comm, torch_dtensor, torch_tensors
 from fsdp2._base.arguments import check_flag, check_number, wrong_type
 from fsdp2._base.errors import ConfigTypeError, StateError
 from fsdp2._comm.process_mesh import carrying, operation, wire_device
+from fsdp2.optim._runs import placed_part
 
 Spread = tuple[dist.ProcessGroup, ...]
 """Process groups whose ranks hold different elements of a tensor. Empty: every rank has all."""
-
-
-@dataclass
-class _Part:
-    """Local gradients that are spread over the same process groups."""
-
-    grads: list[Tensor] = field(default_factory=list)
-    norm: Tensor | None = None
 
 
 @torch.no_grad()
@@ -84,27 +76,29 @@ def clip_grad_norm_(
     if foreach is not None:
         check_flag("clip_grad_norm_", "foreach", foreach)
     loop = foreach is False
-    parts: dict[Spread, _Part] = {}
+    parts: dict[Spread, list[Tensor]] = {}  # local gradients, placed as their parameters are
     local_grads: list[Tensor] = []
     dtype = torch.float32
     for param in unique:
         grad = param.grad
         if grad is None and not param.requires_grad:
             continue
-        part = parts.setdefault(_spread(param), _Part())
+        part = parts.setdefault(_spread(param), [])
         if param.dtype in (torch.float64, torch.complex128):
             dtype = torch.float64
         if grad is not None:
-            part.grads.append(_placed_as(param, grad))
+            part.append(placed_part(param, grad, "clip_grad_norm_: a gradient placed otherwise"))
             local_grads.append(torch_dtensor.local_part(grad))
     device = local_grads[0].device if local_grads else torch.device("cpu")
-    for part in parts.values():
-        part.norm = _norm(part.grads, order, dtype, loop, device)
+    norms = {spread: _norm(part, order, dtype, loop, device) for spread, part in parts.items()}
     for group in dict.fromkeys(group for spread in parts for group in spread):
+        mine = [spread for spread in parts if group in spread]
         with carrying():
-            _join([part for spread, part in parts.items() if group in spread], group, order)
-    norms = [part.norm.to(device) for part in parts.values() if part.norm is not None]
-    total = _total(norms, order) if norms else torch.zeros((), dtype=dtype, device=device)
+            joined = _over_ranks(torch.stack([norms[spread] for spread in mine]), group, order)
+        norms.update(zip(mine, joined.unbind(), strict=True))
+    total = torch.zeros((), dtype=dtype, device=device)
+    if norms:
+        total = _joined(torch.stack([norm.to(device) for norm in norms.values()]), order)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise StateError(
             f"clip_grad_norm_: the total norm of order {order:g} of {len(unique)} parameters is "
@@ -148,18 +142,6 @@ def _spread(param: Tensor) -> Spread:
     )
 
 
-def _placed_as(param: Tensor, grad: Tensor) -> Tensor:
-    """Return the local gradient, placed as the parameter is."""
-    if (
-        isinstance(grad, DTensor)
-        and isinstance(param, DTensor)
-        and grad.placements != param.placements
-    ):
-        with carrying():
-            grad = grad.redistribute(placements=param.placements)
-    return torch_dtensor.local_part(grad)
-
-
 def _norm(
     grads: Sequence[Tensor], order: float, dtype: torch.dtype, loop: bool, device: torch.device
 ) -> Tensor:
@@ -167,15 +149,16 @@ def _norm(
     grads = [grad for grad in grads if grad.numel()]
     wide = [grad if grad.dtype in _WIDE else grad.to(torch.float32) for grad in grads]
     norms: list[Tensor] = []
-    kinds = {(grad.device, grad.dtype) for grad in wide}
+    kinds = torch_tensors.by_kind(wide)
     for kind in sorted(kinds, key=str):
-        alike = [grad for grad in wide if (grad.device, grad.dtype) == kind]
+        alike = kinds[kind]
         if loop or order < 1 or alike[0].is_complex():
             norms += [torch.linalg.vector_norm(grad, order) for grad in alike]
         else:
             norms += torch_tensors.norms_of(alike, order)
     joined = [norm.to(device=device, dtype=dtype) for norm in norms]
-    return _total(joined or [torch.full((), _identity(order), dtype=dtype, device=device)], order)
+    none = torch.full((), _identity(order), dtype=dtype, device=device)
+    return _joined(torch.stack(joined or [none]), order)
 
 
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -186,11 +169,6 @@ def _identity(order: float) -> float:
     return math.inf if order < 0 else 0.0
 
 
-def _total(norms: Sequence[Tensor], order: float) -> Tensor:
-    """Join norms of the parts of a vector."""
-    return _joined(torch.stack(list(norms)), order)
-
-
 def _joined(norms: Tensor, order: float) -> Tensor:
     """Join norms of the parts of vectors, along dim 0."""
     if order == 0:
@@ -199,24 +177,18 @@ def _joined(norms: Tensor, order: float) -> Tensor:
     return total
 
 
-def _join(parts: Sequence[_Part], group: dist.ProcessGroup, order: float) -> None:
-    """Join norms over the ranks of a process group: one all-gather of a number for each part."""
-    mine = torch.stack([part.norm for part in parts if part.norm is not None])
-    sent = mine.to(wire_device(group, mine.device))
+def _over_ranks(norms: Tensor, group: dist.ProcessGroup, order: float) -> Tensor:
+    """Join each of several norms with the other ranks': one all-gather of a number for each."""
+    sent = norms.to(wire_device(group, norms.device))
     size = dist.get_world_size(group)
-    gathered = torch.empty((size * len(parts),), dtype=sent.dtype, device=sent.device)
+    gathered = torch.empty((size * len(norms),), dtype=sent.dtype, device=sent.device)
     torch_comm.all_gather_single(gathered, sent, group=group)
-    joined = _joined(gathered.view(size, len(parts)), order).to(mine.device)
-    for part, norm in zip(parts, joined.unbind(), strict=True):
-        part.norm = norm
+    return _joined(gathered.view(size, len(norms)), order).to(norms.device)
 
 
 def _scale_(grads: Sequence[Tensor], factor: Tensor, loop: bool) -> None:
     """Multiply tensors of any devices and dtypes in place."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        kinds.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), alike in kinds.items():
+    for (device, _), alike in torch_tensors.by_kind(grads).items():
         own = factor.to(device)
         if loop:
             for grad in alike:

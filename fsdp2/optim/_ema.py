@@ -129,17 +129,17 @@ class EMA:
                 "Leave the context first."
             )
         decay = _check_decay(self.decay(self.updates) if callable(self.decay) else self.decay)
-        averaged: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        averages: list[Tensor] = []
+        values: list[Tensor] = []
         for average, value in self._pairs():
-            if not _is_averaged(value):
+            if _is_averaged(value):
+                averages.append(average)
+                values.append(value.to(average.dtype))
+            else:
                 average.copy_(value)
-                continue
-            key = (average.dtype, average.device)
-            averages, values = averaged.setdefault(key, ([], []))
-            averages.append(average)
-            values.append(value.to(average.dtype))
-        for averages, values in averaged.values():
-            torch_tensors.lerp_all_(averages, values, 1.0 - decay)
+        ends = torch_tensors.by_kind(values)
+        for kind, alike in torch_tensors.by_kind(averages).items():
+            torch_tensors.lerp_all_(alike, ends[kind], 1.0 - decay)
         self.updates += 1
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -225,19 +225,19 @@ class EMA:
         with main.together("EMA.load_state_dict"):
             values = self._checked(state_dict)
         with carrying():
-            placed = {
-                name: local_part(_placed_alike(values[name], average))
+            pairs = [
+                (local_part(average), local_part(_placed_alike(values[name], average)))
                 for name, average in self._averages.items()
-            }
-        for name, average in self._averages.items():
-            local_part(average).copy_(placed[name])
+            ]
+        for average, value in pairs:
+            average.copy_(value)
         self.updates = state_dict["updates"]
 
     def _checked(self, state: Any) -> dict[str, Tensor]:
         """Return the averages of a state dict, which fit."""
         what = "EMA.load_state_dict"
-        averages = state.get("averages") if isinstance(state, Mapping) else None
-        updates = state.get("updates") if isinstance(state, Mapping) else None
+        given = state if isinstance(state, Mapping) else {}
+        averages, updates = given.get("averages"), given.get("updates")
         if not isinstance(averages, Mapping) or type(updates) is not int or updates < 0:
             raise ConfigError(
                 f"{what}: expected what state_dict() returned, {{'updates': a number, 'averages': "

@@ -44,6 +44,8 @@ COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 CACHE_LINE_NBYTES = 64
 
+Groups = list[dict[str, Any]]
+
 
 def local(
     cls: type[Optimizer],
@@ -121,7 +123,7 @@ class LocalOptimizer:
     _kernels: list[FusedAdam]
     _inside: Table | None
     _known: set[int]
-    param_groups: list[dict[str, Any]]
+    param_groups: Groups
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LocalOptimizer:
         self = object.__new__(cls)
@@ -211,14 +213,13 @@ class LocalOptimizer:
         groups = self.param_groups
         _check_groups(self._plain_class, groups)
         with torch.no_grad():
-            grads = self._plan(groups)
-            assert self._plans is not None
+            plans, grads = self._plan(groups)
             if any(group.get("fused") for group in groups):
-                runs = [run for plan in self._plans for run in plan.runs]
+                runs = [run for plan in plans for run in plan.runs]
                 grads = [_laid_like(r.tensor, g) for r, g in zip(runs, grads, strict=True)]
-            if not self._step_fused(groups, grads):
-                self._step_with(groups, grads)
-            for plan in self._plans:
+            if not self._step_fused(plans, groups, grads):
+                self._step_with(plans, groups, grads)
+            for plan in plans:
                 increment_version(plan.written)
         return loss
 
@@ -232,7 +233,7 @@ class LocalOptimizer:
         if set_to_none:
             cast(Any, super()).zero_grad(True)
             return
-        kinds: dict[Any, list[Tensor]] = {}
+        strided: list[Tensor] = []
         for param in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
             grad = param.grad
             if grad is None:
@@ -243,43 +244,41 @@ class LocalOptimizer:
                 grad.requires_grad_(False)
             local = torch_dtensor.local_part(grad)
             if local.layout is torch.strided:
-                kinds.setdefault((local.device, local.dtype), []).append(local)
+                strided.append(local)
             else:
                 local.zero_()
         with torch.no_grad():
-            for alike in kinds.values():
+            for alike in torch_tensors.by_kind(strided).values():
                 torch_tensors.zero_all_(alike)
 
-    def _step_with(self, groups: list[dict[str, Any]], grads: list[Tensor]) -> None:
+    def _step_with(self, plans: list[Plan], groups: Groups, grads: list[Tensor]) -> None:
         """Run the class's own step on local tensors that have these gradients."""
-        assert self._plans is not None
-        targets = [t for plan in self._plans for t in plan.targets[: len(plan.runs)]]
+        targets = [t for plan in plans for t in plan.targets[: len(plan.runs)]]
         try:
             for target, grad in zip(targets, grads, strict=True):
                 target.grad = grad
-            self._step_inside(groups)
+            self._step_inside(plans, groups)
         finally:
             for target in targets:  # [Note: reused gradients]
                 target.grad = None
 
-    def _step_fused(self, groups: list[dict[str, Any]], grads: list[Tensor]) -> bool:
+    def _step_fused(self, plans: list[Plan], groups: Groups, grads: list[Tensor]) -> bool:
         """Step by one kernel call a param group, if the class would do the same; or return False.
 
         ``GradScaler`` hands a fused optimizer ``grad_scale`` and ``found_inf``, as attributes.
         """
-        assert self._plans is not None
         if self._plain_class not in VARIANTS or not all(group["fused"] for group in groups):
             return False
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
         if not scaled and not self._kernels:
-            pairs = zip(self._plans, groups, strict=True)
+            pairs = zip(plans, groups, strict=True)
             kernels = [FusedAdam.of(plan, group) for plan, group in pairs]
             self._kernels = [kernel for kernel in kernels if kernel is not None]
             if len(self._kernels) < len(kernels):
                 self._kernels = []  # they have not counted anything yet
         if not self._kernels:
             return False
-        counts = itertools.accumulate((len(plan.runs) for plan in self._plans), initial=0)
+        counts = itertools.accumulate((len(plan.runs) for plan in plans), initial=0)
         parts = [grads[start:end] for start, end in itertools.pairwise(counts)]
         triples = list(zip(self._kernels, parts, groups, strict=True))
         if scaled or not all(kernel.takes(own, group) for kernel, own, group in triples):
@@ -289,8 +288,8 @@ class LocalOptimizer:
             kernel.step(own, group)
         return True
 
-    def _plan(self, groups: list[dict[str, Any]]) -> list[Tensor]:
-        """Return the gradient of each run; plan again if plans do not hold any more."""
+    def _plan(self, groups: Groups) -> tuple[list[Plan], list[Tensor]]:
+        """Return plans and the gradient of each run; plan again if they do not hold any more."""
         if self._plans is not None and len(self._plans) == len(groups):
             grads: list[Tensor] = []
             for plan, group in zip(self._plans, groups, strict=True):
@@ -299,7 +298,7 @@ class LocalOptimizer:
                     break
                 grads += own
             else:
-                return grads
+                return self._plans, grads
         if self._plans is not None:
             self._publish()
         plans, grads = [], []
@@ -313,16 +312,15 @@ class LocalOptimizer:
             plans.append(plan)
             grads += own
         self._plans, self._known = plans, set()
-        return grads
+        return plans, grads
 
-    def _step_inside(self, groups: list[dict[str, Any]]) -> None:
+    def _step_inside(self, plans: list[Plan], groups: Groups) -> None:
         """Run the class's own step with local tensors in the place of parameters."""
-        assert self._plans is not None
         inside: Table = defaultdict(dict)
         own_groups = []
-        for plan, group in zip(self._plans, groups, strict=True):
+        for plan, group in zip(plans, groups, strict=True):
             own = {**group, "params": plan.targets}
-            if plan.has_sharded and own.get("foreach", ...) is None and not own.get("fused"):
+            if plan.runs and own.get("foreach", ...) is None and not own.get("fused"):
                 own["foreach"] = False  # what torch chooses for DTensors
             own_groups.append(own)
             for run in plan.runs:
@@ -337,7 +335,7 @@ class LocalOptimizer:
             step(self)
         finally:
             self._inside, self.param_groups = None, groups
-            for plan in self._plans:
+            for plan in plans:
                 for run in plan.runs:
                     run.state = inside[run.tensor]
         for own, group in zip(own_groups, groups, strict=True):
@@ -371,7 +369,7 @@ def rebuild_optimizer(cls: type[Optimizer]) -> Any:
     return made.__new__(made)
 
 
-def _check_groups(cls: type[Optimizer], groups: Iterable[dict[str, Any]]) -> None:
+def _check_groups(cls: type[Optimizer], groups: Groups) -> None:
     for group in groups:
         for flag in ("capturable", "differentiable"):
             if group.get(flag):

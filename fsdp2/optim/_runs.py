@@ -44,6 +44,21 @@ get_grad = attrgetter("grad")
 referent = methodcaller("__call__")
 
 
+def placed_part(param: Tensor, value: Tensor, what: str) -> Tensor:
+    """Return the local part of a gradient or a state, placed as its parameter is.
+
+    ``what`` is said if the ranks that have to redistribute it are lost.
+    """
+    if (
+        isinstance(value, DTensor)
+        and isinstance(param, DTensor)
+        and value.placements != param.placements
+    ):
+        with named(what), carrying():
+            value = value.redistribute(placements=param.placements)
+    return torch_dtensor.local_part(value)
+
+
 @dataclass(frozen=True, eq=False)
 class Member:
     """A sharded parameter: its shard, where that lies, and what it has in the table of states."""
@@ -70,19 +85,11 @@ class Member:
         """Return the local gradient, placed as the parameter is."""
         grad = self.param.grad
         assert grad is not None
-        if not isinstance(grad, DTensor):
-            return grad
-        if grad.placements != self.param.placements:
-            with named("step of an optimizer: a gradient placed otherwise"), carrying():
-                grad = grad.redistribute(placements=self.param.placements)
-        return torch_dtensor.local_tensor(grad)
+        return placed_part(self.param, grad, "step of an optimizer: a gradient placed otherwise")
 
     def part(self, value: DTensor) -> Tensor:
         """Return the local part of a state, placed as the parameter is."""
-        if value.placements != self.param.placements:
-            with named("step of an optimizer: a state placed otherwise"), carrying():
-                value = value.redistribute(placements=self.param.placements)
-        return torch_dtensor.local_tensor(value)
+        return placed_part(self.param, value, "step of an optimizer: a state placed otherwise")
 
 
 class Run:
@@ -218,32 +225,18 @@ class _Seen:
     told by weak references.
     """
 
-    def __init__(
-        self,
-        addresses: list[int],
-        buffers: list[weakref.ref[GradientBuffer]],
-        others: list[weakref.ref[Tensor]],
-    ) -> None:
-        self._addresses = addresses
-        self._buffers = buffers
-        self._others = others
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self._addresses = list(map(id, grads))
+        self._others: list[weakref.ref[Tensor]] = []
         self._joined: list[weakref.ref[Tensor]] = []  # of buffers of ours, which own them
-
-    @staticmethod
-    def nothing() -> _Seen:
-        return _Seen([], [], [])
-
-    @staticmethod
-    def of(grads: Sequence[Tensor]) -> _Seen:
         buffers: dict[int, weakref.ref[GradientBuffer]] = {}
-        others = []
         for grad in grads:
             buffer = GradientBuffer.holding(grad)
             if buffer is None:
-                others.append(weakref.ref(grad))
+                self._others.append(weakref.ref(grad))
             else:
                 buffers[id(buffer)] = weakref.ref(buffer)
-        return _Seen(list(map(id, grads)), list(buffers.values()), others)
+        self._buffers = list(buffers.values())
 
     def are(self, grads: Sequence[Tensor]) -> bool:
         """True if these are the gradients that were seen."""
@@ -299,11 +292,10 @@ class Plan:
             start + (run.filled or [0])[0] for run, start in zip(self.flat, starts, strict=False)
         ]
         self._flat_tensors = [run.tensor for run in self.flat]
-        self._seen = _Seen.nothing()
+        self._seen = _Seen([])
         # written through other tensors, which autograd and the sharded module must notice
         self.written: list[Tensor] = [*self._stepped, *(member.local for member in flat)]
         self.targets: list[Tensor] = [*(run.tensor for run in self.runs), *self.plain]
-        self.has_sharded = bool(self.runs)
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor] | None:
         """Return the gradient of each run, in order; None if the plan does not hold any more."""
@@ -322,7 +314,7 @@ class Plan:
         if not self._seen.are(grads):
             if any(map(is_, grads, repeat(None))) or not self._lie_as_shards(grads):
                 return None
-            self._seen = _Seen.of(grads)
+            self._seen = _Seen(grads)
         firsts = [grads[first] for first in self._firsts]
         joined = self._seen.join(firsts, self._flat_tensors)
         parts = map(torch_dtensor.local_tensor, grads[self._flat_count :])
