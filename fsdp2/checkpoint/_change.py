@@ -242,27 +242,14 @@ def room_for(tensor: Tensor) -> Tensor:
     return torch_dtensor.dtensor_like(tensor, torch.empty_like(local, device=kept))
 
 
-class Rooms:
-    """What a model's tensors will be, beside them. Made on every rank, or on none."""
-
-    def __init__(
-        self, what: str, model: nn.Module, chosen: Mapping[str, Tensor], grids: Grids
-    ) -> None:
-        self._what = what
-        self._model = model
-        self._main = grids.main
-        with self._main.together(what):
-            made = {name: room_for(tensor) for name, tensor in chosen.items()}
-        self.helds = {name: grids.hold(name, room) for name, room in made.items()}
-
-    def write(self) -> None:
-        """Copy all of it to the model, whose parameters on meta get memory first."""
-        tensors, _ = model_tensors(self._model)
-        if any(tensor.is_meta for tensor in tensors.values()):
-            with self._main.together(self._what):
-                allocate(self._model)
-            tensors, _ = model_tensors(self._model)
-        copy_all((local_of(tensors[name]), held.local) for name, held in self.helds.items())
+def with_memory(what: str, model: nn.Module, grids: Grids) -> dict[str, Tensor]:
+    """Return a model's tensors; parameters on meta get memory first, on every rank or on none."""
+    tensors, _ = model_tensors(model)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        with grids.main.together(what):
+            allocate(model)
+        tensors, _ = model_tensors(model)
+    return tensors
 
 
 def local_of(tensor: Tensor) -> Tensor:

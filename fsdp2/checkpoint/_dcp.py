@@ -38,11 +38,14 @@ from fsdp2._transfer.redistribute import Grids, Held
 from fsdp2.checkpoint._change import Told, by_name
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2.checkpoint._load import Source, load_full
-from fsdp2.checkpoint._optimizer_state import map_values
+from fsdp2.checkpoint._optimizer_state import map_state
 from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbours, sync
 from fsdp2.checkpoint._reading import Reader
 from fsdp2.checkpoint._saved import METADATA, Entry, Saved, read
 from fsdp2.checkpoint._state import check, is_extra, model_tensors, sharded_state
+
+OLD = "old"
+"""What the names of checkpoints say that saves replaced, or had no time to."""
 
 RENAMES = 100
 """How often a save gives its names again, where others give theirs at the same time."""
@@ -101,7 +104,11 @@ def save(
             if main.is_first:
                 workspace.make()
         with main.together("save"):
-            _require_shared(workspace.path)
+            if not workspace.path.is_dir():
+                raise StateError(
+                    f"save: does not see {workspace.path}, which the first rank has made. All "
+                    "ranks must save to one path on a file system that all of them see."
+                )
         sizes = write(state, workspace.path, main)
         with main.together("save"):
             _require_written(workspace.path, sizes)
@@ -124,16 +131,13 @@ def _require_room(place: Path) -> None:
             problem = _in_the_way(place, found)
             if problem is None:
                 return
-            if _same(found, os.stat(place)):
+            again = os.stat(place)
+            # a number may be that of a folder that was removed, so its time counts too
+            if os.path.samestat(found, again) and found.st_ctime_ns == again.st_ctime_ns:
                 raise ConfigError(f"save: {problem}")
         except FileNotFoundError:
             if not place.exists():
                 return
-
-
-def _same(one: os.stat_result, other: os.stat_result) -> bool:
-    """True for one folder; a number may be that of a removed one, so its time counts too."""
-    return os.path.samestat(one, other) and one.st_ctime_ns == other.st_ctime_ns
 
 
 def _in_the_way(place: Path, found: os.stat_result) -> str | None:
@@ -147,21 +151,13 @@ def _in_the_way(place: Path, found: os.stat_result) -> str | None:
             f"{place} is {what}, and a checkpoint takes the place of its folder. Pass a "
             "folder in it."
         )
-    is_ours = (place / METADATA).exists() or any(_old_ones(place))
+    is_ours = (place / METADATA).exists() or any(neighbours(place, OLD))
     if not is_ours and any(place.iterdir()):
         return (
             f"{place} is a folder with other files, and no checkpoint. A checkpoint takes "
             "the place of its folder: pass one that is empty, or does not exist."
         )
     return None
-
-
-def _require_shared(folder: Path) -> None:
-    if not folder.is_dir():
-        raise StateError(
-            f"save: does not see {folder}, which the first rank has made. All ranks must save to "
-            "one path on a file system that all of them see."
-        )
 
 
 def _require_written(folder: Path, sizes: dict[str, int]) -> None:
@@ -187,10 +183,10 @@ def _publish(workspace: Workspace, place: Path) -> None:
         workspace.release()
         for number in range(RENAMES):
             try:
-                aside = neighbour(place, f"old-{workspace.token}-{number}")
+                aside = neighbour(place, f"{OLD}-{workspace.token}-{number}")
                 if place.exists():
                     os.rename(place, aside)
-                older = _old_ones(place)
+                older = neighbours(place, OLD)
                 os.rename(workspace.path, place)
             except FileNotFoundError:
                 if not workspace.path.exists():
@@ -208,11 +204,6 @@ def _publish(workspace: Workspace, place: Path) -> None:
         sync(place.parent)
         for old in older:
             _retire(old, place)
-
-
-def _old_ones(place: Path) -> list[Path]:
-    """Return what earlier saves renamed: what they replaced, or had no time to."""
-    return neighbours(place, "old")
 
 
 def _retire(old: Path, heir: Path) -> None:
@@ -252,7 +243,7 @@ def find(path: str | os.PathLike[str]) -> Path:
     place = Path(path).resolve()
     if (place / METADATA).exists():
         return place
-    older = [old for old in _old_ones(place) if (old / METADATA).exists()]
+    older = [old for old in neighbours(place, OLD) if (old / METADATA).exists()]
     if older:
         return max(older, key=lambda old: (old / METADATA).stat().st_mtime)
     raise ConfigError(
@@ -392,12 +383,11 @@ class _Content(Source):
         }
         named = by_name(loaded, model, optimizer)
 
-        def note(name: str, value: Tensor) -> None:
+        def note(name: str, key: str, value: Tensor) -> None:
             if id(value) in on_meta:
-                self._in_optimizer[name] = on_meta[id(value)][1]
+                self._in_optimizer[f"{name}.{key}"] = on_meta[id(value)][1]
 
-        for name, fields in named["state"].items():
-            map_values(note, name, fields)
+        map_state(note, named["state"])
         return named
 
     def _beside(self) -> Any:

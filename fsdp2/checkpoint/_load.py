@@ -24,11 +24,9 @@ from fsdp2._base.names import clean, cleaned, named_parameters
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import original_buffers
-from fsdp2._transfer.materialize import allocate
 from fsdp2._transfer.redistribute import Grids, Held, scatter
 from fsdp2.checkpoint._change import (
     IncompatibleKeys,
-    Rooms,
     Told,
     change,
     check_optimizer,
@@ -38,10 +36,12 @@ from fsdp2.checkpoint._change import (
     local_of,
     optimizer_part,
     refuse_aliases,
+    room_for,
     state_like,
     tell,
+    with_memory,
 )
-from fsdp2.checkpoint._optimizer_state import map_values
+from fsdp2.checkpoint._optimizer_state import map_state
 from fsdp2.checkpoint._state import MAX_BYTES, check, is_extra, model_tensors
 
 PLAIN_DICTS = (dict, OrderedDict)
@@ -84,7 +84,7 @@ def load_full_state(
     """
     what = "load_full_state"
     check(what, model, optimizer, max_bytes=max_bytes, from_rank0=from_rank0, strict=strict)
-    given = _Given(what, model, state, optimizer)
+    given = _Given(model, state, optimizer)
     return load_full(
         what, model, optimizer, given, from_rank0=from_rank0, strict=strict, max_bytes=max_bytes
     )
@@ -116,10 +116,7 @@ class Source:
 class _Given(Source):
     """A whole state that a caller passed; on ranks that have none, it is not asked."""
 
-    def __init__(
-        self, what: str, model: nn.Module, state: Any, optimizer: Optimizer | None
-    ) -> None:
-        self._what = what
+    def __init__(self, model: nn.Module, state: Any, optimizer: Optimizer | None) -> None:
         self._model = model
         self._state = state
         self._optimizer = optimizer
@@ -130,19 +127,17 @@ class _Given(Source):
         )
 
     def describe(self, extra: Mapping[str, Any]) -> Told:
-        told = tell(self._what, self._state)
+        told = tell("load_full_state", self._state)
         self._names = {clean(name): name for name in self._state["model"]}
         if self._optimizer is None:
             return told
-        named = optimizer_part(self._what, self._state, self._model, self._optimizer)
-        found = {}
+        named = optimizer_part("load_full_state", self._state, self._model, self._optimizer)
         for name, fields in named["state"].items():
             refuse_aliases(name, fields)
-            found[name] = map_values(self._note, name, fields)
-        return replace(told, optimizer={**named, "state": found})
+        return replace(told, optimizer={**named, "state": map_state(self._note, named["state"])})
 
-    def _note(self, name: str, value: Tensor) -> Tensor:
-        self._values[name] = value
+    def _note(self, name: str, key: str, value: Tensor) -> Tensor:
+        self._values[f"{name}.{key}"] = value
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:
@@ -191,25 +186,28 @@ def load_full(
                 for held in helds:
                     source.fill(what, held, in_optimizer)
 
-        if is_in_memory and any(tensor.is_meta for tensor in tensors.values()):
-            with grids.main.together(what):
-                allocate(model)
-            own = chosen(told.model, model_tensors(model)[0])
-        rooms = None if is_in_memory else Rooms(what, model, own, grids)
-        if rooms is None:
-            helds = [grids.hold(name, tensor) for name, tensor in own.items()]
+        def write() -> None:
+            if is_in_memory:
+                fill(helds, False)
+                return
+            tensors = with_memory(what, model, grids)
+            copy_all((local_of(tensors[held.name]), held.local) for held in helds)
+
+        if is_in_memory:
+            own = chosen(told.model, with_memory(what, model, grids))
         else:
-            helds = [*rooms.helds.values()]
+            with grids.main.together(what):
+                own = {name: room_for(tensor) for name, tensor in own.items()}
+        helds = [grids.hold(name, tensor) for name, tensor in own.items()]
         if from_rank0:
             grids.require_common(helds, what)
         named = None
         if optimizer is not None and told.optimizer is not None:
             named, in_optimizer = _optimizer_rooms(what, model, optimizer, told.optimizer, grids)
             fill(in_optimizer, True)
-        if rooms is not None:
+        if not is_in_memory:
             fill(helds, False)
         extras = {n: value for n, value in told.extra.items() if n in extra and is_extra(n)}
-        write = rooms.write if rooms is not None else lambda: fill(helds, False)
         change(what, model, optimizer, named, extras, grids, write)
         return keys
 
@@ -248,21 +246,18 @@ def _optimizer_rooms(
     now, numbers = optimizer.state, numbers_of(optimizer)
     helds: list[Held] = []
 
-    def make_room(full: str, value: Tensor) -> Tensor:
+    def make_room(name: str, key: str, value: Tensor) -> Tensor:
         if not value.is_meta:
             return value
-        field = full[len(name) + 1 :]
-        made = state_like(
-            params[name], now.get(params[name], {}).get(field), value, field in numbers
-        )
-        helds.append(grids.hold(full, made))
+        current = now.get(params[name], {}).get(key)
+        made = state_like(params[name], current, value, key in numbers)
+        helds.append(grids.hold(f"{name}.{key}", made))
         return made
 
+    ours = {name: fields for name, fields in told["state"].items() if name in params}
     state: dict[str, dict[str, Any]] = {}
     with grids.main.together(what):
-        for name, fields in told["state"].items():
-            if name in params:
-                state[name] = map_values(make_room, name, fields)
+        state = map_state(make_room, ours)
     return {"state": state, "param_groups": told["param_groups"]}, helds
 
 
@@ -376,7 +371,8 @@ def _wrapped(
     """Return what an optimizer's state has under names, with DTensors of this rank's parts."""
     params = named_parameters(model)
 
-    def wrap(full: str, value: Tensor) -> Tensor:
+    def wrap(name: str, key: str, value: Tensor) -> Tensor:
+        full = f"{name}.{key}"
         if full not in layout:
             return value.clone()
         like: Tensor | None = params.get(name)
@@ -388,10 +384,7 @@ def _wrapped(
         _require_same_place(what, full, grids.hold(name, like), layout, value)
         return torch_dtensor.dtensor_like(like, value.clone())
 
-    found = {}
-    for name, fields in state.items():
-        found[name] = map_values(wrap, name, fields)
-    return found
+    return map_state(wrap, state)
 
 
 def _require_placed_alike(what: str, name: str, value: Tensor, own: Tensor) -> None:

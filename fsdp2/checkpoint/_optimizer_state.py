@@ -156,19 +156,25 @@ def rekey(
     return renamed(optim_state, new)
 
 
-def map_values(function: Callable[[str, Tensor], Any], name: str, fields: Mapping[str, Any]) -> Any:
-    """Return a parameter's state with every tensor replaced, in containers too.
+def map_state(
+    function: Callable[[str, str, Tensor], Any], state: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return the states of parameters with every tensor replaced, in containers too.
 
-    ``function`` is given each tensor and a name that no other one of the state has.
+    ``function`` is given a parameter's name, a name that no other tensor of its state has, and the
+    tensor.
     """
 
-    def mapped(key: str, value: Any) -> Any:
+    def mapped(name: str, key: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return function(f"{name}.{key}", value)
+            return function(name, key, value)
         inside = itertools.count()
-        return map_tensors(lambda item: function(f"{name}.{key}.{next(inside)}", item), value)
+        return map_tensors(lambda item: function(name, f"{key}.{next(inside)}", item), value)
 
-    return {key: mapped(key, value) for key, value in fields.items()}
+    return {
+        name: {key: mapped(name, key, value) for key, value in fields.items()}
+        for name, fields in state.items()
+    }
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -184,10 +184,9 @@ def _acquire(path: Path) -> int | None:
 def _is_named(descriptor: int, path: Path) -> bool:
     own = os.fstat(descriptor)
     try:
-        named = os.stat(path)
+        return os.path.samestat(own, os.stat(path))
     except OSError:
         return False
-    return (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino)
 
 
 # Names inside a folder.

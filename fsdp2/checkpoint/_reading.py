@@ -86,14 +86,14 @@ class Reader(contextlib.ExitStack):
         """Return what ``torch.save`` wrote into a part of a file."""
         try:
             file = self._open(part.file)
-            if part.sum is not None and self._verify:
-                self._require_sum(file, part)
+            is_summed = part.sum is not None and self._verify
+            if is_summed and sum_of_part(file, part.offset, part.length) != part.sum:
+                raise DamagedError("its checksum is another one")
             view = io.BufferedReader(_View(file, part.offset, part.length))
             return torch.load(view, map_location="cpu", weights_only=not self.trust)
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL ([\w.]+)", str(error))  # as torch words it
-            is_whole = part.sum is not None and self._verify
-            if part.region is None and (named or is_whole):
+            if part.region is None and (named or is_summed):
                 what = named[1] if named else _first_line(error)
                 raise ConfigError(
                     f"load: {entry.key} is no plain data: it needs {what}, and loading that could "
@@ -105,11 +105,6 @@ class Reader(contextlib.ExitStack):
             raise
         except Exception as error:  # what a damaged file lets torch raise is anything
             raise self._damaged(entry, part, f"{type(error).__name__}: {error}") from error
-
-    @staticmethod
-    def _require_sum(file: IO[bytes], part: Part) -> None:
-        if sum_of_part(file, part.offset, part.length) != part.sum:
-            raise DamagedError("its checksum is another one")
 
     def _open(self, name: str) -> IO[bytes]:
         if name not in self._files:

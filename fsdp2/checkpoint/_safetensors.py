@@ -17,9 +17,8 @@ import os
 import uuid
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -163,6 +162,14 @@ class _Writer:
         os.replace(temporary, index)
 
 
+def _damaged(path: Path, error: Exception) -> StateError:
+    how = "damaged" if path.exists() else "missing"
+    return StateError(
+        f"load_safetensors: {path} is {how}: {type(error).__name__}: {error}. Take "
+        "another checkpoint; nothing was changed."
+    )
+
+
 def _names_of_several(stem: str, count: int) -> list[str]:
     return [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
@@ -195,45 +202,41 @@ def _sum_of_map(mapping: Mapping[str, object]) -> int:
 def _stale_files(folder: Path) -> set[str]:
     """Return files that a save may remove: those of the checkpoint before, in this folder alone."""
     try:
-        names = _Index.read(folder).files
+        names = _read_index(folder).files
     except (ConfigError, StateError):  # it names others, or is damaged: they stay
         return set()
     return {name for name in names if name.endswith(".safetensors")}
 
 
-@dataclass(frozen=True)
-class _Index:
+class _Index(NamedTuple):
     """The files of a checkpoint, and which tensors they must have; the save that wrote them."""
 
-    files: tuple[str, ...]
+    files: list[str]
     weight_map: dict[str, str]
-    save: str | None = None
+    save: str | None
 
-    @staticmethod
-    def read(folder: Path, *, verify: bool = True) -> _Index:
-        """Read what a folder has; nothing, if there is none.
 
-        Raises:
-            StateError: the index is damaged.
-            ConfigError: it names files outside of the folder.
-        """
-        path = folder / INDEX
-        if not path.exists():
-            return _Index((SINGLE,) if (folder / SINGLE).exists() else (), {})
-        try:
-            told = json.loads(path.read_bytes())
-            weight_map = {str(name): file for name, file in told["weight_map"].items()}
-            ours = told.get("metadata", {}).get(OURS) if verify else None
-            save = None if ours is None else str(ours["save"])
-            if ours is not None and _checked(ours, None, {INDEX})[INDEX] != _sum_of_map(weight_map):
-                raise ValueError("its checksum is another one")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateError(
-                f"load_safetensors: {path} is damaged: {type(error).__name__}: {error}. Take "
-                "another checkpoint; nothing was changed."
-            ) from error
-        files = sorted({plain_name(file, str(path)) for file in weight_map.values()})
-        return _Index(tuple(files), weight_map, save)
+def _read_index(folder: Path, *, verify: bool = True) -> _Index:
+    """Read what a folder has; nothing, if there is none.
+
+    Raises:
+        StateError: the index is damaged.
+        ConfigError: it names files outside of the folder.
+    """
+    path = folder / INDEX
+    if not path.exists():
+        return _Index([SINGLE] if (folder / SINGLE).exists() else [], {}, None)
+    try:
+        told = json.loads(path.read_bytes())
+        weight_map = {str(name): file for name, file in told["weight_map"].items()}
+        ours = told.get("metadata", {}).get(OURS) if verify else None
+        save = None if ours is None else str(ours["save"])
+        if ours is not None and _checked(ours, None, {INDEX})[INDEX] != _sum_of_map(weight_map):
+            raise ValueError("its checksum is another one")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    files = sorted({plain_name(file, str(path)) for file in weight_map.values()})
+    return _Index(files, weight_map, save)
 
 
 @operation("save_safetensors")
@@ -282,22 +285,16 @@ def save_safetensors(
             writer.finish()
 
 
-class _Files(Source):
+class _Files(Source, contextlib.ExitStack):
     """The tensors of a folder, on the rank that reads; a context, which closes the files."""
 
     def __init__(self, folder: Path, *, verify: bool, trust: bool) -> None:
+        super().__init__()
         self._folder = folder
         self._verify = verify
         self._trust = trust
-        self._stack = contextlib.ExitStack()
         self._files: dict[str, tuple[Any, str]] = {}  # by clean name
         self._sums: dict[str, int] = {}
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def describe(self, extra: Mapping[str, Any]) -> Told:
         """Open the files and return the shapes of their tensors.
@@ -307,7 +304,7 @@ class _Files(Source):
             StateError: they are damaged, or of several saves.
         """
         package = _require_safetensors()
-        index = _Index.read(self._folder, verify=self._verify)
+        index = _read_index(self._folder, verify=self._verify)
         if not index.files:
             raise ConfigError(
                 f"load_safetensors: neither {SINGLE} nor {INDEX} in {self._folder}. Pass the "
@@ -318,7 +315,7 @@ class _Files(Source):
         for name in index.files:
             path = file_in(self._folder, name, f"{self._folder / INDEX}", trust=self._trust)
             try:
-                file = self._stack.enter_context(package.safe_open(str(path), framework="pt"))
+                file = self.enter_context(package.safe_open(str(path), framework="pt"))
                 for key in file.keys():  # noqa: SIM118  # no mapping
                     if key in where:
                         raise ValueError(f"{key} is in {where[key]} too")
@@ -326,7 +323,7 @@ class _Files(Source):
                     shapes[clean(key)] = tuple(file.get_slice(key).get_shape())
                 self._take_sums(file, index.save)
             except Exception as error:
-                raise self._damaged(path, error) from error
+                raise _damaged(path, error) from error
         wrong = [key for key, file in index.weight_map.items() if where.get(key) != file]
         if wrong:
             raise StateError(
@@ -352,14 +349,8 @@ class _Files(Source):
         file, name = self._files[name]
         tensor: Tensor = file.get_tensor(name)
         if name in self._sums and _sum_of(name, tensor) != self._sums[name]:
-            raise self._damaged(self._folder, ValueError(f"the checksum of {name} is another one"))
+            raise _damaged(self._folder, ValueError(f"the checksum of {name} is another one"))
         return tensor
-
-    def _damaged(self, path: Path, error: Exception) -> StateError:
-        return StateError(
-            f"load_safetensors: {path} is damaged or missing: {type(error).__name__}: {error}. "
-            "Take another checkpoint; nothing was changed."
-        )
 
 
 @operation("load_safetensors")

@@ -25,7 +25,7 @@ from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._transfer.full_params import check_max_bytes
 from fsdp2._transfer.redistribute import Grids, Target, gather
-from fsdp2.checkpoint._optimizer_state import Keys, check_keys, map_values, named_state, rekey
+from fsdp2.checkpoint._optimizer_state import Keys, check_keys, map_state, named_state, rekey
 
 MAX_BYTES = 256 << 20
 """Default cap on what a rank holds beside its shards while tensors travel."""
@@ -106,8 +106,7 @@ def full_state(
     named: dict[str, Any] = {}
     if optimizer is not None:
         named = named_state(model, optimizer)
-        for name, fields in named["state"].items():
-            map_values(lambda key, value: given.append((key, value)), name, fields)
+        map_state(lambda name, key, t: given.append((f"{name}.{key}", t)), named["state"])
     grids = Grids([tensor for _, tensor in given])
     whole: dict[int, Tensor | None] = {}
 
@@ -120,10 +119,7 @@ def full_state(
     found: Iterator[Any] = iter([whole[place] for place in range(len(given))])
     state: dict[str, Any] = {"model": {name: next(found) for name in tensors} | extra}
     if optimizer is not None:
-        values = {
-            name: map_values(lambda *_: next(found), name, fields)
-            for name, fields in named["state"].items()
-        }
+        values = map_state(lambda *_: next(found), named["state"])
         state["optimizer"] = {**named, "state": values}
         if optim_keys == "id":
             state["optimizer"] = rekey(state["optimizer"], "id", model=model, optimizer=optimizer)
@@ -199,6 +195,6 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
     }
     if optimizer is not None:
         named = state["optimizer"]
-        values = {name: map_values(cut, name, fields) for name, fields in named["state"].items()}
+        values = map_state(lambda name, key, t: cut(f"{name}.{key}", t), named["state"])
         result["optimizer"] = {**named, "state": values}
     return {**result, "layout": layout}

@@ -2,7 +2,7 @@
 
 Owns where the sums come from and where they end up: each rank sums what passes through its files,
 and whoever writes the metadata appends all sums to it (see ``_saved``). Files and metadata are
-torch's own, and read by torch.
+torch's own, and read by torch. This is the only file that imports it, because that takes long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,6 @@ def write(state: dict[str, Any], folder: Path, main: Grid) -> dict[str, int]:
     return writer.sizes
 
 
-@dataclass(frozen=True)
-class Summed:
-    """Where torch says that a value lies, and its checksum: what a rank sends to the first one."""
-
-    info: Any
-    sum: int
-
-
 class SummingWriter(FileSystemWriter):
     """Writes a checkpoint, and behind its metadata the checksums of all values.
 
@@ -86,23 +78,24 @@ class SummingWriter(FileSystemWriter):
         summed.set_result([replace(r, storage_data=self._summed(r.storage_data)) for r in results])
         return summed
 
-    def _summed(self, info: Any) -> Summed:
+    def _summed(self, info: Any) -> tuple[Any, int]:
+        """Return where torch says that a value lies, and its checksum, for the first rank."""
         path = Path(self.path) / info.relative_path
         length, found = self._files.sums.get((info.relative_path, info.offset), (-1, 0))
         if length != info.length:  # torch has written in other steps than it does today
             with path.open("rb") as file:
                 found = sum_of_part(file, info.offset, info.length)
-        return Summed(info, found)
+        return info, found
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        summed = [result for of_rank in results for result in of_rank]
-        plain = [[replace(r, storage_data=r.storage_data.info) for r in own] for own in results]
+        summed = [result.storage_data for of_rank in results for result in of_rank]
+        plain = [[replace(r, storage_data=r.storage_data[0]) for r in own] for own in results]
         super().finish(metadata, plain)
         told: dict[str, dict[str, Any]] = {}
-        for value in (result.storage_data for result in summed):
-            file = told.setdefault(value.info.relative_path, {"size": 0, "sums": []})
-            file["sums"].append([value.info.offset, value.info.length, value.sum])
-            file["size"] = max(file["size"], value.info.offset + value.info.length)
+        for info, found in summed:
+            file = told.setdefault(info.relative_path, {"size": 0, "sums": []})
+            file["sums"].append([info.offset, info.length, found])
+            file["size"] = max(file["size"], info.offset + info.length)
         path = Path(self.path) / METADATA
         with path.open("ab") as stream:
             stream.write(tail_of(path.read_bytes(), told))

@@ -20,23 +20,11 @@ from typing import Any
 
 import torch
 
-PLAIN: dict[tuple[str, str], Callable[..., Any]] = {
-    ("builtins", "bytearray"): bytearray,
-    ("builtins", "complex"): complex,
-    ("builtins", "dict"): dict,
-    ("builtins", "float"): float,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "int"): int,
-    ("builtins", "list"): list,
-    ("builtins", "range"): range,
-    ("builtins", "set"): set,
-    ("builtins", "slice"): slice,
-    ("collections", "Counter"): Counter,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "deque"): deque,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-}
+PLAIN: tuple[type, ...] = (
+    *(bytearray, complex, dict, float, frozenset, int, list, range, set, slice),
+    *(Counter, OrderedDict, deque),
+    *(torch.Size, torch.device),
+)
 """What a pickle of plain data may call. ``torch.serialization.add_safe_globals`` adds to it."""
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -83,7 +71,9 @@ class Unpickler(pickle.Unpickler):
 
 def plain_names() -> dict[tuple[str, str], Any]:
     """Return the table for plain data."""
-    names: dict[tuple[str, str], Any] = {key: _caller(made) for key, made in PLAIN.items()}
+    names: dict[tuple[str, str], Any] = {
+        (made.__module__, made.__name__): _caller(made) for made in PLAIN
+    }
     names["collections", "defaultdict"] = _make_defaultdict
     names["builtins", "Ellipsis"] = ...
     for safe in torch.serialization.get_safe_globals():
