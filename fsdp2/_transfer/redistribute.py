@@ -12,7 +12,7 @@ travel as bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +26,7 @@ from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.interrupts import kept_interrupts, take_interrupt
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import Grid, carrying, named, wire_device
-from fsdp2._transfer.chunk_plan import Batch, Blocks, Item, Lot, Region, part_of, plan, within
+from fsdp2._transfer.chunk_plan import Blocks, Item, Lot, Region, part_of, plan, within
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,33 +222,25 @@ def gather(
     all of them raise. ``what`` is the name for it in messages.
     """
     grids = list(dict.fromkeys(held.grid for held in helds))
+    moves = _Gathering(helds, target)
     items = []
-    for held in helds:
-        wire = target.wire_dtype_of(held).itemsize
+    for held, wire in zip(helds, moves.wires, strict=True):
         kept = held.blocks.count * math.prod(held.blocks.largest) * target.dtype_of(held).itemsize
-        items.append(
-            Item(
-                held.blocks,
-                grids.index(held.grid),
-                wire,
-                held.blocks.count if held.blocks.count > 1 else 0,
-                kept if target.counted else 0,
-            )
-        )
-    whole: dict[int, Tensor] = {}
-    staging = Staging()
+        copies = held.blocks.count if held.blocks.count > 1 else 0
+        kept = kept if target.counted else 0
+        items.append(Item(held.blocks, grids.index(held.grid), wire.itemsize, copies, kept))
     for batch in plan(items, max_nbytes):
         # as decorators they would keep what was yielded last
         with torch.no_grad(), kept_interrupts(leave_pending=True):
             with main.together(what):
                 for lot in batch.lots.values():
-                    _make_room(lot, helds, whole, target, staging)
+                    moves.make_room(lot)
             for lot in batch.lots.values():
-                with named(f"{what}: {helds[lot.pieces[0].index].name}"):
-                    _gather_lot(lot, helds, whole, target, staging)
+                with named(f"{what}: {moves.first(lot).name}"):
+                    moves.move(lot)
         for index in batch.finished:
             try:
-                yield index, whole.pop(index, None)
+                yield index, moves.whole.pop(index, None)
             except GeneratorExit:
                 interrupt = take_interrupt()
                 main.leave(interrupt or _left(what, helds[index].name), what)
@@ -271,170 +263,168 @@ def _left(what: str, name: str) -> StateError:
     )
 
 
-def _make_room(
-    lot: Lot,
-    helds: Sequence[Held],
-    whole: dict[int, Tensor],
-    target: Target,
-    staging: Staging,
-) -> None:
-    """Allocate what a lot needs here, and all that it needs."""
-    first = helds[lot.pieces[0].index]
-    grid = first.grid
-    for piece in lot.pieces:
-        if target.takes(grid) and piece.index not in whole:
-            whole[piece.index] = _make_whole(helds[piece.index], target)
-    if _travels(lot, grid, target):
-        _buffer_of(lot, first, target, staging)
+class _Moves:
+    """A stream of lots on this rank: tensors, the dtypes in which they are sent, and the buffer.
 
+    The buffer is kept for the next lot, which may be larger.
+    """
 
-def _travels(lot: Lot, grid: Grid, target: Target) -> bool:
-    """True if this rank sends or receives: not for nothing, nor for a replica of what others do."""
-    others = tuple(axis for axis in range(len(grid.axes)) if axis not in lot.axes)
-    return bool(lot.axes and lot.nbytes and (target.on_all or grid.is_first_on(others)))
+    def __init__(self, helds: Sequence[Held], wires: Sequence[torch.dtype]) -> None:
+        self.helds, self.wires = helds, wires
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
+    def first(self, lot: Lot) -> Held:
+        return self.helds[lot.pieces[0].index]
 
-def _buffer_of(lot: Lot, first: Held, target: Target, staging: Staging) -> Tensor:
-    sizes = [first.grid.counts[axis] for axis in lot.axes]
-    rows = _rows_held(lot, first.grid, sizes, target.on_all)
-    return staging.take(rows * lot.nbytes, first.grid, lot.axes, first.local)
+    def buffer(self, lot: Lot, rows: int, axes: Sequence[int]) -> Tensor:
+        """Return room for a lot of so many ranks, where the group of an axis takes tensors from."""
+        first, nbytes = self.first(lot), rows * lot.nbytes
+        group = first.grid.axes[axes[0]].pg
+        assert group is not None
+        device = wire_device(group, first.local.device)
+        if self._buffer.numel() < nbytes or self._buffer.device != device:
+            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._buffer[:nbytes]
 
+    def parts(
+        self, lot: Lot, place: Sequence[int], row: Tensor
+    ) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...], Tensor]]:
+        """Yield each tensor of which the rank at ``place`` has a part of its piece.
 
-def _gather_lot(
-    lot: Lot,
-    helds: Sequence[Held],
-    whole: dict[int, Tensor],
-    target: Target,
-    staging: Staging,
-) -> None:
-    first = helds[lot.pieces[0].index]
-    grid = first.grid
-    if not lot.axes:
-        for piece in lot.pieces if target.takes(grid) else ():
-            whole[piece.index].copy_(helds[piece.index].local)
-        return
-    if not _travels(lot, grid, target):
-        return
-    wires = {p.index: target.wire_dtype_of(helds[p.index]) for p in lot.pieces}
-    sizes = [grid.counts[axis] for axis in lot.axes]
-    buffer = _buffer_of(lot, first, target, staging)
-    own = _row_of(lot, grid, sizes) if target.on_all or grid.is_first_on(lot.axes) else 0
-    for piece in lot.pieces:
-        held = helds[piece.index]
-        part = part_of(held.own, piece.region)
-        view = _view(buffer, own * lot.nbytes + piece.offset, part, wires[piece.index])
-        if view is not None:
-            view.copy_(held.local[part.slices])
-    if not _gather_axes(buffer, lot, grid, sizes, target.on_all):
-        return
-    for row, place in zip(buffer.view(-1, lot.nbytes), first.blocks.places(), strict=True):
+        Its index, where the part is in that rank's block, where in the whole, and its memory in the
+        rank's row of a buffer.
+        """
         for piece in lot.pieces:
-            block = helds[piece.index].blocks.block(place)
-            part = part_of(block, piece.region)
-            view = _view(row, piece.offset, part, wires[piece.index])
-            if view is not None:
-                whole[piece.index][within(block, part).slices].copy_(view)
+            block = self.helds[piece.index].blocks.block(place)
+            part, dtype = part_of(block, piece.region), self.wires[piece.index]
+            nbytes = part.numel * dtype.itemsize
+            if nbytes:
+                memory = row[piece.offset : piece.offset + nbytes].view(dtype).view(part.sizes)
+                yield piece.index, part.slices, within(block, part).slices, memory
 
 
-def _row_of(lot: Lot, grid: Grid, sizes: Sequence[int]) -> int:
+class _Gathering(_Moves):
+    """Lots that become ``whole`` tensors."""
+
+    def __init__(self, helds: Sequence[Held], target: Target) -> None:
+        super().__init__(helds, [target.wire_dtype_of(held) for held in helds])
+        self.target = target
+        self.whole: dict[int, Tensor] = {}
+
+    def make_room(self, lot: Lot) -> None:
+        """Allocate what a lot needs here, and all that it needs."""
+        for piece in lot.pieces if self.target.takes(self.first(lot).grid) else ():
+            if piece.index not in self.whole:
+                self.whole[piece.index] = _make_whole(self.helds[piece.index], self.target)
+        if self._travels(lot):
+            self._room(lot)
+
+    def _travels(self, lot: Lot) -> bool:
+        """True if this rank sends or receives: not for nothing, nor what another replica does."""
+        grid = self.first(lot).grid
+        others = tuple(axis for axis in range(len(grid.axes)) if axis not in lot.axes)
+        is_there = self.target.on_all or grid.is_first_on(others)
+        return bool(lot.axes and lot.nbytes and is_there)
+
+    def _room(self, lot: Lot) -> Tensor:
+        first = self.first(lot)
+        rows = first.blocks.count if self.target.on_all else _rows_held(lot, first.grid)
+        return self.buffer(lot, rows, lot.axes)
+
+    def move(self, lot: Lot) -> None:
+        first = self.first(lot)
+        grid = first.grid
+        if not lot.axes:
+            for piece in lot.pieces if self.target.takes(grid) else ():
+                self.whole[piece.index].copy_(self.helds[piece.index].local)
+            return
+        if not self._travels(lot):
+            return
+        buffer = self._room(lot)
+        own = _row_of(lot, grid) if self.target.on_all else 0
+        row = buffer[own * lot.nbytes : (own + 1) * lot.nbytes]
+        for index, held_at, _, memory in self.parts(lot, grid.place, row):
+            memory.copy_(self.helds[index].local[held_at])
+        if not _gather_axes(buffer, lot, grid, self.target.on_all):
+            return
+        for row, place in zip(buffer.view(-1, lot.nbytes), first.blocks.places(), strict=True):
+            for index, _, whole_at, memory in self.parts(lot, place, row):
+                self.whole[index][whole_at].copy_(memory)
+
+
+def _row_of(lot: Lot, grid: Grid) -> int:
     """Return which row of the gathered buffer is this rank's."""
     row = 0
-    for axis, size in zip(lot.axes, sizes, strict=True):
-        row = row * size + grid.place[axis]
+    for axis in lot.axes:
+        row = row * grid.counts[axis] + grid.place[axis]
     return row
 
 
-def _rows_held(lot: Lot, grid: Grid, sizes: Sequence[int], on_all: bool) -> int:
-    """Return how many ranks' pieces pass through this rank.
+def _rows_held(lot: Lot, grid: Grid) -> int:
+    """Return how many ranks' pieces pass through this rank, to or from the first one.
 
     The first on the innermost axes collects, or hands out, what their lines hold.
     """
-    if on_all:
-        return math.prod(sizes)
-    nonzero = [k for k, axis in enumerate(lot.axes) if grid.place[axis]]
-    return math.prod(sizes[nonzero[-1] + 1 :] if nonzero else sizes)
+    rows = 1
+    for axis in reversed(lot.axes):
+        if grid.place[axis]:
+            break
+        rows *= grid.counts[axis]
+    return rows
 
 
-def _gather_axes(buffer: Tensor, lot: Lot, grid: Grid, sizes: Sequence[int], on_all: bool) -> bool:
+def _gather_axes(buffer: Tensor, lot: Lot, grid: Grid, on_all: bool) -> bool:
     """Fill the rows of a buffer axis by axis, the last first, in place.
 
     Returns True where the result arrives. What is sent and received lies in the buffer, so that
     nothing else is allocated, by gloo neither: its all-gather and gather copy, broadcasts do not.
     """
-    row = _row_of(lot, grid, sizes)
-    for position in reversed(range(len(lot.axes))):
-        axis = grid.axes[lot.axes[position]]
-        assert axis.pg is not None
-        nbytes = lot.nbytes * math.prod(sizes[position + 1 :])
-        if not on_all:
-            _to_first(_lines(buffer, axis, nbytes), axis)
+    own, nbytes = _row_of(lot, grid) * lot.nbytes, lot.nbytes
+    for index in reversed(lot.axes):
+        axis = grid.axes[index]
+        if on_all:
+            line = axis.size * nbytes
+            start = own // line * line
+            _gather_line(buffer[start : start + line], axis)
+        else:
+            _exchange(buffer, nbytes, axis, to_first=True)
             if axis.rank != 0:
                 return False
-            continue
-        start = row * lot.nbytes // (axis.size * nbytes) * (axis.size * nbytes)
-        lines = list(buffer[start : start + axis.size * nbytes].view(axis.size, nbytes))
-        with carrying():
-            if buffer.device.type == "cpu":
-                works = [
-                    dist.broadcast(line, src=source, group=axis.pg, async_op=True)
-                    for line, source in zip(lines, axis.global_ranks, strict=True)
-                ]
-                for work in works:
-                    assert work is not None
-                    work.wait()
-            else:
-                gathered = buffer[start : start + axis.size * nbytes]
-                torch_comm.all_gather_single(gathered, lines[axis.rank], group=axis.pg)
+        nbytes *= axis.size
     return True
 
 
-def _lines(buffer: Tensor, axis: MeshAxis, nbytes: int) -> list[Tensor]:
-    """View what a rank holds along an axis: on its first one a line for each rank, else its own."""
-    count = axis.size if axis.rank == 0 else 1
-    return list(buffer[: count * nbytes].view(count, nbytes))
-
-
-def _to_first(lines: Sequence[Tensor], axis: MeshAxis) -> None:
-    """Send ``lines[0]`` to the first rank of an axis, which receives ``lines[1:]``."""
-    ranks = axis.global_ranks
-    if axis.rank == 0:
-        pairs = zip(lines[1:], ranks[1:], strict=True)
-        _exchange([dist.P2POp(dist.irecv, line, peer, axis.pg) for line, peer in pairs])
-    else:
-        _exchange([dist.P2POp(dist.isend, lines[0], ranks[0], axis.pg)])
-
-
-def _from_first(lines: Sequence[Tensor], axis: MeshAxis) -> None:
-    """The first rank of an axis sends ``lines[1:]``; the others receive into ``lines[0]``."""
-    ranks = axis.global_ranks
-    if axis.rank == 0:
-        pairs = zip(lines[1:], ranks[1:], strict=True)
-        _exchange([dist.P2POp(dist.isend, line, peer, axis.pg) for line, peer in pairs])
-    else:
-        _exchange([dist.P2POp(dist.irecv, lines[0], ranks[0], axis.pg)])
-
-
-def _exchange(operations: list[dist.P2POp]) -> None:
+def _gather_line(line: Tensor, axis: MeshAxis) -> None:
+    """Fill the parts of the others; each rank of an axis has its own part of ``line``."""
+    parts = list(line.view(axis.size, -1))
     with carrying():
-        for work in dist.batch_isend_irecv(operations):
+        if line.device.type == "cpu":
+            works = [
+                dist.broadcast(part, src=source, group=axis.pg, async_op=True)
+                for part, source in zip(parts, axis.global_ranks, strict=True)
+            ]
+            for work in works:
+                assert work is not None
+                work.wait()
+        else:
+            torch_comm.all_gather_single(line, parts[axis.rank], group=axis.pg)
+
+
+def _exchange(buffer: Tensor, nbytes: int, axis: MeshAxis, *, to_first: bool) -> None:
+    """Send every other rank's part to the first rank of an axis, or from there.
+
+    On the first rank the buffer begins with a part for each rank, on the others with their own.
+    """
+    is_first, ranks = axis.rank == 0, axis.global_ranks
+    peers = ranks[1:] if is_first else ranks[:1]
+    start = nbytes if is_first else 0
+    parts = buffer[start : start + len(peers) * nbytes].view(len(peers), nbytes)
+    act = dist.irecv if is_first is to_first else dist.isend
+    with carrying():
+        sent = [dist.P2POp(act, p, peer, axis.pg) for p, peer in zip(parts, peers, strict=True)]
+        for work in dist.batch_isend_irecv(sent):
             work.wait()
-
-
-class Staging:
-    """The buffer that lots travel in: one, kept for the next lot, which may be larger."""
-
-    def __init__(self) -> None:
-        self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def take(self, nbytes: int, grid: Grid, axes: Sequence[int], like: Tensor) -> Tensor:
-        """Return ``nbytes`` where the process group of an axis takes tensors from."""
-        group = grid.axes[axes[0]].pg
-        assert group is not None
-        device = wire_device(group, like.device)
-        if self._kept.numel() < nbytes or self._kept.device != device:
-            self._kept = torch.empty(0, dtype=torch.uint8, device="cpu")
-            self._kept = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self._kept[:nbytes]
 
 
 def _make_whole(held: Held, target: Target) -> Tensor:
@@ -450,14 +440,6 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     return tuple(torch.empty_like(found, memory_format=torch.preserve_format).stride())
 
 
-def _view(buffer: Tensor, offset: int, part: Region, dtype: torch.dtype) -> Tensor | None:
-    """View a part of a buffer of bytes as a tensor; None if it has no elements."""
-    nbytes = part.numel * dtype.itemsize
-    if nbytes == 0:
-        return None
-    return buffer[offset : offset + nbytes].view(dtype).view(part.sizes)
-
-
 # From whole tensors to shards.
 
 
@@ -469,84 +451,49 @@ def scatter(helds: Sequence[Held], max_nbytes: int, source: Callable[[Held], Ten
     returns has the shape of the tensor and any dtype and device.
     """
     grids = list(dict.fromkeys(held.grid for held in helds))
-    items = [
-        Item(held.blocks, grids.index(held.grid), held.dtype.itemsize, _copies(held))
-        for held in helds
-    ]
-    staging = Staging()
+    items = []
+    for held in helds:
+        copies = held.blocks.count if any(count > 1 for count in held.grid.counts) else 0
+        items.append(Item(held.blocks, grids.index(held.grid), held.dtype.itemsize, copies))
+    moves = _Moves(helds, [held.dtype for held in helds])
     for batch in plan(items, max_nbytes):
-        _scatter_batch(batch, helds, source, staging)
+        wholes: dict[int, Tensor] = {}
+        for lot in batch.lots.values():
+            if moves.first(lot).grid.is_first:
+                for piece in lot.pieces:
+                    if piece.index not in wholes:
+                        wholes[piece.index] = source(helds[piece.index])
+            with named(moves.first(lot).name):
+                _scatter_lot(lot, moves, wholes)
 
 
-def _copies(held: Held) -> int:
-    is_sent = any(count > 1 for count in held.grid.counts)
-    return held.blocks.count if is_sent else 0
-
-
-def _scatter_batch(
-    batch: Batch,
-    helds: Sequence[Held],
-    source: Callable[[Held], Tensor],
-    staging: Staging,
-) -> None:
-    wholes: dict[int, Tensor] = {}
-    for lot in batch.lots.values():
-        grid = helds[lot.pieces[0].index].grid
-        if grid.is_first:
-            for piece in lot.pieces:
-                if piece.index not in wholes:
-                    wholes[piece.index] = source(helds[piece.index])
-        real = tuple(axis for axis, count in enumerate(grid.counts) if count > 1)
-        if lot.nbytes == 0:
-            continue
-        if not real:
-            for piece in lot.pieces:
-                held = helds[piece.index]
-                held.local.copy_(wholes[piece.index])
-            continue
-        with named(helds[lot.pieces[0].index].name):
-            buffer = _scatter_lot(lot, helds, wholes, real, staging)
-        for piece in lot.pieces:
-            held = helds[piece.index]
-            part = part_of(held.own, piece.region)
-            view = _view(buffer, piece.offset, part, held.dtype)
-            if view is not None:
-                held.local[part.slices].copy_(view)
-
-
-def _scatter_lot(
-    lot: Lot,
-    helds: Sequence[Held],
-    wholes: dict[int, Tensor],
-    real: tuple[int, ...],
-    staging: Staging,
-) -> Tensor:
-    """Return this rank's buffer of a lot."""
-    first = helds[lot.pieces[0].index]
+def _scatter_lot(lot: Lot, moves: _Moves, wholes: dict[int, Tensor]) -> None:
+    first = moves.first(lot)
     grid = first.grid
+    real = [axis for axis, size in enumerate(grid.counts) if size > 1]
+    if lot.nbytes == 0:
+        return
+    if not real:
+        for piece in lot.pieces:
+            moves.helds[piece.index].local.copy_(wholes[piece.index])
+        return
     others = tuple(axis for axis in real if axis not in lot.axes)
-    sizes = [grid.counts[axis] for axis in lot.axes]
     is_on_line = grid.is_first_on(others)
-    rows = _rows_held(lot, grid, sizes, on_all=False) if is_on_line else 1
-    buffer = staging.take(rows * lot.nbytes, grid, real, first.local)
+    buffer = moves.buffer(lot, _rows_held(lot, grid) if is_on_line else 1, real)
     if grid.is_first:
         for row, place in zip(buffer.view(-1, lot.nbytes), first.blocks.places(), strict=True):
-            for piece in lot.pieces:
-                held = helds[piece.index]
-                block = held.blocks.block(place)
-                part = part_of(block, piece.region)
-                view = _view(row, piece.offset, part, held.dtype)
-                if view is not None:
-                    view.copy_(wholes[piece.index][within(block, part).slices])
+            for index, _, whole_at, memory in moves.parts(lot, place, row):
+                memory.copy_(wholes[index][whole_at])
     for position, index in enumerate(lot.axes) if is_on_line else ():
-        if grid.is_first_on(lot.axes[position + 1 :]):
-            nbytes = lot.nbytes * math.prod(sizes[position + 1 :])
-            axis = grid.axes[index]
-            _from_first(_lines(buffer, axis, nbytes), axis)
-    buffer = buffer[: lot.nbytes]
+        inner = lot.axes[position + 1 :]
+        if grid.is_first_on(inner):
+            nbytes = lot.nbytes * math.prod(grid.counts[axis] for axis in inner)
+            _exchange(buffer, nbytes, grid.axes[index], to_first=False)
+    own = buffer[: lot.nbytes]
     for position, index in enumerate(others):
         if grid.is_first_on(others[position + 1 :]):
             axis = grid.axes[index]
             with carrying():
-                dist.broadcast(buffer, src=axis.global_ranks[0], group=axis.pg)
-    return buffer
+                dist.broadcast(own, src=axis.global_ranks[0], group=axis.pg)
+    for index, held_at, _, memory in moves.parts(lot, grid.place, own):
+        moves.helds[index].local[held_at].copy_(memory)
