@@ -15,11 +15,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._api.settings import groups_in, units_in
+from fsdp2._api.settings import refuse_during_step, sharded_units
 from fsdp2._base import torch_autograd, torch_compiler
-from fsdp2._base.arguments import check_count, check_flag, check_module, check_process_group
+from fsdp2._base.arguments import check_count, check_flag, check_process_group
 from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.events import IDLE
 from fsdp2._comm.collectives import Wire
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import carrying, named
@@ -60,7 +59,10 @@ def check_order(
     """
     count = check_count("check_order", "steps", steps)
     check_process_group("check_order", "process_group", process_group)
-    return OrderCheck(_units_of(model, "check_order"), count, process_group)
+    units = sharded_units("check_order", "model", model)
+    names = {module: name for name, module in model.named_modules()}
+    named_units = [(next(names[m] for m in unit.modules if m in names), unit) for unit in units]
+    return OrderCheck(named_units, count, process_group)
 
 
 class OrderCheck:
@@ -79,8 +81,8 @@ class OrderCheck:
         self._handles = []
         for name, unit in units:
             for module in unit.modules:
-                before = module.register_forward_pre_hook(_Before(self, unit, name), prepend=True)
-                after = module.register_forward_hook(_After(self, unit), always_call=True)
+                before = module.register_forward_pre_hook(_Hook(self, unit, name), prepend=True)
+                after = module.register_forward_hook(_Hook(self, unit), always_call=True)
                 self._handles += [before, after]
 
     def remove(self) -> None:
@@ -139,24 +141,21 @@ class OrderCheck:
             )
 
 
-class _Before:
-    """A hook as an object: copies of the module keep a check of their own."""
+class _Hook:
+    """A hook as an object: copies of the module keep a check of their own.
 
-    def __init__(self, check: OrderCheck, unit: Unit, name: str) -> None:
+    Before the forward it has a name, after it it has none.
+    """
+
+    def __init__(self, check: OrderCheck, unit: Unit, name: str | None = None) -> None:
         self._check, self._unit, self._name = check, unit, name
 
     @torch_compiler.never_traced
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._check._enter(self._unit, self._name)
-
-
-class _After:
-    def __init__(self, check: OrderCheck, unit: Unit) -> None:
-        self._check, self._unit = check, unit
-
-    @torch_compiler.never_traced
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._check._leave(self._unit)
+    def __call__(self, *_: Any) -> None:
+        if self._name is not None:
+            self._check._enter(self._unit, self._name)
+        else:
+            self._check._leave(self._unit)
 
 
 def _shown(order: list[str]) -> str:
@@ -194,19 +193,14 @@ def without_communication(
             "without_communication: found gathers=False and reductions=False, which leave nothing "
             "out. Pass one of them at most."
         )
-    units = [unit for _, unit in _units_of(model, "without_communication")]
-    for unit in units:
-        if unit.runtime is not None and unit.runtime.context.phase is not IDLE:
-            raise StateError(
-                f"without_communication: entered during the {unit.runtime.context.phase} of "
-                f"{unit.runtime.root.fqn or '<root>'}. Enter it between steps."
-            )
+    units = sharded_units("without_communication", "model", model)
+    refuse_during_step("without_communication", units)
     warnings.warn(
         "fsdp2.debug.without_communication: collectives are left out, so all results are wrong "
         "until the context is left. Use it for measurements only.",
         stacklevel=3,
     )
-    groups = groups_in(model, recurse=True)
+    groups = [group for unit in units for group in unit.own_groups]
     wires = [group.wire for group in groups]
     for group, wire in zip(groups, wires, strict=True):
         group.reshard()
@@ -257,16 +251,3 @@ class _NoWire(Wire):
         self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:
         return None if self._skips_reductions else super().all_reduce(tensor, op, axis, async_op)
-
-
-def _units_of(model: nn.Module, who: str) -> list[tuple[str, Unit]]:
-    """Return the units in a model, each with its first name."""
-    check_module(who, "model", model)
-    names = {module: name for name, module in model.named_modules()}
-    units = units_in(model, recurse=True)
-    if not units:
-        raise ConfigError(
-            f"{who}: fully_shard was applied to nothing in this {type(model).__name__}. Pass the "
-            "sharded model."
-        )
-    return [(next(names[m] for m in unit.modules if m in names), unit) for unit in units]

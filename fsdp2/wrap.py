@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._api.checks import has_forward
-from fsdp2._api.fully_shard import check_arguments, check_parameters, fully_shard
+from fsdp2._api.fully_shard import check_call, fully_shard
 from fsdp2._api.ignored import Ignored
 from fsdp2._base import torch_modules
 from fsdp2._base.arguments import (
@@ -39,6 +39,7 @@ from fsdp2._base.arguments import (
     wrong_value,
 )
 from fsdp2._base.errors import ConfigError, ConfigTypeError
+from fsdp2._base.names import children_first
 from fsdp2._comm.mesh import default_device_type, default_mesh, require_process_group
 from fsdp2._comm.process_mesh import carrying, operation
 from fsdp2._engine.unit import unit_of
@@ -54,7 +55,11 @@ WrapPolicy = (
     | Callable[[nn.Module, bool, int], bool]
 )
 
-KEYWORDS = frozenset(inspect.signature(fully_shard).parameters) - {"module"}
+DEFAULTS = {  # of the keywords of fully_shard
+    name: parameter.default
+    for name, parameter in inspect.signature(fully_shard).parameters.items()
+    if name != "module"
+}
 _OF_FSDP1 = {
     "sharding_strategy": "**fsdp2.wrap.strategy(...)",
     "process_group": "mesh",
@@ -103,7 +108,7 @@ def shard_model(
     """
     check_module("shard_model", "model", model)
     _check_keywords(fully_shard_kwargs, "fully_shard_kwargs")
-    names = {module: name for name, module in reversed(list(model.named_modules()))}
+    names = {module: name for name, module in children_first(model)}
     kwargs = {  # what can be read once only, as `model.head.parameters()`, is read for every unit
         name: list(value) if isinstance(value, Iterator) else value
         for name, value in fully_shard_kwargs.items()
@@ -115,39 +120,19 @@ def shard_model(
     chosen.pop(model, None)
     for module, choice in chosen.items():
         _check_keywords(choice, f"the policy's choice for {names[module]}")
-    order = [m for m in _post_order(model) if m in chosen and unit_of(m) is None]
+    order = [module for module in names if module in chosen and unit_of(module) is None]
     if kwargs.get("mesh") is None:
         kwargs = {**kwargs, "mesh": default_mesh()}
     taken = ignored.modules
     for module in (*order, model):  # before the first of them changes
-        given = {**kwargs, **chosen.get(module, {})}
+        given = {**DEFAULTS, **kwargs, **chosen.get(module, {}), "taken": taken}
         with _naming(names[module]):
-            data = check_arguments(**given)
-            own = Ignored.of(given.get("ignored_params"), given.get("ignored_states"))
-            left = Ignored(own.tensors, own.modules | taken)
-            placement_fn, reshard = map(given.get, ("shard_placement_fn", "reshard_after_forward"))
-            check_parameters([module], data, placement_fn, reshard, left)
+            check_call([module], **given)
         taken |= {module}
     for module in (*order, model):
         with _naming(names[module]):
             fully_shard(module, **{**kwargs, **chosen.get(module, {})})
     return {**{names[module]: chosen[module] for module in order}, "": {}}
-
-
-def _post_order(model: nn.Module) -> list[nn.Module]:
-    """Return every module once, children before parents."""
-    order: dict[nn.Module, None] = {}
-    entered: set[nn.Module] = set()
-
-    def walk(module: nn.Module) -> None:
-        if module not in entered:
-            entered.add(module)
-            for child in module.children():
-                walk(child)
-            order[module] = None
-
-    walk(model)
-    return list(order)
 
 
 @contextlib.contextmanager
@@ -161,9 +146,9 @@ def _naming(unit: str) -> Iterator[None]:
 
 def _check_keywords(choice: Choice, what: str) -> None:
     for name in choice:
-        if name not in KEYWORDS:
+        if name not in DEFAULTS:
             instead = _OF_FSDP1.get(name)
-            hint = f"Pass {instead} instead." if instead else f"It has {sorted(KEYWORDS)}."
+            hint = f"Pass {instead} instead." if instead else f"It has {sorted(DEFAULTS)}."
             raise ConfigError(
                 f"shard_model: found {name!r} in {what}, which fully_shard does not have. {hint}"
             )

@@ -371,7 +371,7 @@ FAULTS = [
     ),
     Fault(
         "materialize-parents-first",
-        "fsdp2/_transfer/materialize.py",
+        "fsdp2/_base/names.py",
         """\
         for child_name, child in module.named_children():
             yield from walk(f"{name}.{child_name}" if name else child_name, child)

@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from fsdp2._base import torch_modules
-from fsdp2._base.arguments import check_function, described, wrong_type
+from fsdp2._base.arguments import described, wrong_type
 from fsdp2._base.errors import ConfigError, ConfigTypeError
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2._comm.mesh import DataMesh
@@ -83,11 +83,6 @@ def check_reshard(choice: object, data: DataMesh) -> int | None:
             f"on {data.mesh}. Pass a divisor: one of {divisors}."
         )
     return None if choice in (1, size) else choice
-
-
-def check_placement_fn(placement_fn: object) -> None:
-    expected = "a function of a parameter or None"
-    check_function("fully_shard", "shard_placement_fn", placement_fn, expected)
 
 
 def check_method(module: object, name: object) -> str:

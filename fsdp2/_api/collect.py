@@ -25,7 +25,8 @@ from fsdp2._api.ignored import Ignored
 from fsdp2._base import torch_modules
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._engine.between_steps import units_below
+from fsdp2._engine.unit import unit_of
 from fsdp2._param_group.extension import brings_extension, check_extension, smaller_mesh_refused
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SUMMONED, FSDPParam, OwnerMark, Site
@@ -169,7 +170,7 @@ def find_parts(
     Otherwise it is the module itself, if it is the only one and has no submodules.
     """
     parts: dict[nn.Module, list[FSDPParam]] = {}
-    if _units_below(modules):
+    if any(units_below(module) for module in modules):
         candidates = list(_unitless(modules))
     else:
         candidates = [m for m in modules if len(modules) == 1 and not any(m.children())]
@@ -187,7 +188,7 @@ def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
         for child in module.children():
             if unit_of(child) is not None:
                 continue
-            if _units_below([child]):
+            if units_below(child):
                 yield from _unitless([child])
             else:
                 yield child
@@ -200,7 +201,7 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
         ConfigError: such a parameter lies on a mesh that this call does not use.
     """
     inside = {module for top in modules for module in top.modules()}
-    for unit in _units_below(modules):
+    for unit in dict.fromkeys(unit for module in modules for unit in units_below(module)):
         own: set[nn.Module] | None = None
         for group in unit.own_groups:
             for param in group.params:
@@ -240,11 +241,6 @@ def _managed(
     for top in modules:
         for prefix, module in walk("", top):
             yield top, prefix, module
-
-
-def _units_below(modules: Sequence[nn.Module]) -> list[Unit]:
-    units = (unit_of(module) for top in modules for module in top.modules())
-    return list(dict.fromkeys(unit for unit in units if unit is not None))
 
 
 def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:

@@ -21,18 +21,16 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._api.settings import units_in
+from fsdp2._api.settings import refuse_during_step, sharded_units
 from fsdp2._base import torch_comm
 from fsdp2._base.arguments import (
     check_count,
     check_flag,
     check_function,
-    check_module,
     wrong_type,
     wrong_value,
 )
-from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.events import IDLE
+from fsdp2._base.errors import ConfigError
 from fsdp2._comm.collectives import DefaultReduceScatter, GradientScale, ReduceScatter
 
 Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
@@ -131,14 +129,8 @@ def register_comm_hook(
 
     Source: the method of the same name of torch's ``FullyShardedDataParallel``.
     """
-    units = units_in(check_module("register_comm_hook", "module", module), recurse=True)
-    if not check_flag("register_comm_hook", "recurse", recurse):
-        units = [unit for unit in units if module in unit.modules]
-    if not units:
-        raise ConfigError(
-            f"register_comm_hook: fully_shard was applied to nothing in this "
-            f"{type(module).__name__}. Pass the sharded model."
-        )
+    check_flag("register_comm_hook", "recurse", recurse)
+    units = sharded_units("register_comm_hook", "module", module, recurse)
     check_function("register_comm_hook", "hook", hook)
     if isinstance(hook, Compress) and state is not None:
         raise ConfigError(
@@ -146,12 +138,7 @@ def register_comm_hook(
             "unit and axis. Leave it out."
         )
     groups = [group for unit in units for group in unit.own_groups]
-    for unit in units:
-        if unit.runtime is not None and unit.runtime.context.phase is not IDLE:
-            raise StateError(
-                f"register_comm_hook: called during the {unit.runtime.context.phase} of "
-                f"{unit.runtime.root.fqn or '<root>'}. Call it between steps."
-            )
+    refuse_during_step("register_comm_hook", units)
     for group in groups:
         scatter = group.wire.scatter
         if not isinstance(scatter, DefaultReduceScatter | Hooked):

@@ -7,7 +7,7 @@ happen in a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.nn as nn
 from torch import Tensor
@@ -17,14 +17,13 @@ from torch.distributed.tensor import Placement
 from fsdp2._api.checks import (
     check_method,
     check_modules,
-    check_placement_fn,
     check_policies,
     check_reshard,
 )
 from fsdp2._api.collect import Collected, collect, find_parts, refuse_extensions, take_ties
 from fsdp2._api.ignored import Ignored
 from fsdp2._api.module import FSDPModule, register_names, sharded_class
-from fsdp2._base.arguments import check_flag, check_module
+from fsdp2._base.arguments import check_flag, check_function, check_module
 from fsdp2._base.policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -102,25 +101,24 @@ def fully_shard(
     Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.13.
     """
     modules = check_modules(module)
-    data = check_arguments(
+    collected, smaller = check_call(
+        modules,
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
+        ignored_params=ignored_params,
         dp_mesh_dims=dp_mesh_dims,
         conditional=conditional,
+        ignored_states=ignored_states,
     )
     classes = {target: sharded_class(type(target)) for target in modules}
-    ignored = Ignored.of(ignored_params, ignored_states)
-    collected, smaller = check_parameters(
-        modules, data, shard_placement_fn, reshard_after_forward, ignored
-    )
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
     unit = Unit(tuple(modules), Precision(mp_policy, modules), settings, conditional)
-    device = data.device
+    device = collected.meshes[0].device
     params = _make_params(collected)
     hooked: list[tuple[nn.Module, Readers]] = []
     names = {part: name for top in modules for name, part in top.named_modules()}
@@ -168,30 +166,40 @@ def fully_shard(
     return module
 
 
-def check_arguments(
+def check_call(
+    modules: Sequence[nn.Module],
     *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: DataParallelMeshDims | None = None,
-    conditional: bool = False,
-    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
-) -> DataMesh:
-    """Check what ``fully_shard`` is given besides modules; return the mesh.
+    mesh: DeviceMesh | None,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: ShardPlacementFn | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored_params: set[nn.Parameter] | None,
+    dp_mesh_dims: DataParallelMeshDims | None,
+    conditional: bool,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None,
+    taken: frozenset[nn.Module] = frozenset(),
+) -> tuple[Collected, dict[DataMesh, int | None]]:
+    """Find what a unit takes, and how many ranks of each mesh keep it between forward and backward.
+
+    Modules that are ``taken`` are left to calls that come before.
 
     Raises:
-        ConfigError: an argument cannot be used.
+        ConfigError: an argument or a parameter cannot be used. Nothing was changed.
     """
     data = _data_mesh(mesh, dp_mesh_dims)
     check_reshard(reshard_after_forward, data)
     check_policies(mp_policy, offload_policy)
-    check_placement_fn(shard_placement_fn)
+    expected = "a function of a parameter or None"
+    check_function("fully_shard", "shard_placement_fn", shard_placement_fn, expected)
     check_flag("fully_shard", "conditional", conditional)
-    Ignored.of(ignored_params, ignored_states)
-    return data
+    ignored = Ignored.of(ignored_params, ignored_states)
+    left = Ignored(ignored.tensors, ignored.modules | taken)
+    collected = collect(modules, data, shard_placement_fn, left)
+    smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
+    if any(smaller.values()):
+        refuse_extensions(collected)
+    return collected, smaller
 
 
 def _state(module: nn.Module) -> Unit | None:
@@ -206,25 +214,6 @@ def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> Da
         if dims is None:
             return DataMesh.of(check_mesh(mesh if mesh is not None else default_mesh()))
         return DataMesh.named(check_mesh(mesh, dims), dims)
-
-
-def check_parameters(
-    modules: Sequence[nn.Module],
-    data: DataMesh,
-    placement_fn: Callable[[nn.Parameter], Any] | None,
-    reshard_after_forward: bool | int | None,
-    ignored: Ignored,
-) -> tuple[Collected, dict[DataMesh, int | None]]:
-    """Find what a unit takes, and how many ranks of each mesh keep it between forward and backward.
-
-    Raises:
-        ConfigError: a parameter cannot be sharded so. Nothing was changed.
-    """
-    collected = collect(modules, data, placement_fn, ignored)
-    smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
-    if any(smaller.values()):
-        refuse_extensions(collected)
-    return collected, smaller
 
 
 def _make_params(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:

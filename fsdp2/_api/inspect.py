@@ -11,9 +11,9 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2._api.settings import units_in
 from fsdp2._base.arguments import check_module
-from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._engine.between_steps import units_below
+from fsdp2._engine.unit import Unit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam
 
@@ -90,11 +90,11 @@ def units(model: nn.Module) -> list[UnitInfo]:
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
+    found = units_below(model)
     below: set[Unit] = set()
-    for unit in units_in(model, recurse=True):
-        inside = {unit_of(m) for top in unit.modules for m in top.modules()} - {unit, None}
-        below |= {other for other in inside if other is not None}
-    return [_unit_info(unit, names, unit in below) for unit in units_in(model, recurse=True)]
+    for unit in found:
+        below |= {other for top in unit.modules for other in units_below(top)} - {unit}
+    return [_unit_info(unit, names, unit in below) for unit in found]
 
 
 def _unit_info(unit: Unit, names: dict[nn.Module, list[str]], is_below: bool) -> UnitInfo:

@@ -10,10 +10,7 @@ from contextlib import contextmanager
 
 import torch.nn as nn
 
-from fsdp2._api.settings import units_in
-from fsdp2._base.arguments import check_module
-from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.events import IDLE
+from fsdp2._api.settings import refuse_during_step, sharded_units
 
 
 @contextmanager
@@ -34,21 +31,16 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
     Source: the method of the same name of torch's ``FullyShardedDataParallel``.
     """
-    units = units_in(check_module("no_sync", "module", module), recurse=True)
-    if not units:
-        raise ConfigError(
-            f"no_sync: fully_shard was applied to nothing in this {type(module).__name__}. Pass "
-            "the sharded model."
-        )
+    units = sharded_units("no_sync", "module", module)
     for unit in units:
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
-            if unit.runtime.context.phase is not IDLE:
-                raise StateError(
-                    f"no_sync: entered during the {unit.runtime.context.phase} of "
-                    f"{unit.runtime.root.fqn or '<root>'}, when some units may have reduced "
-                    "already. Enter it before the forward, or between forward and backward."
-                )
+    refuse_during_step(
+        "no_sync",
+        units,
+        "Some units may have reduced already: enter it before the forward, or between forward and "
+        "backward.",
+    )
     before = [(unit, unit.settings) for unit in units]
     for unit in units:
         unit.configure(reduce_grads=False, all_reduce_grads=False)

@@ -20,16 +20,19 @@ from fsdp2._base.arguments import (
     check_count,
     check_dtype,
     check_flag,
+    check_module,
     check_number,
     described,
     wrong_type,
     wrong_value,
 )
-from fsdp2._base.errors import ConfigError, ConfigTypeError
+from fsdp2._base.errors import ConfigError, ConfigTypeError, StateError
+from fsdp2._base.events import IDLE
 from fsdp2._comm import collectives
 from fsdp2._comm.collectives import AllGather, ReduceScatter
 from fsdp2._comm.process_mesh import carrying, operation
 from fsdp2._comm.streams import streams_for
+from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.memory_budget import overlap_for
 from fsdp2._engine.unit import Unit, unit_of
 from fsdp2._param_group.group import ParamGroup
@@ -51,7 +54,7 @@ def units_in(module: object, recurse: bool) -> list[Unit]:
     if not check_flag(type(module).__name__, "recurse", recurse):
         return [own_unit(module)]
     assert isinstance(module, nn.Module)
-    return list(dict.fromkeys(u for m in module.modules() if (u := unit_of(m)) is not None))
+    return units_below(module)
 
 
 def groups_in(module: object, recurse: bool = False) -> list[ParamGroup]:
@@ -61,6 +64,35 @@ def groups_in(module: object, recurse: bool = False) -> list[ParamGroup]:
 def configure(module: object, recurse: bool, **changes: Any) -> None:
     for unit in units_in(module, recurse):
         unit.configure(**changes)
+
+
+def sharded_units(who: str, name: str, module: nn.Module, recurse: bool = True) -> list[Unit]:
+    """Return the units in a module that a function was given as ``name``.
+
+    Raises:
+        ConfigError: it is not a module, or there is no unit in it.
+    """
+    units = units_below(check_module(who, name, module))
+    if not recurse:
+        units = [unit for unit in units if module in unit.modules]
+    if not units:
+        raise ConfigError(
+            f"{who}: fully_shard was applied to nothing in this {type(module).__name__}. Pass the "
+            "sharded model."
+        )
+    return units
+
+
+def refuse_during_step(
+    who: str, units: Iterable[Unit], hint: str = "Call it between steps."
+) -> None:
+    """Raise StateError if a forward or a backward of these units is under way."""
+    for unit in units:
+        if unit.runtime is not None and unit.runtime.context.phase is not IDLE:
+            raise StateError(
+                f"{who}: called during the {unit.runtime.context.phase} of "
+                f"{unit.runtime.root.fqn or '<root>'}. {hint}"
+            )
 
 
 class ControlSurface:
@@ -73,13 +105,7 @@ class ControlSurface:
 
         After one that is not, reductions may still be in flight, and ``grad`` is not complete.
         """
-        configure(
-            self,
-            True,
-            is_last_backward=check_flag(
-                "set_is_last_backward", "is_last_backward", is_last_backward
-            ),
-        )
+        configure(self, True, is_last_backward=_flag("set_is_last_backward", is_last_backward))
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -87,25 +113,21 @@ class ControlSurface:
         """Say whether backward reduces gradients. While it does not, they accumulate unsharded,
         in the reduce dtype.
         """
-        flag = check_flag(
-            "set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync
-        )
+        flag = _flag("set_requires_gradient_sync", requires_gradient_sync)
         configure(self, recurse, reduce_grads=flag, all_reduce_grads=flag)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether backward all-reduces over the replicate axis. While it does not, reduced
         shards accumulate, and ``grad`` is not set.
         """
-        flag = check_flag("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        flag = _flag("set_requires_all_reduce", requires_all_reduce)
         configure(self, recurse, all_reduce_grads=flag)
 
     # When parameters are whole.
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether parameters are freed after forward, from the next forward on."""
-        flag = check_flag(
-            "set_reshard_after_forward", "reshard_after_forward", reshard_after_forward
-        )
+        flag = _flag("set_reshard_after_forward", reshard_after_forward)
         configure(self, recurse, reshard_after_forward=flag)
         for group in groups_in(self, recurse):
             group.reshard_to(None)
@@ -114,9 +136,7 @@ class ControlSurface:
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Say whether parameters are freed after backward."""
-        flag = check_flag(
-            "set_reshard_after_backward", "reshard_after_backward", reshard_after_backward
-        )
+        flag = _flag("set_reshard_after_backward", reshard_after_backward)
         configure(self, recurse, reshard_after_backward=flag)
 
     def set_memory(self, memory: str | int) -> None:
@@ -148,7 +168,7 @@ class ControlSurface:
         False saves the all-gather where backward reads no parameter of the unit, as that of an
         embedding. Where it does read one, its memory is gone: the result is undefined.
         """
-        flag = check_flag("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
+        flag = _flag("set_unshard_in_backward", unshard_in_backward)
         configure(self, False, unshard_in_backward=flag)
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
@@ -210,9 +230,8 @@ class ControlSurface:
 
         Otherwise a mean is left to the backend where it can (``ReduceOp.AVG``).
         """
-        configure(
-            self, False, only_sums=check_flag("set_force_sum_reduction_for_comms", "enable", enable)
-        )
+        flag = check_flag("set_force_sum_reduction_for_comms", "enable", enable)
+        configure(self, False, only_sums=flag)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -221,11 +240,7 @@ class ControlSurface:
 
         Ranks may use different parameters of a unit in any case: every rank reduces all of them.
         """
-        flag = check_flag(
-            "set_reduce_scatter_unused_params",
-            "reduce_scatter_unused_params",
-            reduce_scatter_unused_params,
-        )
+        flag = _flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         configure(self, recurse, reduce_unused=flag)
 
     def set_all_reduce_hook(
@@ -311,16 +326,14 @@ class ControlSurface:
         """
         groups = groups_in(self)
         _refuse_custom("set_symm_mem_for_comm", groups)
-        made = [
-            None
-            if group.data.shard.pg is None
-            else collectives.SymmetricMemoryAllGather(group.data.shard.pg, backend)
+        made = {
+            group: collectives.SymmetricMemoryAllGather(group.data.shard.pg, backend)
             for group in groups
-        ]
-        for group, gather in zip(groups, made, strict=True):
-            if gather is not None:
-                group.wire.gather = gather
-                group.rewire()
+            if group.data.shard.pg is not None
+        }
+        for group, gather in made.items():
+            group.wire.gather = gather
+            group.rewire()
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -433,6 +446,11 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
         unit.streams = streams
         if unit.runtime is not None:
             unit.runtime.context.streams = streams
+
+
+def _flag(setter: str, value: object) -> bool:
+    """Check the argument of a setter, which is called as what it sets."""
+    return check_flag(setter, setter.removeprefix("set_"), value)
 
 
 def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:

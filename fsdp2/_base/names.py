@@ -1,4 +1,4 @@
-"""Names of parameters without the wrappers around their modules.
+"""Names of parameters without the wrappers around their modules, and modules by name.
 
 Owns which parts of a name are a wrapper's. It must not know states or files.
 
@@ -10,7 +10,7 @@ was taken with a wrapper then loads without it, and the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import torch.nn as nn
@@ -41,3 +41,18 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return modules by clean name; what a wrapper wraps, not the wrapper."""
     return {clean(name): module for name, module in model.named_modules(remove_duplicate=False)}
+
+
+def children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module once, under its first name and after those in it, as registered."""
+    seen: set[nn.Module] = set()
+
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}" if name else child_name, child)
+        yield name, module
+
+    yield from walk("", model)

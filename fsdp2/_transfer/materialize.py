@@ -16,9 +16,8 @@ written. Version counters would not tell: an ``init`` may write through ``.data`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -29,11 +28,12 @@ from torch.overrides import TorchFunctionMode
 from fsdp2._base import torch_autograd, torch_dtensor, torch_modules
 from fsdp2._base.arguments import check_device, check_flag, check_function
 from fsdp2._base.errors import ConfigError, UnsupportedError
+from fsdp2._base.names import children_first
 from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.between_steps import require_idle, units_below
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._transfer.chunk_plan import Blocks
-from fsdp2._transfer.redistribute import Grids, Held, Target, gather, scatter
+from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, Held, Target, gather, scatter
 from fsdp2._transfer.sync import require_replicas
 
 Init = Callable[[nn.Module], Any]
@@ -42,7 +42,6 @@ FILL = 0xFD
 """As a float of any width nan or larger than 1e37, as an integer nobody's initial value."""
 
 SCAN_NUMEL = 1 << 16
-SYNC_NBYTES = 64 << 20
 
 
 @operation("materialize")
@@ -97,16 +96,18 @@ def materialize(
                     f"{unit.fqn or 'the module'} was sharded, found {device}."
                 )
     grids = Grids([*model.parameters(), *model.buffers()])
-    names = [name for name, tensor in _tensors(model) if tensor.is_meta]
-    found = grids.main.collect(names)
-    if any(other != found[0] for other in found):
+    params = model.named_parameters(remove_duplicate=False)
+    tensors = [*params, *model.named_buffers(remove_duplicate=False)]
+    difference = grids.difference([name for name, tensor in tensors if tensor.is_meta])
+    if difference is not None:
         raise ConfigError(
             "materialize: ranks have different tensors on the meta device. Found "
-            f"{_difference(found)}. Build the model in the same way on every rank."
+            f"{difference}. Build the model in the same way on every rank."
         )
     for group in (g for unit in units for g in unit.own_groups) if sync_from_rank0 else ():
         require_replicas("materialize(sync_from_rank0=True)", group)
-    modules = [(n, m) for n, m in _children_first(model) if _has_meta(m)]
+    meta = {id(module): _Own.of(module) for module in model.modules()}
+    modules = [(name, module) for name, module in children_first(model) if any(meta[id(module)])]
     if init is None:
         lacking = [
             f"{name or '<root>'} ({_class(module)})"
@@ -118,9 +119,8 @@ def materialize(
                 f"materialize: no reset_parameters() on {', '.join(lacking)}. Pass init=, a "
                 "function that initialises the parameters and buffers of one module."
             )
-    meta = {id(module): _Own.of(module) for _, module in modules}
     allocate(model, device)
-    _move_rest(model, device, meta)
+    _move_rest(model, device)
     _share_generators(grids, device)
     done: set[int] = set()
     for name, module in modules:
@@ -137,8 +137,7 @@ def materialize(
     return model
 
 
-@dataclass(frozen=True)
-class _Own:
+class _Own(NamedTuple):
     """Names of a module's own parameters and buffers that were on meta."""
 
     params: frozenset[str]
@@ -151,42 +150,8 @@ class _Own:
         return _Own(frozenset(params), frozenset(buffers))
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _has_meta(module: nn.Module) -> bool:
-    own = _Own.of(module)
-    return bool(own.params or own.buffers)
-
-
-def _difference(found: list[list[str]]) -> str:
-    for rank, names in enumerate(found):
-        differ = sorted(set(names) ^ set(found[0]))
-        if differ:
-            where = "rank 0" if differ[0] in found[0] else f"rank {rank}"
-            return f"{differ[0]} on meta on {where} only"
-    return "another order of names"
-
-
 def _class(module: nn.Module) -> str:
     return getattr(type(module), "_fsdp2_original", type(module)).__name__
-
-
-def _children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module once, after the modules in it, in the order of registration."""
-    seen: set[nn.Module] = set()
-
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen:
-            return
-        seen.add(module)
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}" if name else child_name, child)
-        yield name, module
-
-    yield from walk("", model)
 
 
 # Memory.
@@ -260,7 +225,7 @@ def _like(old: nn.Parameter, tensor: Tensor) -> nn.Parameter:
 
 
 @torch.no_grad()
-def _move_rest(model: nn.Module, device: torch.device, meta: dict[int, _Own]) -> None:
+def _move_rest(model: nn.Module, device: torch.device) -> None:
     """Move plain tensors that were not on meta to the device."""
     for module in model.modules():
         for param in module._parameters.values():
@@ -403,7 +368,7 @@ class _Step:
             return made
         held = self.grids.hold(name, param)
         target = Target(device=self.device, counted=False)
-        ((_, tensor),) = gather([held], SYNC_NBYTES, target, self.grids.main, self.what)
+        ((_, tensor),) = gather([held], STAGED_NBYTES, target, self.grids.main, self.what)
         assert tensor is not None
         return tensor
 
@@ -452,7 +417,7 @@ class _Step:
             self.module._buffers[name] = buffer.detach()
             helds.append(self.grids.hold(name, buffer))
         if sync:
-            scatter(helds, SYNC_NBYTES, lambda held: written[held.name].detach())
+            scatter(helds, STAGED_NBYTES, lambda held: written[held.name].detach())
             return
         with torch.no_grad():
             for held in helds:
@@ -464,15 +429,10 @@ def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
     """Make what was not on meta equal to the first rank's: replicas, plain tensors, buffers."""
     helds: dict[int, Held] = {}
     for module in model.modules():
-        own = meta.get(id(module), _Own(frozenset(), frozenset()))
-        tables: tuple[tuple[Any, frozenset[str]], ...] = (
-            (module._parameters, own.params),
-            (module._buffers, own.buffers),
-        )
-        for table, taken in tables:
-            for name, tensor in table.items():
-                if tensor is not None and name not in taken:
-                    helds[id(tensor)] = grids.hold(name, tensor)
+        own = meta[id(module)]
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in own.params | own.buffers:
+                helds[id(tensor)] = grids.hold(name, tensor)
     for held in helds.values():
         _share(held)
 
@@ -488,7 +448,7 @@ def _share(held: Held) -> None:
             line = Grid((axis,), held.grid.device_type)
             block = Blocks(sizes, (axis.size,), ())
             part = Held(held.name, held.local, block, line, tuple(held.local.stride()))
-            scatter([part], SYNC_NBYTES, lambda one: one.local)
+            scatter([part], STAGED_NBYTES, lambda one: one.local)
 
 
 # Unwritten memory.

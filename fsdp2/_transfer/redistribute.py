@@ -52,6 +52,10 @@ class Held:
         return self.local.dtype
 
 
+STAGED_NBYTES = 64 << 20
+"""The size of pieces, where no caller says another."""
+
+
 class Grids:
     """The grids of a model's meshes; each mesh is read once.
 
@@ -122,6 +126,15 @@ class Grids:
             else:
                 return None
         return found
+
+    def difference(self, names: list[str]) -> str | None:
+        """Say in what the lists of all ranks differ, alike on each of them; None if they do not."""
+        found = self.main.collect(names)
+        for rank, other in enumerate(found):
+            differ = sorted(set(other) ^ set(found[0]))
+            if differ:
+                return f"{differ[0]} on rank {0 if differ[0] in found[0] else rank} only"
+        return None if all(other == found[0] for other in found) else "another order of names"
 
     def require_common(self, helds: Sequence[Held], what: str) -> None:
         """Check that every tensor lies on the ranks of the main grid, with the same first rank.

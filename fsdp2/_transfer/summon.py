@@ -29,9 +29,9 @@ from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import Unit, unit_of
 from fsdp2._param_group.param import SUMMONED, OwnerMark, Site
-from fsdp2._transfer.redistribute import Grids, Held, Target, gather
+from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, Held, Target, gather
 
-STAGED_NBYTES = 64 << 20
+WHO = "summon_full_params"
 
 
 @dataclass(eq=False)
@@ -47,6 +47,10 @@ class _Summoned:
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the whole parameter, or a file with it, is no longer summoned."""
         return type(None), ()
+
+    def register(self, param: nn.Parameter) -> None:
+        for site in self.sites:
+            site.put(param)
 
     def write_back(self, with_grads: bool) -> None:
         """Copy this rank's block of what is registered now into the shard."""
@@ -153,7 +157,9 @@ def summon_full_params(
     ]
     for unit in own:
         unit.summoned_on = "first" if rank0_only else "all"
-    _register(found)
+    for item in found:
+        if item.whole is not None:
+            item.register(item.whole)
     try:
         yield
     finally:
@@ -162,20 +168,16 @@ def summon_full_params(
         for handle in handles:
             handle.remove()
         problems = [_problem(item) for item in found]
-        changed = [(item, item.sites[0].registered) for item in found if item.whole is not None]
         try:
             bad = next((problem for problem in problems if problem), None)
             if bad is not None:
                 raise StateError(f"summon_full_params: {bad} No shard was changed.")
             if writeback:
-                for item, _ in changed:
-                    item.write_back(with_grads)
-                for item in outer:
+                for item in (*(item for item in found if item.whole is not None), *outer):
                     item.write_back(with_grads)
         finally:
             for item in found:
-                for site in item.sites:
-                    site.put(item.sharded)
+                item.register(item.sharded)
                 if item.whole is not None:
                     item.whole.__dict__.pop(SUMMONED, None)
 
@@ -230,46 +232,36 @@ def _gather(
     """Make whole parameters, and gradients, where they are wanted."""
     helds = [item.held for item in found]
     if rank0_only:
-        grids.require_common(helds, "summon_full_params")
+        grids.require_common(helds, WHO)
     device = torch.device("cpu") if offload else None
     target = Target(on_all=not rank0_only, device=device, counted=False)
-    what = "summon_full_params"
-    with contextlib.closing(gather(helds, STAGED_NBYTES, target, grids.main, what)) as tensors:
-        for index, tensor in tensors:
-            item = found[index]
-            if tensor is not None:
-                whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
-                kept = vars(item.sharded).items()
-                vars(whole).update({k: v for k, v in kept if not k.startswith("_fsdp2")})
-                whole.__dict__[SUMMONED] = item
-                item.whole = whole
+    for index, tensor in _received(helds, target, grids):
+        item = found[index]
+        whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
+        kept = vars(item.sharded).items()
+        vars(whole).update({k: v for k, v in kept if not k.startswith("_fsdp2")})
+        whole.__dict__[SUMMONED] = item
+        item.whole = whole
     if not with_grads:
         return
     having = [item for item in found if item.sharded.grad is not None]
-    names = [item.name for item in having]
-    others = next((seen for seen in grids.main.collect(names) if seen != names), None)
-    error = None
-    if others is not None:
-        differ = sorted(set(names) ^ set(others))
-        error = ConfigError(
-            f"summon_full_params: {differ[:1]} has a gradient on some ranks only. Clear it "
+    difference = grids.difference([item.name for item in having])
+    if difference is not None:
+        raise ConfigError(
+            f"summon_full_params: some ranks lack a gradient. Found that of {difference}. Clear it "
             "everywhere, or leave with_grads out."
         )
-    grids.main.raise_together(error, "summon_full_params")
     grads = [grids.hold(f"{item.name}.grad", item.sharded.grad) for item in having]  # type: ignore[arg-type]  # not None
-    with contextlib.closing(gather(grads, STAGED_NBYTES, target, grids.main, what)) as tensors:
-        for index, tensor in tensors:
-            item = having[index]
-            if item.whole is not None and tensor is not None:
-                item.whole.grad_dtype = item.sharded.grad_dtype
-                item.whole.grad = tensor
-
-
-def _register(found: list[_Summoned]) -> None:
-    for item in found:
+    for index, tensor in _received(grads, target, grids):
+        item = having[index]
         if item.whole is not None:
-            for site in item.sites:
-                site.put(item.whole)
+            item.whole.grad_dtype = item.sharded.grad_dtype
+            item.whole.grad = tensor
+
+
+def _received(helds: list[Held], target: Target, grids: Grids) -> list[tuple[int, Tensor]]:
+    with contextlib.closing(gather(helds, STAGED_NBYTES, target, grids.main, WHO)) as tensors:
+        return [(index, tensor) for index, tensor in tensors if tensor is not None]
 
 
 def _problem(item: _Summoned) -> str | None:

@@ -15,9 +15,7 @@ from fsdp2._base.errors import ConfigError
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.unit import unit_of
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._transfer.redistribute import Grids, scatter
-
-SYNC_NBYTES = 64 << 20
+from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, scatter
 
 
 @operation("sync_from_rank0")
@@ -52,16 +50,15 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
                 )
             helds.append(grids.hold(name, tensor))
     seen = [f"{name}: {t.dtype} of shape {tuple(t.shape)}" for name, t in named.values()]
-    for rank, other in enumerate(grids.main.collect(seen)):
-        differ = next(iter(sorted(set(other) ^ set(seen))), None)
-        if differ is not None or other != seen:
-            raise ConfigError(
-                f"sync_from_rank0: ranks have different models. Found {differ or 'another order'} "
-                f"here or on rank {rank} only. Build the model in the same way on every rank."
-            )
+    difference = grids.difference(seen)
+    if difference is not None:
+        raise ConfigError(
+            f"sync_from_rank0: ranks have different models. Found {difference}. Build the model in "
+            "the same way on every rank."
+        )
     with torch.no_grad():
         for held in helds:
-            scatter([held], SYNC_NBYTES, lambda held: held.local)
+            scatter([held], STAGED_NBYTES, lambda held: held.local)
     return model
 
 
