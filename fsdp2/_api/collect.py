@@ -122,12 +122,11 @@ def collect(
         collected.own[param] = Taken(fqn, sites, chosen, place(param, fqn, chosen, dim))
         if chosen not in collected.meshes:
             collected.meshes.append(chosen)
-    devices = {param.device.type == "meta" for param in found}
-    if len(devices) > 1:
-        on_meta = ", ".join(f for p, (f, _) in found.items() if p.device.type == "meta")
+    on_meta = [fqn for param, (fqn, _) in found.items() if param.is_meta]
+    if 0 < len(on_meta) < len(found):
         raise ConfigError(
-            f"fully_shard: found parameters on meta ({on_meta}) beside real ones in one group. "
-            "Materialise all of them, or none, or shard their modules separately."
+            f"fully_shard: found parameters on meta ({', '.join(on_meta)}) beside real ones in "
+            "one group. Materialise all of them, or none, or shard their modules separately."
         )
     _find_escaped(collected, modules)
     return collected

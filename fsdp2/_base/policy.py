@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
+from fsdp2._base.arguments import wrong_type
 from fsdp2._base.capabilities import capabilities
-from fsdp2._base.errors import ConfigError, ConfigTypeError
+from fsdp2._base.errors import ConfigError
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 _FLAGS = (
@@ -21,11 +22,7 @@ _FLAGS = (
 
 def _require(is_fine: bool, policy: object, name: str, expected: str) -> None:
     if not is_fine:
-        value = getattr(policy, name)
-        found = value if isinstance(value, str | bool | torch.dtype) else type(value).__name__
-        raise ConfigTypeError(
-            f"{type(policy).__name__}: expected {name} to be {expected}, found {found!r}."
-        )
+        raise wrong_type(type(policy).__name__, name, expected, getattr(policy, name))
 
 
 @dataclass(frozen=True)

@@ -93,25 +93,11 @@ class SymmetricMemory:
         self._module.rendezvous(tensor, group=self._group.group_name)
 
 
-# Functional collectives: the operations that compilers know. Process groups go by their names.
+def functional(name: str, sent: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Return the result of a functional collective: of the operations that compilers know.
 
-
-def functional_all_gather(sent: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Return what all ranks of a group sent, one behind the other."""
+    ``args`` are what the operation takes behind ``sent``; process groups go by their names.
+    """
     ops = torch.ops._c10d_functional
-    gathered: torch.Tensor = ops.wait_tensor(ops.all_gather_into_tensor(sent, size, group))
-    return gathered
-
-
-def functional_reduce_scatter(sent: torch.Tensor, op: str, size: int, group: str) -> torch.Tensor:
-    """Return this rank's part of what all ranks sent, joined."""
-    ops = torch.ops._c10d_functional
-    reduced: torch.Tensor = ops.wait_tensor(ops.reduce_scatter_tensor(sent, op, size, group))
-    return reduced
-
-
-def functional_all_reduce(sent: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    """Return what all ranks sent, joined."""
-    ops = torch.ops._c10d_functional
-    reduced: torch.Tensor = ops.wait_tensor(ops.all_reduce(sent, op, group))
-    return reduced
+    received: torch.Tensor = ops.wait_tensor(getattr(ops, name)(sent, *args))
+    return received

@@ -54,7 +54,7 @@ class FunctionalBackward:
     def __init__(self, units: Sequence[TracedUnit]) -> None:
         self._units = units
         self._open: dict[Unit, TracedUnit] = {}
-        self._owners: dict[ParamGroup, _Owner] = {}
+        self._groups: dict[ParamGroup, TracedGroup] = {}
         self._kept: TracedUnit | None = None
         self._depth = 0
         self._number = 0
@@ -85,13 +85,11 @@ class FunctionalBackward:
                 if unit.runtime is None or unit.runtime.context.phase is IDLE:
                     unit.reshard()  # somebody made it whole since
                 unit.runner, self._open[unit] = Again(self, traced), traced
-        owners = [
-            _Owner(traced, group) for traced in self._open.values() for group in traced.groups
-        ]
-        self._owners = {owner.group.group: owner for owner in owners}
-        placed = [(owner.group, owner.group.slots) for owner in owners]
+        groups = [group for traced in self._open.values() for group in traced.groups]
+        self._groups = {group.group: group for group in groups}
+        placed = [(group, group.slots) for group in groups]
         if placed != self._placed:
-            self._placed, self._places = placed, self._find_places(owners)
+            self._placed, self._places = placed, self._find_places(groups)
         self._put_readers()
 
     def _put_readers(self) -> None:
@@ -110,6 +108,7 @@ class FunctionalBackward:
 
     @property
     def is_open(self) -> bool:
+        """False once the backward ended, or failed."""
         return bool(self._open)
 
     @contextlib.contextmanager
@@ -123,11 +122,11 @@ class FunctionalBackward:
             if was_open and self._open:
                 self._put_readers()
 
-    def _find_places(self, owners: Sequence[_Owner]) -> dict[nn.Module, dict[str, _Place]]:
+    def _find_places(self, groups: Sequence[TracedGroup]) -> dict[nn.Module, dict[str, _Place]]:
         places: dict[nn.Module, dict[str, _Place]] = {}
-        for owner in owners:
-            for module, name, index in owner.group.slots:
-                places.setdefault(module, {})[name] = _Place(self, owner, index)
+        for group in groups:
+            for module, name, index in group.slots:
+                places.setdefault(module, {})[name] = _Place(self, group, index)
         return places
 
     def end(self, number: int) -> None:
@@ -138,10 +137,10 @@ class FunctionalBackward:
         for unit in self._open:
             if isinstance(unit.runner, Again):  # else a step runs, which sees that this is over
                 unit.runner = None
-        for owner in self._owners.values():
-            owner.group.forget_again()
+        for group in self._groups.values():
+            group.again = None
         self._open.clear()
-        self._owners.clear()
+        self._groups.clear()
         self._kept, self._depth = None, 0
 
     def call(
@@ -153,33 +152,33 @@ class FunctionalBackward:
     ) -> Any:
         """Run a module of a unit again, as it ran in the step."""
         unit = traced.unit
-        owners = [self._owners[group] for group in unit.groups or unit.own_groups]
-        gathered = [owner for owner in owners if not owner.group.is_whole_again]
+        groups = [self._groups[group] for group in unit.groups or unit.own_groups]
+        gathered = [group for group in groups if group.again is None]
         self._depth += 1
         try:
-            for owner in gathered:
-                owner.group.wholes_again()
+            for group in gathered:
+                group.wholes_again()
             return traced.compute(run, args, kwargs)
         finally:
             self._depth -= 1
-            for owner in gathered:
+            for group in gathered:
                 if traced.has_several_modules:  # the next one may follow
-                    self._keep(owner.traced)
+                    self._keep(group.mover)
                 else:
-                    owner.group.forget_again()
+                    group.again = None
 
     def _keep(self, traced: TracedUnit) -> None:
         """Keep what a unit gathered, and not what another one was kept of."""
         kept, self._kept = self._kept, traced
         if kept is not None and kept is not traced:
             for group in kept.groups:
-                group.forget_again()
+                group.again = None
 
-    def read(self, owner: _Owner, index: int) -> Tensor:
+    def read(self, group: TracedGroup, index: int) -> Tensor:
         """Return a whole parameter."""
-        if not owner.group.is_whole_again:
-            self._keep(owner.traced)
-        return owner.group.wholes_again()[index]
+        if group.again is None:
+            self._keep(group.mover)
+        return group.wholes_again()[index]
 
     @property
     def is_recomputing(self) -> bool:
@@ -194,11 +193,6 @@ class Again:
     backward: FunctionalBackward
     traced: TracedUnit
     is_traced = False
-
-    @property
-    def is_over(self) -> bool:
-        """True if the backward ended, or failed, since."""
-        return not self.backward.is_open
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.backward.call(self.traced, run, args, kwargs)
@@ -223,32 +217,22 @@ class _EndOfBackward:
             self._backward.end(self._number)
 
 
-@dataclass(frozen=True, eq=False)
-class _Owner:
-    """A group, and the unit that moves it."""
-
-    traced: TracedUnit
-    group: TracedGroup
-
-
 class _Place:
     """Where a parameter's whole form comes from."""
 
-    __slots__ = ("_index", "_owner", "backward")
+    __slots__ = ("_group", "_index", "backward")
 
-    def __init__(self, backward: FunctionalBackward, owner: _Owner, index: int) -> None:
-        self.backward = backward
-        self._owner = owner
-        self._index = index
+    def __init__(self, backward: FunctionalBackward, group: TracedGroup, index: int) -> None:
+        self.backward, self._group, self._index = backward, group, index
 
     def awaits(self, registered: object) -> bool:
         """True if what is registered is the shard, and the engine is not about to change that."""
-        group = self._owner.group.group
+        group = self._group.group
         return registered is group.params[self._index].sharded and group.machine.state is SHARDED
 
     def check(self) -> None:
         """Refuse what no gradient would come back from; modules refuse their forwards there."""
-        unit = self._owner.traced.unit
+        unit = self._group.mover.unit
         if unit.summoned_on and self.backward.is_recomputing:
             raise StateError(
                 f"{unit.fqn or '<root>'}: the backward of a compiled model reads its parameters in "
@@ -257,7 +241,7 @@ class _Place:
 
     @torch_compiler.always_eager
     def read(self) -> Tensor:
-        return self.backward.read(self._owner, self._index)
+        return self.backward.read(self._group, self._index)
 
 
 class _ReadInBackward(dict[str, Any]):

@@ -22,11 +22,10 @@ from fsdp2._base.events import IDLE
 from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._compiled.backward import Again, FunctionalBackward
 from fsdp2._compiled.functional import TracedUnit
-from fsdp2._compiled.ops import outer_gather, plan_of, unshard
+from fsdp2._compiled.ops import outer_gather, plans, unshard
 from fsdp2._compiled.passes import overlap as overlap_collectives
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.runtime import Runtime, attach
-from fsdp2._engine.unit import unit_of
 from fsdp2._param_group.group import ParamGroup
 
 
@@ -175,7 +174,7 @@ class FunctionalStep:
                     overlap_collectives if choices.overlap else None,
                 )
             torch_compiler.in_graph(unshard, outer_gather)
-            options["backend"] = Backend(compiler)
+            options["backend"] = tagging(compiler)
         with refusals_of_torch():
             self._compiled: Callable[..., Any] = torch.compile(own_copy(_call), **options)
         self._may_break = not options.get("fullgraph", False)
@@ -184,9 +183,8 @@ class FunctionalStep:
     def _attach(self) -> None:
         """Find the roots, as a first forward would."""
         units = units_below(self.model)
-        for module in self.model.modules():
-            unit = unit_of(module)
-            if unit is not None and unit.runtime is None:
+        for unit in units:
+            if unit.runtime is None:
                 attach(unit)
         self._units = [TracedUnit(unit, self.choices.bucket) for unit in units]
         self._several = [unit for unit in self._units if unit.has_several_modules]
@@ -206,7 +204,7 @@ class FunctionalStep:
         outer = [unit.unit.runner for unit in self._units]  # a backward may be running
         try:
             for unit in self._units:
-                unit.take_parameters_off()
+                unit.forget()
                 unit.unit.runner = unit
             with self._may_write:
                 output = self._compiled(self.model, self._several, *args, **kwargs)
@@ -215,7 +213,7 @@ class FunctionalStep:
             return output
         finally:
             for unit, runner in zip(self._units, outer, strict=True):
-                is_over = isinstance(runner, Again) and runner.is_over
+                is_over = isinstance(runner, Again) and not runner.backward.is_open
                 unit.unit.runner = None if is_over else runner
                 unit.put_parameters_back()
 
@@ -342,16 +340,14 @@ def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.d
         )
 
 
-class Backend:
-    """The compiler, behind a look at each graph."""
+def tagging(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the compiler, behind a look at each graph."""
 
-    def __init__(self, compiler: Callable[..., Any]) -> None:
-        self._compiler = compiler
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        """Tag the gathers that backward repeats, and compile."""
+    def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         tag(graph)
-        return self._compiler(graph, inputs)
+        return compiler(graph, inputs)
+
+    return compile_graph
 
 
 def tag(graph: torch.fx.GraphModule) -> None:
@@ -359,5 +355,5 @@ def tag(graph: torch.fx.GraphModule) -> None:
     for module in graph.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in module.graph.nodes:
-                if node.target is unshard and plan_of(node.args[0]).recompute:
+                if node.target is unshard and plans[node.args[0]].recompute:
                     torch_compiler.recompute_in_backward(node)

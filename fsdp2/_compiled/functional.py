@@ -37,10 +37,10 @@ from fsdp2._base.errors import StateError
 from fsdp2._compiled.ops import (
     Neighbours,
     TracedPlan,
-    is_incomplete,
+    incomplete,
     key_of,
     outer_gather,
-    plan_of,
+    plans,
     unshard,
 )
 from fsdp2._engine.unit import Unit
@@ -53,9 +53,9 @@ from fsdp2._param_group.layout import GatherLayout, ReduceLayout
 class TracedGroup:
     """The inputs of a group's functions, and what becomes of its gradients."""
 
-    def __init__(self, group: ParamGroup, bucketed: bool) -> None:
+    def __init__(self, group: ParamGroup, mover: TracedUnit) -> None:
         self.group = group
-        self._bucketed = bucketed
+        self.mover = mover
         self.key = ""
         self.recompute = False
         self.waits = False
@@ -63,7 +63,7 @@ class TracedGroup:
         self.sink: nn.Parameter | None = None
         self.slots: tuple[tuple[nn.Module, str, int], ...] = ()
         self.wraps: tuple[Any, ...] = ()
-        self._again: tuple[Tensor, ...] | None = None
+        self.again: tuple[Tensor, ...] | None = None  # whole, in a backward
         self._made_for: tuple[Any, ...] = ()
 
     @torch.inference_mode(False)
@@ -135,7 +135,7 @@ class TracedGroup:
             grad_dtype=reduction.grad_dtype,
             scale=(scale.before, scale.after),
             op="avg" if scale.op == ReduceOp.AVG else "sum",
-            bucketed=self._bucketed,
+            bucketed=self.mover.bucketed,
         )
 
     def _make_sink(self, layout: ReduceLayout) -> nn.Parameter | None:
@@ -160,7 +160,7 @@ class TracedGroup:
             return
         reducer = self.group.reducer
         plan = reducer.plan()
-        if plan.layout != plan_of(key).reduce:
+        if plan.layout != plans[key].reduce:
             raise StateError(
                 f"{self.group.fqn or '<root>'}: requires_grad changed between a compiled forward "
                 "and its backward. Change it before the forward."
@@ -169,7 +169,7 @@ class TracedGroup:
         grads = buffer.fill(reduced)
         buffer.settle()
         params = [member.sharded for member in plan.members]
-        if is_incomplete(key) and not self.group.settings.reduce_unused:
+        if key in incomplete and not self.group.settings.reduce_unused:
             # Looking costs a synchronisation on a device; who has all gradients need not.
             counts = reduced[plan.layout.tail_start : plan.layout.stamp_start].tolist()
             used = [position for position, count in enumerate(counts) if count != 0]
@@ -191,24 +191,17 @@ class TracedGroup:
 
     # In backward, see _compiled.backward.
 
-    @property
-    def is_whole_again(self) -> bool:
-        return self._again is not None
-
     def wholes_again(self) -> tuple[Tensor, ...]:
         """Gather in backward, unless that was done and not forgotten."""
-        if self._again is None:
+        if self.again is None:
             torch_modes.run_aside(self._gather_again)
-            assert self._again is not None
-        return self._again
+            assert self.again is not None
+        return self.again
 
     @torch.inference_mode(False)
     @torch.enable_grad()
     def _gather_again(self) -> None:
-        self._again = self.wholes()
-
-    def forget_again(self) -> None:
-        self._again = None
+        self.again = self.wholes()
 
 
 def _wrap(tensor: Tensor, spec: Any) -> Tensor:
@@ -230,7 +223,7 @@ class TracedUnit:
 
     def __init__(self, unit: Unit, bucketed: bool = True) -> None:
         self.unit = unit
-        self._bucketed = bucketed
+        self.bucketed = bucketed
         self.groups: tuple[TracedGroup, ...] = ()
         self.has_several_modules = len(unit.modules) > 1
         self.ran_outside = False
@@ -243,18 +236,13 @@ class TracedUnit:
     def begin(self) -> None:
         """Prepare a step: sharded parameters make room for those that the step will gather."""
         if [group.group for group in self.groups] != self.unit.groups:
-            self.groups = tuple(TracedGroup(g, self._bucketed) for g in self.unit.groups)
+            self.groups = tuple(TracedGroup(group, self) for group in self.unit.groups)
         self._is_recorded = torch.is_grad_enabled()
         self.input_dtype = self.unit.precision.input_dtype  # others in evaluation, maybe
         self.output_dtype = self.unit.precision.policy.output_dtype
         keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
             group.refresh(keeps)
-
-    def take_parameters_off(self) -> None:
-        for group in self.groups:
-            for module, name, _ in group.slots:
-                module._parameters[name] = None
 
     def put_parameters_back(self) -> None:
         for group in self.groups:
@@ -307,7 +295,7 @@ class TracedUnit:
         return True
 
     def forget(self) -> None:
-        """Forget the parameters, so that no graph has to return them."""
+        """Take the parameters off the modules, so that no graph has to return them."""
         for group in self.groups:
             for module, name, _ in group.slots:
                 module._parameters[name] = None

@@ -111,10 +111,16 @@ class TracedPlan:
         return self.layout.wire_dtype
 
 
-_plans: dict[str, TracedPlan] = {}
+plans: dict[str, TracedPlan] = {}
+"""By the keys by which graphs refer to them."""
+
 _keys: dict[TracedPlan, str] = {}
-_incomplete: set[str] = set()
-"""Plans of which some graph has no gradient for some parameter, seen when it was traced."""
+
+incomplete: set[str] = set()
+"""Keys of plans of which some graph, when it was traced, had no gradient for some parameter.
+
+Then somebody has to look which parameters had any.
+"""
 
 
 def key_of(plan: TracedPlan, fqn: str) -> str:
@@ -126,18 +132,8 @@ def key_of(plan: TracedPlan, fqn: str) -> str:
     if plan not in _keys:
         digest = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
         _keys[plan] = f"{fqn or '<root>'}#{digest}"
-        _plans[_keys[plan]] = plan
+        plans[_keys[plan]] = plan
     return _keys[plan]
-
-
-def is_incomplete(key: str) -> bool:
-    """True if a graph of this plan misses gradients: then somebody has to look who had any."""
-    return key in _incomplete
-
-
-def plan_of(key: str) -> TracedPlan:
-    """Return the plan that a graph refers to."""
-    return _plans[key]
 
 
 # In the graph.
@@ -145,7 +141,7 @@ def plan_of(key: str) -> TracedPlan:
 
 def outer_gather(key: str, *flats: Tensor) -> Tensor:
     """Gather what waits between forward and backward: this rank's rows, ``[W / size, C]``."""
-    plan = _plans[key]
+    plan = plans[key]
     neighbours = plan.neighbours
     assert neighbours is not None
     sent = _to_send(plan, flats)
@@ -166,7 +162,7 @@ def unshard(
         waiting: what ``outer_gather`` returned, if the group waits on a smaller mesh.
         flats: one tensor for each region of the plan.
     """
-    plan = _plans[key]
+    plan = plans[key]
     if sink is None:
         return _unshard(plan, waiting, flats)
     return _Unshard.apply(plan, sink, waiting, *flats)  # type: ignore[no-any-return, no-untyped-call]  # torch's own
@@ -288,7 +284,7 @@ def reduce(plan: TracedPlan, grads: Sequence[Tensor | None]) -> Tensor:
     layout = plan.reduce
     found = [grads[index] for index in layout.members]
     if any(grad is None for grad in found):
-        _incomplete.add(_keys[plan])
+        incomplete.add(_keys[plan])
     like = next(grad for grad in grads if grad is not None)
     columns = [
         _column(found[position], plan, position, like)
@@ -306,11 +302,11 @@ def _reduce_packed(plan: TracedPlan, packed: Tensor) -> Tensor:
     layout, (before, after) = plan.reduce, plan.scale
     reduced = packed * before if before != 1.0 else packed
     if layout.size > 1:
-        reduced = torch_comm.functional_reduce_scatter(
-            reduced, plan.op, layout.size, plan.shard_group
+        reduced = torch_comm.functional(
+            "reduce_scatter_tensor", reduced, plan.op, layout.size, plan.shard_group
         )
     if plan.replicate_group:
-        reduced = torch_comm.functional_all_reduce(reduced, plan.op, plan.replicate_group)
+        reduced = torch_comm.functional("all_reduce", reduced, plan.op, plan.replicate_group)
     return reduced * after if after != 1.0 else reduced
 
 
@@ -349,4 +345,4 @@ def _padded(row: Tensor, numel: int) -> Tensor:
 
 
 def _all_gather(sent: Tensor, size: int, group: str) -> Tensor:
-    return torch_comm.functional_all_gather(sent, size, group).view(size, -1)
+    return torch_comm.functional("all_gather_into_tensor", sent, size, group).view(size, -1)

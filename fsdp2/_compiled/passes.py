@@ -38,7 +38,7 @@ def sink_waits(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if is_reduction(node):
             next_reduction = node
-        if not is_wait(node) or not node.users:
+        if torch_compiler.collective_of(node) != "wait_tensor" or not node.users:
             continue
         targets = list(node.users)
         if next_reduction is not None and is_reduction(node.all_input_nodes[0]):
@@ -51,7 +51,7 @@ def sink_waits(graph: Graph) -> None:
 
 def prefetch_gathers(graph: Graph) -> None:
     """Move every all-gather, and what only it needs, up to the wait of the one before."""
-    starts = [node for node in graph.nodes if is_gather(node)]
+    starts = [node for node in graph.nodes if torch_compiler.collective_of(node) in _GATHERS]
     for before, node in itertools.pairwise(starts):
         target = next(iter(before.users))  # its wait
         inputs = list(_needed(node, {target}))
@@ -80,16 +80,6 @@ def _positions(graph: Graph) -> dict[Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
-def is_gather(node: Node) -> bool:
-    """True if a node starts an all-gather."""
-    return torch_compiler.collective_of(node) in _GATHERS
-
-
 def is_reduction(node: Node) -> bool:
     """True if a node starts a reduction over the shard axis."""
     return torch_compiler.collective_of(node) == "reduce_scatter_tensor"
-
-
-def is_wait(node: Node) -> bool:
-    """True if a node waits for a collective."""
-    return torch_compiler.collective_of(node) == "wait_tensor"

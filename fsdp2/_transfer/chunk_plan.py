@@ -13,6 +13,7 @@ same offset of every rank's buffer; a *batch* is the lots that are in memory at 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -76,23 +77,16 @@ class Blocks:
 
     def places(self) -> list[tuple[int, ...]]:
         """Return the places that hold different blocks, the last axis fastest."""
-        found: list[tuple[int, ...]] = [()]
-        for axis, count in enumerate(self.counts):
-            numbers = range(count) if axis in self.axes else range(1)
-            found = [(*place, number) for place in found for number in numbers]
-        return found
+        numbers = [range(n if axis in self.axes else 1) for axis, n in enumerate(self.counts)]
+        return list(itertools.product(*numbers))
 
 
 def part_of(block: Region, piece: Region) -> Region:
     """Return the part of a piece that a block has, counted from the block's start."""
     starts = tuple(min(s, n) for s, n in zip(piece.starts, block.sizes, strict=True))
-    sizes = tuple(
-        min(start + size, n) - first
-        for start, size, n, first in zip(
-            piece.starts, piece.sizes, block.sizes, starts, strict=True
-        )
-    )
-    return Region(starts, tuple(max(size, 0) for size in sizes))
+    ends = [start + size for start, size in zip(piece.starts, piece.sizes, strict=True)]
+    sizes = [min(e, n) - s for e, n, s in zip(ends, block.sizes, starts, strict=True)]
+    return Region(starts, tuple(sizes))
 
 
 def within(block: Region, part: Region) -> Region:
@@ -104,7 +98,7 @@ def within(block: Region, part: Region) -> Region:
 def split(sizes: Sequence[int], most: int) -> Iterator[Region]:
     """Split a block into pieces of at most ``most`` elements, rows first; never below one."""
     if math.prod(sizes) <= most or not sizes:
-        yield Region((0,) * len(sizes), tuple(sizes))
+        yield _whole(sizes)
         return
     row = math.prod(sizes[1:])
     rows = max(1, most // max(row, 1))

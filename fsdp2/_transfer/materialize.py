@@ -98,7 +98,8 @@ def materialize(
     grids = Grids([*model.parameters(), *model.buffers()])
     params = model.named_parameters(remove_duplicate=False)
     tensors = [*params, *model.named_buffers(remove_duplicate=False)]
-    difference = grids.difference([name for name, tensor in tensors if tensor.is_meta])
+    on_meta = [f"{name} on meta" for name, tensor in tensors if tensor.is_meta]
+    difference = grids.difference(on_meta)
     if difference is not None:
         raise ConfigError(
             "materialize: ranks have different tensors on the meta device. Found "
@@ -167,7 +168,8 @@ def allocate(model: nn.Module, device: torch.device | None = None) -> None:
     Raises:
         UnsupportedError: a subclass with an all-gather extension, or that wraps others, is on meta.
     """
-    for owner in (p for u in units_below(model) for g in u.own_groups for p in g.params):
+    groups = [group for unit in units_below(model) for group in unit.own_groups]
+    for owner in (param for group in groups for param in group.params):
         if owner.is_extended and owner.is_on_meta:
             kind = type(torch_dtensor.local_tensor(owner.sharded)).__name__
             raise UnsupportedError(
@@ -176,12 +178,11 @@ def allocate(model: nn.Module, device: torch.device | None = None) -> None:
                 "make it on a real device. Nothing was changed."
             )
     made: dict[int, nn.Parameter] = {}
-    for unit in units_below(model):
-        for group in unit.own_groups:
-            if any(param.is_on_meta for param in group.params):
-                _allocate_group(group, made)
-                group.inspect()
-    fallback = device or next((g.device for u in units_below(model) for g in u.own_groups), None)
+    for group in groups:
+        if any(param.is_on_meta for param in group.params):
+            _allocate_group(group, made)
+            group.inspect()
+    fallback = device or next((group.device for group in groups), None)
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None and param.is_meta:
