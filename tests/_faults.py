@@ -710,8 +710,8 @@ FAULTS = [
     Fault(
         "failed-traced-backward-stays-open",
         "fsdp2/_compiled/backward.py",
-        "        if not self._was_called:",
-        "        if self._was_called:",
+        "        if not self.was_called:",
+        "        if self.was_called:",
         "After a backward of a compiled step that failed, weights that are read by name are gathered: on a rank alone that waits for the others.",
         near=("behaviour/test_traced_recomputed.py",),
     ),

@@ -206,12 +206,10 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
             for param in group.params:
                 places = param.places + collected.shared.get(param, [])
                 places += [site.module for site in collected.tied.get(param, [])]
-                if len(places) == 1:
+                if len(places) == 1 or not inside.issuperset(places):
                     continue
                 own = own or {module for top in unit.modules for module in top.modules()}
-                if all(place in own for place in places):
-                    continue
-                if not all(place in inside for place in places):
+                if own.issuperset(places):
                     continue
                 if group.data not in collected.meshes:
                     meshes = " and ".join(str(data.mesh) for data in collected.meshes)

@@ -35,7 +35,7 @@ class Ignored:
                 else than modules and tensors, both of them, or a module that is sharded already.
         """
         tensors: set[Tensor] = set(_params(params))
-        found = [] if states is None else _listed(states)
+        found = _listed(states)
         modules = [item for item in found if isinstance(item, nn.Module)]
         own = [item for item in found if isinstance(item, Tensor)]
         wrong = [item for item in found if not isinstance(item, nn.Module | Tensor)]
@@ -60,20 +60,21 @@ class Ignored:
                     "fully_shard was applied to, so its parameters are sharded already. "
                     "Leave it out: a call never takes what an earlier one took."
                 )
-        for child in inside:
             tensors.update(p for p in child._parameters.values() if p is not None)
             tensors.update(b for b in child._buffers.values() if b is not None)
         return Ignored(frozenset(tensors.union(own)), frozenset(inside))
 
 
 def _listed(states: object) -> list[object]:
+    if states is None:
+        return []
     is_one = isinstance(states, nn.Module | Tensor) or not isinstance(states, Iterable)
     return [states] if is_one else list(states)  # type: ignore[call-overload]  # an Iterable
 
 
 def _params(ignored: object) -> list[nn.Parameter]:
     params = []
-    for param in [] if ignored is None else _listed(ignored):
+    for param in _listed(ignored):
         if not isinstance(param, nn.Parameter):
             raise ConfigTypeError(
                 f"fully_shard: expected ignored_params to be a set of nn.Parameter, found "

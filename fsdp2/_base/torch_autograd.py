@@ -93,7 +93,5 @@ version_of = attrgetter("_version")
 """How often a tensor was written in place; for ``map``: a step asks for hundreds."""
 
 
-def preserved_versions(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[Any]:
-    """Hide in-place writes from autograd: what it saved is being filled again with its values."""
-    manager: AbstractContextManager[Any] = _unsafe_preserve_version_counter(tensors)
-    return manager
+preserved_versions: Callable[..., AbstractContextManager[Any]] = _unsafe_preserve_version_counter
+"""Hide in-place writes from autograd: what it saved is being filled again with its values."""

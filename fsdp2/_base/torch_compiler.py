@@ -18,50 +18,40 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 # Compilation. The public ``torch.compiler.disable`` imports the compiler, which takes seconds, and
-# puts a wrapper around every call. These two set what it sets, and cost a call nothing.
+# puts a wrapper around every call. These decorators set what it sets, and cost a call nothing.
 
 
-def never_traced(function: Function) -> Function:
-    """Let the compiler break its graph at a call of ``function``, and not compile it (decorator).
+def _not_compiled(*, with_callees: bool, breaks_graph: bool) -> Callable[[Function], Function]:
+    def decorate(function: Function) -> Function:
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameAction.SKIP
+        callees = skip if with_callees else frames._FrameAction.DEFAULT
+        code = function.__code__
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, callees))
+        if breaks_graph:
+            function._torchdynamo_disable = True  # type: ignore[attr-defined]  # on a function
+        return function
 
-    What ``function`` calls is compiled, if the compiler is running.
-    """
-    _skip_frames(function, with_callees=False)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # on a function
-    return function
-
-
-def always_eager(function: Function) -> Function:
-    """As ``never_traced``, and what ``function`` calls is not compiled either (decorator)."""
-    _skip_frames(function, with_callees=True)
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # on a function
-    return function
+    return decorate
 
 
-def eager_unless_inlined(function: Function) -> Function:
-    """Let the compiler trace ``function`` as a part of a graph only (decorator).
+never_traced = _not_compiled(with_callees=False, breaks_graph=True)
+"""Let the compiler break its graph at a call, and not compile it; what it calls is compiled."""
 
-    Called on its own while the compiler is running, it is not compiled, nor is what it calls.
-    """
-    _skip_frames(function, with_callees=True)
-    return function
+always_eager = _not_compiled(with_callees=True, breaks_graph=True)
+"""As ``never_traced``, and what the function calls is not compiled either."""
 
+eager_unless_inlined = _not_compiled(with_callees=True, breaks_graph=False)
+"""Let the compiler trace a function as a part of a graph only.
 
-def inlined_or_eager(function: Function) -> Function:
-    """As ``eager_unless_inlined``, but what ``function`` calls is compiled, if that is not traced.
+Called on its own while the compiler is running, it is not compiled, nor is what it calls.
+"""
 
-    For what stands around a user's module: on its own it is not worth a graph.
-    """
-    _skip_frames(function, with_callees=False)
-    return function
+inlined_or_eager = _not_compiled(with_callees=False, breaks_graph=False)
+"""As ``eager_unless_inlined``, but what the function calls is compiled, if that is not traced.
 
-
-def _skip_frames(function: Callable[..., Any], with_callees: bool) -> None:
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    callees = skip if with_callees else frames._FrameAction.DEFAULT
-    code = function.__code__
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, callees))
+For what stands around a user's module: on its own it is not worth a graph.
+"""
 
 
 compiled_call: Callable[[nn.Module], Callable[..., Any] | None] = attrgetter("_compiled_call_impl")

@@ -21,11 +21,8 @@ from torch.utils.checkpoint import (  # what selective checkpointing sees operat
     _CachingTorchDispatchMode,
 )
 
-
-def hidden_from_modes() -> AbstractContextManager[Any]:
-    """Run what is inside where no dispatch mode (a counter, a tracer) sees it."""
-    manager: AbstractContextManager[Any] = _disable_current_modes()
-    return manager
+hidden_from_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+"""Run what is inside where no dispatch mode (a counter, a tracer) sees it."""
 
 
 def has_real_memory() -> bool:

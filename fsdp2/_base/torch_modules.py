@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,10 +31,9 @@ def is_persistent(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
-def custom_policy_function(policy: CustomPolicy) -> Callable[[nn.Module], Any]:
-    """Return the function of a module that the user made the policy of."""
-    function: Callable[[nn.Module], Any] = policy._lambda_fn
-    return function
+custom_policy_function: Callable[[CustomPolicy], Callable[[nn.Module], Any]]
+custom_policy_function = attrgetter("_lambda_fn")
+"""The function of a module that the user made the policy of."""
 
 
 # Observation and composition.

@@ -198,41 +198,41 @@ class Again:
         return self.backward.call(self.traced, run, args, kwargs)
 
 
+@dataclass(eq=False)
 class _EndOfBackward:
     """The engine's callback. Dropped without a call it tells, at once, that the backward failed."""
 
-    def __init__(self, backward: FunctionalBackward, number: int) -> None:
-        self._backward = backward
-        self._number = number
-        self._was_called = False
+    backward: FunctionalBackward
+    number: int
+    was_called: bool = False
 
     @torch_compiler.always_eager
     def __call__(self) -> None:
-        self._was_called = True
-        self._backward.end(self._number)
+        self.was_called = True
+        self.backward.end(self.number)
 
     @torch_compiler.always_eager
     def __del__(self) -> None:
-        if not self._was_called:
-            self._backward.end(self._number)
+        if not self.was_called:
+            self.backward.end(self.number)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class _Place:
     """Where a parameter's whole form comes from."""
 
-    __slots__ = ("_group", "_index", "backward")
-
-    def __init__(self, backward: FunctionalBackward, group: TracedGroup, index: int) -> None:
-        self.backward, self._group, self._index = backward, group, index
+    backward: FunctionalBackward
+    group: TracedGroup
+    index: int
 
     def awaits(self, registered: object) -> bool:
         """True if what is registered is the shard, and the engine is not about to change that."""
-        group = self._group.group
-        return registered is group.params[self._index].sharded and group.machine.state is SHARDED
+        group = self.group.group
+        return registered is group.params[self.index].sharded and group.machine.state is SHARDED
 
     def check(self) -> None:
         """Refuse what no gradient would come back from; modules refuse their forwards there."""
-        unit = self._group.mover.unit
+        unit = self.group.mover.unit
         if unit.summoned_on and self.backward.is_recomputing:
             raise StateError(
                 f"{unit.fqn or '<root>'}: the backward of a compiled model reads its parameters in "
@@ -241,7 +241,7 @@ class _Place:
 
     @torch_compiler.always_eager
     def read(self) -> Tensor:
-        return self.backward.read(self._group, self._index)
+        return self.backward.read(self.group, self.index)
 
 
 class _ReadInBackward(dict[str, Any]):

@@ -17,6 +17,7 @@ written. Version counters would not tell: an ``init`` may write through ``.data`
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -287,31 +288,26 @@ class _Guard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(eq=False)
 class _Step:
     """The initialisation of one module's own parameters and buffers."""
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        own: _Own,
-        device: torch.device,
-        grids: Grids,
-        done: set[int],
-    ) -> None:
-        self.module = module
-        self.own = own
-        self.device = device
-        self.grids = grids
-        self.what = f"materialize: init of {name or '<root>'} ({_class(module)})"
+    name: str
+    module: nn.Module
+    own: _Own
+    device: torch.device
+    grids: Grids
+    done: set[int]  # parameters that a module before has written
+
+    def __post_init__(self) -> None:
+        module, own = self.module, self.own
+        self.what = f"materialize: init of {self.name or '<root>'} ({_class(module)})"
         self.registered = {n: p for n, p in module._parameters.items() if p is not None}
         self.buffers = {
             n: b for n, b in module._buffers.items() if b is not None and n not in own.buffers
         }
-        self.fresh = {
-            n for n in own.params if id(self.registered[n]) not in done
-        }  # the others are ties that a module before has written
-        done.update(id(self.registered[n]) for n in own.params)
+        self.fresh = {n for n in own.params if id(self.registered[n]) not in self.done}
+        self.done.update(id(self.registered[n]) for n in own.params)
 
     def run(self, init: Init | None, sync: bool) -> None:
         """Put whole tensors onto the module, run ``init``, check, and take what it wrote."""
@@ -343,10 +339,7 @@ class _Step:
         by_param: dict[int, nn.Parameter] = {}
         for name, param in self.registered.items():
             if id(param) not in by_param:
-                if isinstance(param, DTensor) or name in self.own.params:
-                    by_param[id(param)] = _like(param, self._whole_of(name, param))
-                else:
-                    by_param[id(param)] = _like(param, param.detach().clone())
+                by_param[id(param)] = _like(param, self._whole_of(name, param))
             self.module._parameters[name] = by_param[id(param)]
             if name in self.fresh:
                 whole[name] = by_param[id(param)]
@@ -367,6 +360,8 @@ class _Step:
             made = torch.empty_strided(shape, stride, dtype=param.dtype, device=self.device)
             _fill(made)
             return made
+        if not isinstance(param, DTensor) and name not in self.own.params:
+            return param.detach().clone()
         held = self.grids.hold(name, param)
         target = Target(device=self.device, counted=False)
         ((_, tensor),) = gather([held], STAGED_NBYTES, target, self.grids.main, self.what)
@@ -441,13 +436,10 @@ def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
 @torch.no_grad()
 def _share(held: Held) -> None:
     """Broadcast blocks over the axes on which ranks hold the same one."""
-    sizes = held.own.sizes
-    others = [a for a in range(len(held.grid.axes)) if a not in held.blocks.axes]
-    for index in others:
-        axis = held.grid.axes[index]
-        if axis.size > 1:
+    for index, axis in enumerate(held.grid.axes):
+        if axis.size > 1 and index not in held.blocks.axes:
             line = Grid((axis,), held.grid.device_type)
-            block = Blocks(sizes, (axis.size,), ())
+            block = Blocks(held.own.sizes, (axis.size,), ())
             part = Held(held.name, held.local, block, line, tuple(held.local.stride()))
             scatter([part], STAGED_NBYTES, lambda one: one.local)
 

@@ -90,9 +90,8 @@ class Grids:
             return Held(name, _plain(tensor), blocks, self.main, tuple(tensor.stride()))
         grid = self._known.get(tensor.device_mesh) or Grid.of(tensor.device_mesh)
         self._known[tensor.device_mesh] = grid
-        local = torch_dtensor.local_tensor(
-            tensor
-        ).detach()  # of a DTensor it would be planned first
+        # as a method of the DTensor, detach would be planned first
+        local = torch_dtensor.local_tensor(tensor).detach()
         _refuse_odd(name, local)
         blocks = _blocks_of(name, tensor)
         axes = self._axes_of_main(grid)
@@ -330,18 +329,15 @@ class _Gathering(_Moves):
         for piece in lot.pieces if self.target.takes(self.first(lot).grid) else ():
             if piece.index not in self.whole:
                 self.whole[piece.index] = _make_whole(self.helds[piece.index], self.target)
-        if self._travels(lot):
-            self._room(lot)
+        self._room(lot)
 
-    def _travels(self, lot: Lot) -> bool:
-        """True if this rank sends or receives: not for nothing, nor what another replica does."""
-        grid = self.first(lot).grid
-        others = tuple(axis for axis in range(len(grid.axes)) if axis not in lot.axes)
-        is_there = self.target.on_all or grid.is_first_on(others)
-        return bool(lot.axes and lot.nbytes and is_there)
-
-    def _room(self, lot: Lot) -> Tensor:
+    def _room(self, lot: Lot) -> Tensor | None:
+        """Return the buffer of a lot; None where nothing is sent, or another replica does it."""
         first = self.first(lot)
+        others = tuple(axis for axis in range(len(first.grid.axes)) if axis not in lot.axes)
+        is_there = self.target.on_all or first.grid.is_first_on(others)
+        if not lot.axes or not lot.nbytes or not is_there:
+            return None
         rows = first.blocks.count if self.target.on_all else _rows_held(lot, first.grid)
         return self.buffer(lot, rows, lot.axes)
 
@@ -352,9 +348,9 @@ class _Gathering(_Moves):
             for piece in lot.pieces if self.target.takes(grid) else ():
                 self.whole[piece.index].copy_(self.helds[piece.index].local)
             return
-        if not self._travels(lot):
-            return
         buffer = self._room(lot)
+        if buffer is None:
+            return
         own = _row_of(lot, grid) if self.target.on_all else 0
         row = buffer[own * lot.nbytes : (own + 1) * lot.nbytes]
         for index, held_at, _, memory in self.parts(lot, grid.place, row):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base.arguments import check_module
 from fsdp2._base.errors import ConfigError
 from fsdp2._comm.process_mesh import operation
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.between_steps import units_below
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, scatter
 
@@ -37,10 +37,8 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
         named.setdefault(id(tensor), (name, tensor))
     grids, helds = Grids([]), []
     with grids.main.together("sync_from_rank0"):  # ranks may have different models
-        for module in model.modules():
-            unit = unit_of(module)
-            for group in () if unit is None else unit.own_groups:
-                require_replicas("sync_from_rank0", group)
+        for group in (group for unit in units_below(model) for group in unit.own_groups):
+            require_replicas("sync_from_rank0", group)
         for name, tensor in named.values():
             if tensor.is_meta or isinstance(tensor, DTensor):
                 raise ConfigError(
