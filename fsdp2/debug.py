@@ -201,22 +201,21 @@ def without_communication(
         stacklevel=3,
     )
     groups = [group for unit in units for group in unit.own_groups]
-    wires = [group.wire for group in groups]
-    for group, wire in zip(groups, wires, strict=True):
+    wires = {group: group.wire for group in groups}
+    for group, wire in wires.items():
         group.reshard()
         group.wire = _NoWire(wire, gathers, reductions)
-    stamps = [stamp for group in groups for stamp in group.ids.all]
-    checked = [stamp.silence(True) for stamp in stamps]
+    stamps = [(stamp, stamp.silence(True)) for group in groups for stamp in group.ids.all]
     try:
         yield
     finally:
         for unit in units:
             if unit.runtime is not None:
                 unit.runtime.recover_if_failed()
-        for group, wire in zip(groups, wires, strict=True):
+        for group, wire in wires.items():
             group.reshard()
             group.wire = wire
-        for stamp, was_silent in reversed(list(zip(stamps, checked, strict=True))):
+        for stamp, was_silent in reversed(stamps):
             stamp.silence(was_silent)
 
 
@@ -229,13 +228,10 @@ class _NoWire(Wire):
     carries: ClassVar[bool] = False
 
     def __init__(self, wire: Wire, gathers: bool, reductions: bool) -> None:
-        super().__init__()
-        self.gather, self.scatter = wire.gather, wire.scatter
-        self.scatter_group = wire.scatter_group
-        self.straight_nbytes, self.gradient_dtype = wire.straight_nbytes, wire.gradient_dtype
+        vars(self).update(vars(wire))
         self._skips_gathers, self._skips_reductions = gathers, reductions
-        if not reductions:
-            self.sum_replicas = wire.sum_replicas
+        if reductions:
+            self.sum_replicas = None
 
     def all_gather(self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool) -> Any:
         return None if self._skips_gathers else super().all_gather(output, sent, axis, async_op)

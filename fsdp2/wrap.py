@@ -331,7 +331,9 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
     if ranks_per_node is None:
         nodes: list[Any] = [None] * size
         with operation("hybrid_mesh"), carrying():
-            dist.all_gather_object(nodes, _node())
+            launched = [os.environ.get(name) for name in ("GROUP_RANK", "SLURM_NODEID")]
+            named = (node for node in launched if node is not None)
+            dist.all_gather_object(nodes, next(named, socket.gethostname()))
     else:
         if size % ranks_per_node:
             raise ConfigError(
@@ -350,11 +352,3 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
         )
     kind = device_type or default_device_type()
     return DeviceMesh(kind, list(rows.values()), mesh_dim_names=("replicate", "shard"))
-
-
-def _node() -> str:
-    """Name this rank's node."""
-    for name in ("GROUP_RANK", "SLURM_NODEID"):
-        if name in os.environ:
-            return os.environ[name]
-    return socket.gethostname()

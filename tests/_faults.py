@@ -250,9 +250,9 @@ FAULTS = [
         "full-params-keeps-last-tensor",
         "fsdp2/_transfer/full_params.py",
         """\
-            yield name, result
+                yield names[index], result
             del result""",
-        "            yield name, result",
+        "                yield names[index], result",
         "The iterator keeps the tensor that it yielded last while the next bucket is gathered: the peak is a whole parameter above max_bytes, and a weak reference to it stays alive.",
         near=("behaviour/test_full_params.py",),
     ),

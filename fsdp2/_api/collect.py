@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -39,8 +39,7 @@ See ``_engine.root_groups``.
 """
 
 
-@dataclass(frozen=True)
-class BufferSite:
+class BufferSite(NamedTuple):
     """A buffer on a module."""
 
     module: nn.Module
@@ -98,16 +97,13 @@ def collect(
             if param is None or param in ignored:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
-            owner = OwnerMark.owner_of(param)
-            if owner is not None:
-                site = Site(module, name)
-                is_known = any(s.module is module and s.name == name for s in owner.sites)
-                if is_known:  # the module itself is shared with another unit
-                    collected.shared.setdefault(owner, []).append(top)
-                else:
-                    collected.tied.setdefault(owner, []).append(site)
+            site, owner = Site(module, name), OwnerMark.owner_of(param)
+            if owner is None:
+                found.setdefault(param, (fqn, []))[1].append(site)
+            elif any(s.module is module and s.name == name for s in owner.sites):
+                collected.shared.setdefault(owner, []).append(top)  # a module of two units
             else:
-                found.setdefault(param, (fqn, []))[1].append(Site(module, name))
+                collected.tied.setdefault(owner, []).append(site)
         collected.buffers += [
             BufferSite(module, name)
             for name, buffer in module._buffers.items()

@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from fsdp2._api.checks import (
-    check_method,
-    check_modules,
-    check_policies,
-    check_reshard,
-)
+from fsdp2._api.checks import check_method, check_modules, check_policies, check_reshard
 from fsdp2._api.collect import Collected, collect, find_parts, refuse_extensions, take_ties
 from fsdp2._api.ignored import Ignored
 from fsdp2._api.module import FSDPModule, register_names, sharded_class
@@ -152,8 +147,7 @@ def fully_shard(
     for buffer_site in collected.buffers:
         buffer_site.move_to(device)
     if mp_policy.buffer_dtype is not None:
-        sites = [(site.module, site.name) for site in collected.buffers]
-        unit.precision.cast_buffers(sites, mp_policy.buffer_dtype)
+        unit.precision.cast_buffers(collected.buffers, mp_policy.buffer_dtype)
     for target in modules:
         target.__dict__[UNIT_ATTRIBUTE] = unit
         register_names(target, unit)
@@ -187,7 +181,11 @@ def check_call(
     Raises:
         ConfigError: an argument or a parameter cannot be used. Nothing was changed.
     """
-    data = _data_mesh(mesh, dp_mesh_dims)
+    with named("fully_shard"), carrying():  # process groups are made with all ranks
+        if dp_mesh_dims is None:
+            data = DataMesh.of(check_mesh(mesh if mesh is not None else default_mesh()))
+        else:
+            data = DataMesh.named(check_mesh(mesh, dp_mesh_dims), dp_mesh_dims)
     check_reshard(reshard_after_forward, data)
     check_policies(mp_policy, offload_policy)
     expected = "a function of a parameter or None"
@@ -207,13 +205,6 @@ def _state(module: nn.Module) -> Unit | None:
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor
-
-
-def _data_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> DataMesh:
-    with named("fully_shard"), carrying():  # process groups are made with all ranks
-        if dims is None:
-            return DataMesh.of(check_mesh(mesh if mesh is not None else default_mesh()))
-        return DataMesh.named(check_mesh(mesh, dims), dims)
 
 
 def _make_params(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:

@@ -94,18 +94,17 @@ def units(model: nn.Module) -> list[UnitInfo]:
     below: set[Unit] = set()
     for unit in found:
         below |= {other for top in unit.modules for other in units_below(top)} - {unit}
-    return [_unit_info(unit, names, unit in below) for unit in found]
-
-
-def _unit_info(unit: Unit, names: dict[nn.Module, list[str]], is_below: bool) -> UnitInfo:
-    return UnitInfo(
-        names=tuple(names[module][0] for module in unit.modules if module in names),
-        modules=unit.modules,
-        is_root=unit.is_root if unit.runtime is not None else not is_below,
-        is_conditional=unit.conditional,
-        reshard_after_forward=unit.settings.reshard_after_forward,
-        groups=tuple(_group_info(group, names) for group in unit.own_groups),
-    )
+    return [
+        UnitInfo(
+            names=tuple(names[module][0] for module in unit.modules if module in names),
+            modules=unit.modules,
+            is_root=unit.is_root if unit.runtime is not None else unit not in below,
+            is_conditional=unit.conditional,
+            reshard_after_forward=unit.settings.reshard_after_forward,
+            groups=tuple(_group_info(group, names) for group in unit.own_groups),
+        )
+        for unit in found
+    ]
 
 
 def _group_info(group: ParamGroup, names: dict[nn.Module, list[str]]) -> GroupInfo:
@@ -130,8 +129,7 @@ def _shard_info(param: FSDPParam, names: dict[nn.Module, list[str]], rank: int) 
         for site in param.sites
         for prefix in names.get(site.module, [])
     ]
-    piece = param.piece
-    local = param.local
+    piece, local = param.piece, param.local
     nbytes = piece.nbytes if piece is not None else 0 if local is None else local.nbytes
     return ShardInfo(
         names=tuple(dict.fromkeys(found)) or (param.fqn,),

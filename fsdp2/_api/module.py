@@ -52,9 +52,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def rebuild_module(cls: type[nn.Module]) -> nn.Module:
     """Make an empty sharded instance; its state follows (copy and pickle)."""
-    sharded = sharded_class(cls)
-    instance: nn.Module = object.__new__(sharded)
-    return instance
+    return object.__new__(sharded_class(cls))
 
 
 def register_names(module: nn.Module, unit: Unit) -> None:

@@ -45,17 +45,13 @@ def wrong_type(
     who: str, name: str, expected: str, found: object, hint: str = ""
 ) -> ConfigTypeError:
     """Return the error for a value of another type."""
-    return ConfigTypeError(_text(who, name, expected, found, hint))
+    return ConfigTypeError(*wrong_value(who, name, expected, found, hint).args)
 
 
 def wrong_value(who: str, name: str, expected: str, found: object, hint: str = "") -> ConfigError:
     """Return the error for a value of the right type that cannot be used."""
-    return ConfigError(_text(who, name, expected, found, hint))
-
-
-def _text(who: str, name: str, expected: str, found: object, hint: str) -> str:
     text = f"{who}: expected {name} to be {expected}, found {described(found)}."
-    return f"{text} {hint}" if hint else text
+    return ConfigError(f"{text} {hint}" if hint else text)
 
 
 def check_flag(who: str, name: str, value: object) -> bool:

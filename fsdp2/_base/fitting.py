@@ -62,7 +62,6 @@ def check_state(
         ConfigError: it is that of another optimizer; a value has another shape.
     """
     kinds: dict[str, Kept | None] = {}
-    now = optimizer.state
     for group, own, current in zip(groups, names, optimizer.param_groups, strict=True):
         options = repr(sorted((k, v) for k, v in group.items() if k != "params"))
         for name, param in zip(own, current["params"], strict=True):
@@ -73,8 +72,7 @@ def check_state(
             if key not in kinds:
                 kinds[key] = _kept_after_a_step(_class_of(optimizer), group, param.dim())
             kept = kinds[key]
-            found = now.get(param, {})
-            held = {k: v for k, v in found.items() if v is not None}
+            held = {k: v for k, v in optimizer.state.get(param, {}).items() if v is not None}
             _check_keys(what, name, optimizer, fields, held, kept)
             for field, value in fields.items():
                 like = _is_like(param, held.get(field)) if kept is None else kept[field]

@@ -62,12 +62,6 @@ call_with_hooks: Callable[..., Any] = nn.Module._call_impl
 """What ``nn.Module.__call__`` calls: one stack frame less for each unit inside another."""
 
 
-def in_graph(*functions: Callable[..., Any]) -> None:
-    """Let the compiler put calls of these functions into its graph, and not look into them."""
-    for function in functions:
-        torch.compiler.allow_in_graph(function)
-
-
 def find_compiler(
     backend: Any,
     mode: str | None,

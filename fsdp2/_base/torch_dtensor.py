@@ -144,8 +144,7 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate([*meshes])
 
 
-def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    return bool(is_traceable_wrapper_subclass(tensor))
+is_wrapper_subclass: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
 
 
 def is_on_its_way(tensor: torch.Tensor) -> bool:

@@ -89,7 +89,10 @@ class FunctionalBackward:
         self._groups = {group.group: group for group in groups}
         placed = [(group, group.slots) for group in groups]
         if placed != self._placed:
-            self._placed, self._places = placed, self._find_places(groups)
+            self._placed, self._places = placed, {}
+            for group in groups:
+                for module, name, index in group.slots:
+                    self._places.setdefault(module, {})[name] = _Place(self, group, index)
         self._put_readers()
 
     def _put_readers(self) -> None:
@@ -121,13 +124,6 @@ class FunctionalBackward:
         finally:
             if was_open and self._open:
                 self._put_readers()
-
-    def _find_places(self, groups: Sequence[TracedGroup]) -> dict[nn.Module, dict[str, _Place]]:
-        places: dict[nn.Module, dict[str, _Place]] = {}
-        for group in groups:
-            for module, name, index in group.slots:
-                places.setdefault(module, {})[name] = _Place(self, group, index)
-        return places
 
     def end(self, number: int) -> None:
         """The backward of this number is over, or failed."""
@@ -175,7 +171,6 @@ class FunctionalBackward:
                 group.again = None
 
     def read(self, group: TracedGroup, index: int) -> Tensor:
-        """Return a whole parameter."""
         if group.again is None:
             self._keep(group.mover)
         return group.wholes_again()[index]

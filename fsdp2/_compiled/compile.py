@@ -173,7 +173,7 @@ class FunctionalStep:
                     options.get("dynamic"),
                     overlap_collectives if choices.overlap else None,
                 )
-            torch_compiler.in_graph(unshard, outer_gather)
+            torch.compiler.allow_in_graph([unshard, outer_gather])
             options["backend"] = tagging(compiler)
         with refusals_of_torch():
             self._compiled: Callable[..., Any] = torch.compile(own_copy(_call), **options)
@@ -193,7 +193,6 @@ class FunctionalStep:
         self._runtimes = list(dict.fromkeys(runtimes))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one compiled forward."""
         if not self._units:
             self._attach()
         with self._backward.set_aside():

@@ -92,19 +92,16 @@ def _iterate(
     with contextlib.closing(tensors):
         for index, tensor in tensors:
             assert tensor is not None
-            name, result = names[index], tensor
-            del tensor
+            result: Tensor | None = tensor
             if callback is not None:
                 try:
-                    made = callback(name, result)
+                    result = callback(names[index], tensor)
                 except Exception as error:
                     tensors.throw(error)  # so that the other ranks hear of it
                     raise
-                if made is None:
-                    continue
-                result = made
-                del made
-            yield name, result
+            del tensor
+            if result is not None:
+                yield names[index], result
             del result
 
 

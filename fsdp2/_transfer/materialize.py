@@ -250,7 +250,6 @@ def _share_generators(grids: Grids, device: torch.device) -> None:
 
 
 def _generators(device: torch.device) -> bytes:
-    """Return the state of the generators."""
     state = bytes(torch.get_rng_state().numpy())
     if device.type != "cpu":
         state += bytes(torch.get_device_module(device.type).get_rng_state(device).numpy())
@@ -348,8 +347,7 @@ class _Step:
         for name in self.own.buffers:
             buffer = self.module._buffers[name]
             assert buffer is not None
-            made = torch.empty_like(buffer, device=self.device)
-            _fill(made)
+            made = _unwritten(torch.empty_like(buffer, device=self.device))
             self.module._buffers[name] = whole[name] = made
         return whole
 
@@ -358,8 +356,7 @@ class _Step:
         if name in self.fresh:
             shape, stride = tuple(param.shape), tuple(param.stride())
             made = torch.empty_strided(shape, stride, dtype=param.dtype, device=self.device)
-            _fill(made)
-            return made
+            return _unwritten(made)
         if not isinstance(param, DTensor) and name not in self.own.params:
             return param.detach().clone()
         held = self.grids.hold(name, param)
@@ -430,18 +427,12 @@ def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
             if tensor is not None and name not in own.params | own.buffers:
                 helds[id(tensor)] = grids.hold(name, tensor)
     for held in helds.values():
-        _share(held)
-
-
-@torch.no_grad()
-def _share(held: Held) -> None:
-    """Broadcast blocks over the axes on which ranks hold the same one."""
-    for index, axis in enumerate(held.grid.axes):
-        if axis.size > 1 and index not in held.blocks.axes:
-            line = Grid((axis,), held.grid.device_type)
-            block = Blocks(held.own.sizes, (axis.size,), ())
-            part = Held(held.name, held.local, block, line, tuple(held.local.stride()))
-            scatter([part], STAGED_NBYTES, lambda one: one.local)
+        for index, axis in enumerate(held.grid.axes):
+            if axis.size > 1 and index not in held.blocks.axes:  # whose ranks hold the same block
+                line = Grid((axis,), held.grid.device_type)
+                block = Blocks(held.own.sizes, (axis.size,), ())
+                part = Held(held.name, held.local, block, line, tuple(held.local.stride()))
+                scatter([part], STAGED_NBYTES, lambda one: one.local)
 
 
 # Unwritten memory.
@@ -452,8 +443,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-def _fill(tensor: Tensor) -> None:
+def _unwritten(tensor: Tensor) -> Tensor:
     _bytes_of(tensor).fill_(FILL)
+    return tensor
 
 
 _WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

@@ -64,16 +64,14 @@ class Grids:
     """
 
     def __init__(self, tensors: Sequence[object]) -> None:
-        meshes = [t.device_mesh for t in tensors if isinstance(t, DTensor)]
         self._known: dict[DeviceMesh, Grid] = {}
-        for mesh in meshes:
-            if mesh not in self._known:
-                if mesh.get_coordinate() is None:
-                    raise ConfigError(
-                        f"rank {dist.get_rank()} holds a DTensor on {mesh}, which it is not on. "
-                        "Call this on the ranks of the mesh only."
-                    )
-                self._known[mesh] = Grid.of(mesh)
+        for mesh in dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)):
+            if mesh.get_coordinate() is None:
+                raise ConfigError(
+                    f"rank {dist.get_rank()} holds a DTensor on {mesh}, which it is not on. "
+                    "Call this on the ranks of the mesh only."
+                )
+            self._known[mesh] = Grid.of(mesh)
         largest = max(self._known, key=lambda mesh: mesh.size(), default=None)
         self.main = Grid.world() if largest is None else self._known[largest]
 

@@ -142,7 +142,8 @@ def summon_full_params(
             "summon_full_params: is nested in a context of the same parameters, and one of the two "
             "has rank0_only. Leave the outer one first."
         )
-    outer = _already_summoned(module) if writeback else []
+    summoned = (param.__dict__.get(SUMMONED) for param in module.parameters())
+    outer = [item for item in summoned if isinstance(item, _Summoned)]
     found = _find(module, units if recurse else None)
     grids = Grids([item.sharded for item in found])
     with operation("summon_full_params"):
@@ -167,9 +168,8 @@ def summon_full_params(
             unit.summoned_on = ""
         for handle in handles:
             handle.remove()
-        problems = [_problem(item) for item in found]
+        bad = next(filter(None, map(_problem, found)), None)
         try:
-            bad = next((problem for problem in problems if problem), None)
             if bad is not None:
                 raise StateError(f"summon_full_params: {bad} No shard was changed.")
             if writeback:
@@ -189,12 +189,6 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
         f"{name or type(module).__name__}: its forward was called inside summon_full_params, where "
         "no parameters are gathered or reduced. Leave the context first."
     )
-
-
-def _already_summoned(module: nn.Module) -> list[_Summoned]:
-    """Return what an outer context has registered below a module."""
-    items = (p.__dict__.get(SUMMONED) for p in module.parameters())
-    return [item for item in items if isinstance(item, _Summoned)]
 
 
 def _find(module: nn.Module, units: list[Unit] | None) -> list[_Summoned]:

@@ -32,14 +32,12 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
             names, shapes or dtypes. Every rank raises it, and nothing was changed.
     """
     check_module("sync_from_rank0", "model", model)
-    named: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        named.setdefault(id(tensor), (name, tensor))
+    tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     grids, helds = Grids([]), []
     with grids.main.together("sync_from_rank0"):  # ranks may have different models
         for group in (group for unit in units_below(model) for group in unit.own_groups):
             require_replicas("sync_from_rank0", group)
-        for name, tensor in named.values():
+        for name, tensor in tensors:
             if tensor.is_meta or isinstance(tensor, DTensor):
                 raise ConfigError(
                     f"sync_from_rank0: expected plain tensors with memory, found {name} on the "
@@ -47,7 +45,7 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
                     "materialize() is for meta."
                 )
             helds.append(grids.hold(name, tensor))
-    seen = [f"{name}: {t.dtype} of shape {tuple(t.shape)}" for name, t in named.values()]
+    seen = [f"{name}: {t.dtype} of shape {tuple(t.shape)}" for name, t in tensors]
     difference = grids.difference(seen)
     if difference is not None:
         raise ConfigError(
