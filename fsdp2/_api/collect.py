@@ -26,9 +26,8 @@ from fsdp2._base import torch_modules
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.unit import Unit, unit_of
 from fsdp2._param_group.extension import brings_extension, check_extension, smaller_mesh_refused
-from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SUMMONED, FSDPParam, OwnerMark, Site
 from fsdp2._param_group.placement import ParamPlacement, place, shard_dim, shard_mesh
 
@@ -75,7 +74,7 @@ class Collected:
     own: dict[nn.Parameter, Taken] = field(default_factory=dict)
     tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
     shared: dict[FSDPParam, list[nn.Module]] = field(default_factory=dict)
-    escaped: dict[ParamGroup, list[FSDPParam]] = field(default_factory=dict)
+    escaped: dict[Unit, list[FSDPParam]] = field(default_factory=dict)
     buffers: list[BufferSite] = field(default_factory=list)
 
 
@@ -149,9 +148,9 @@ def take_ties(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
             site.module._parameters[site.name] = param.sharded
     for param, users in collected.shared.items():
         param.uses.extend(users)
-    for group, params in collected.escaped.items():
-        group.release(params)
-        escaped.setdefault(group.data, []).extend(params)
+    for unit, params in collected.escaped.items():
+        for data, released in unit.release(params):
+            escaped.setdefault(data, []).extend(released)
     return escaped
 
 
@@ -213,7 +212,7 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                         f"{param.fqn}: is tied across units on different meshes, "
                         f"{group.data.mesh} and {meshes}. Use one mesh for both."
                     )
-                collected.escaped.setdefault(group, []).append(param)
+                collected.escaped.setdefault(unit, []).append(param)
 
 
 def _managed(

@@ -81,9 +81,7 @@ class TracedGroup:
                 "with the model itself, or call reset_iter_state()."
             )
         buffer = group.home_buffer
-        if buffer is None:
-            self.slots = ()
-            return
+        assert buffer is not None  # the group was looked at
         reduction = reducer.prepare(group.settings)
         made_for = (buffer, reduction, reducer.scale, keeps, group.post_forward.mesh)
         if all(a is b for a, b in itertools.zip_longest(made_for, self._made_for)):

@@ -548,7 +548,7 @@ def attach(root: Unit) -> Runtime:
         Part(group, unit)
         for unit in names
         for group in unit.own_groups
-        if group.early.readers is not None and group.params and unit.governor is None
+        if group.early.readers is not None and unit.governor is None
     ]
     if parts:
         runtime.parts = Parts(parts)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +26,11 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import clean
 from fsdp2._base.policy import Settings
+from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.streams import StepContext, Streams
 from fsdp2._engine.precision import Precision
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.param import SHARDED
+from fsdp2._param_group.param import SHARDED, FSDPParam
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 
@@ -135,6 +136,15 @@ class Unit:
                     if site.module in names:
                         param.fqn = ".".join(filter(None, (names[site.module], site.name)))
                         break
+
+    def release(self, params: Sequence[FSDPParam]) -> Iterator[tuple[DataMesh, list[FSDPParam]]]:
+        """Give parameters up to another unit; yield them by mesh. A group of none is none."""
+        for group in self.own_groups:
+            taken = [param for param in group.params if param in params]
+            if taken:
+                group.release(taken)
+                yield group.data, taken
+        self.own_groups[:] = [group for group in self.own_groups if group.params]
 
     def check_mode_change(self, mode: bool) -> None:
         """Raise StateError if the precision would change under a step. Changes nothing."""

@@ -96,7 +96,7 @@ class ParamGroup:
         self.ids = CollectiveIds(data, device)
         self.reducer = Reducer(self.params, data, self.residence, policy.reduce_dtype, self.ids)
         self.wire.straight_nbytes = capabilities(device).straight_nbytes
-        self.home_buffer: ShardBuffer | None = None  # the shards; None: no parameters, or a copy
+        self.home_buffer: ShardBuffer | None = None  # the shards; None in a copy
         self.post_forward = PostForward()
         self._full: FullBuffer | None = None  # from the first gather on
         self.watch = Watch()  # sees what the user did to what is registered
@@ -199,9 +199,10 @@ class ParamGroup:
         self._plan(own_sources(self.params))
 
     def release(self, params: Sequence[FSDPParam]) -> None:
-        """Give parameters up; another group takes them."""
+        """Give parameters up; another group takes them. A group of none is of no use any more."""
         self.params[:] = [param for param in self.params if param not in params]
-        self._plan(own_sources(self.params))
+        if self.params:
+            self._plan(own_sources(self.params))
 
     def reshard_to(self, size: int | None) -> None:
         """Reshard to ``size`` neighbours after forward from now on; None: to the whole axis.
@@ -238,11 +239,6 @@ class ParamGroup:
         for param, (source, _) in zip(self.params, sources, strict=True):
             param.storage_dtype = source.dtype
         self.reducer.invalidate()
-        if not sources:
-            self.home_buffer = self._full = self.post_forward.buffer = None
-            self.watch.see([])
-            self._tail.plan([])
-            return
         if self.early.readers is not None:
             self.early.readers.forget()
         layout = self._layout()
@@ -491,7 +487,7 @@ class ParamGroup:
         """Issue the all-gather, unless the parameters are whole or on their way."""
         if self.early.is_released:
             self.reshard()
-        if self.gathering is not None or self.machine.state is UNSHARDED or not self.params:
+        if self.gathering is not None or self.machine.state is UNSHARDED:
             return
         if self.home_buffer is None:  # a copy, gathered ahead of its own first forward
             self.inspect()
@@ -531,8 +527,7 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
-        is_whole = self.machine.state is UNSHARDED and not self.early.is_released
-        if is_whole or not self.params:
+        if self.is_unsharded:
             self._register(UNSHARDED)
             return
         if self.gathering is None or self.early.is_released:
@@ -571,7 +566,7 @@ class ParamGroup:
         self.watch.values = None
         if self.gathering is not None:
             self._drop_gather()
-        if self.machine.state is SHARDED or not self.params:
+        if self.machine.state is SHARDED:
             return
         if self.machine.state is SHARDED_POST_FORWARD:
             self.post_forward.free()

@@ -81,6 +81,13 @@ class OfRaw(nn.Module):
         return torch.tanh(y)
 
 
+def of_one_weight(reentrant: bool) -> nn.Sequential:
+    """Two recomputed layers of one weight: as units each loses it to the unit above both."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+    layers[1].weight = layers[0].weight
+    return nn.Sequential(*(Wrapped(nn.Sequential(layer), reentrant) for layer in layers))
+
+
 Built = Callable[[bool], nn.Sequential]
 Shard = Callable[[Any], Sequence[nn.Module | list[nn.Module]]]
 
@@ -110,6 +117,7 @@ MODELS: dict[str, tuple[Built, Shard]] = {
         lambda kind: nn.Sequential(Layered(Wrapped(Layered(Block(), Layered(Scalars())), kind))),
         lambda m: [m[0].inside[0].inside.inside[0], m[0].inside[0].inside.inside[1], m[0]],
     ),
+    "units_that_lost_a_tie": (of_one_weight, lambda m: [m[0].inside, m[1].inside]),
     "functions": (
         lambda kind: nn.Sequential(OfRaw(kind), OfRaw(kind)),
         lambda m: [m[0]],
