@@ -129,8 +129,8 @@ def _shard_info(param: FSDPParam, names: dict[nn.Module, list[str]], rank: int) 
         for site in param.sites
         for prefix in names.get(site.module, [])
     ]
-    piece, local = param.piece, param.local
-    nbytes = piece.nbytes if piece is not None else 0 if local is None else local.nbytes
+    span, local = param.span, param.local
+    nbytes = span.nbytes if span is not None else 0 if local is None else local.nbytes
     return ShardInfo(
         names=tuple(dict.fromkeys(found)) or (param.fqn,),
         shape=layout.shape,
@@ -141,6 +141,6 @@ def _shard_info(param: FSDPParam, names: dict[nn.Module, list[str]], rank: int) 
         dim=layout.dim,
         start=layout.start(rank),
         local_shape=layout.shard_shape(rank),
-        offset=None if piece is None else piece.start,
+        offset=None if span is None else span.start,
         nbytes=nbytes,
     )

@@ -379,7 +379,7 @@ class ControlSurface:
         if min_bytes is not None:
             min_bytes = check_count("set_copy_free_min_bytes", "min_bytes", min_bytes)
         for group in groups_in(self, recurse):
-            group.send_straight(min_bytes)
+            group.send_zero_copy(min_bytes)
 
     def set_gradient_wire_dtype(self, dtype: torch.dtype | None, *, recurse: bool = True) -> None:
         """Say in which dtype gradients travel in the reduce-scatter; their sum stays as it is.
@@ -397,7 +397,7 @@ class ControlSurface:
         """
         check_dtype("set_gradient_wire_dtype", "dtype", dtype)
         groups = groups_in(self, recurse)
-        if dtype is not None and not all(group.wire.scatters_straight for group in groups):
+        if dtype is not None and not all(group.wire.scatters_zero_copy for group in groups):
             raise ConfigError(
                 "set_gradient_wire_dtype: found a reduce-scatter of your own, or one on special "
                 "memory, which sends what it is given. Use one or the other."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-STRAIGHT_NBYTES = 131072
+ZERO_COPY_NBYTES = 131072
 """Bytes of an unsharded parameter from which a collective of its own costs less than a copy.
 
 Measured on gloo (docs/decisions/0013).
@@ -25,11 +25,11 @@ class Capabilities:
     lane_priority: int = -1  # of these streams, to be before compute; 0 where there is one only
     pins: bool = True  # it copies from pinned host memory beside the compute
     coalesces: bool = True  # its backend takes several collectives as one
-    straight_nbytes: int | None = None  # zero-copy from here on; None: only if the user says so
+    zero_copy_nbytes: int | None = None  # zero-copy from here on; None: only if the user says so
 
 
 _KINDS = {
-    "cpu": Capabilities(True, False, 0, False, False, STRAIGHT_NBYTES),
+    "cpu": Capabilities(True, False, 0, False, False, ZERO_COPY_NBYTES),
     "meta": Capabilities(False, False, 0, False, False, None),
 }
 _OTHERS = Capabilities()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fsdp2._base import torch_comm
 from fsdp2._base.arguments import wrong_type, wrong_value
-from fsdp2._base.capabilities import STRAIGHT_NBYTES
+from fsdp2._base.capabilities import ZERO_COPY_NBYTES
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._comm import gloo_p2p
 from fsdp2._comm.mesh import MeshAxis
@@ -190,7 +190,7 @@ class SymmetricMemoryAllGather(DefaultAllGather):
 class Wire:
     """What one group sends over: an ``AllGather`` and a ``ReduceScatter``, or what acts as one.
 
-    ``straight_nbytes``: see ``STRAIGHT_NBYTES``; ``gradient_dtype``: what gradients travel in, if
+    ``zero_copy_nbytes``: see ``ZERO_COPY_NBYTES``; ``gradient_dtype``: what gradients travel in, if
     not in the reduce dtype. Whoever changes a wire tells its group (``ParamGroup.rewire``).
     """
 
@@ -202,7 +202,7 @@ class Wire:
         self.uses_group_memory = False  # what a copy is told
         self.is_separate = False  # gradients are reduced over a process group of their own
         self.scatter_group: dist.ProcessGroup | None = None
-        self.straight_nbytes: int | None = STRAIGHT_NBYTES
+        self.zero_copy_nbytes: int | None = ZERO_COPY_NBYTES
         self.gradient_dtype: torch.dtype | None = None
         self.sum_replicas: Callable[[torch.Tensor, dist.ProcessGroup], None] | None = None
 
@@ -220,7 +220,7 @@ class Wire:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]  # not a new object
         vars(self).update({name: value for name, value in state.items() if value is not None})
-        self.straight_nbytes = state["straight_nbytes"]
+        self.zero_copy_nbytes = state["zero_copy_nbytes"]
 
     def use_group_memory(self, pg: dist.ProcessGroup | None) -> None:
         """Let buffers come from a process group's own allocator."""
@@ -254,12 +254,12 @@ class Wire:
         return self.custom != (None, None)
 
     @property
-    def gathers_straight(self) -> bool:
+    def gathers_zero_copy(self) -> bool:
         """True if an all-gather may work on any memory; one of its own has to be packed."""
         return type(self.gather) is DefaultAllGather
 
     @property
-    def scatters_straight(self) -> bool:
+    def scatters_zero_copy(self) -> bool:
         """The same for a reduce-scatter."""
         return type(self.scatter) is DefaultReduceScatter
 

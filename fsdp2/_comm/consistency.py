@@ -20,7 +20,7 @@ compares what it is about to do with the prediction for the last few operations:
 A rank that raises also says so on the other process groups of its units: the replicas of its shards
 agree among themselves and would wait for it.
 
-Part of a number is in which way the operation travels (``Traits``): ranks of which one changed a
+Part of a number is in which way the operation travels (``Signature``): ranks of which one changed a
 setting alone want different operations, and what is issued meanwhile is what was before.
 
 A program that repeats its steps exchanges nothing beside its own collectives after the first ones.
@@ -49,7 +49,7 @@ from fsdp2._comm.mesh import MeshAxis
 
 NUMBER_BITS = 16
 TRAIT_BITS = (12, 6, 8, 1, 1)
-"""Of what ranks must agree on beside the operation: see ``Traits``."""
+"""Of what ranks must agree on beside the operation: see ``Signature``."""
 STAMP_BITS = NUMBER_BITS + sum(TRAIT_BITS)
 STAMP_NUMEL = 2 * STAMP_BITS
 """Elements that say which operation a reduction belongs to: bits and their complements."""
@@ -91,7 +91,7 @@ DIFFERENCES = (
 
 
 @dataclass(frozen=True)
-class Traits:
+class Signature:
     """What ranks have to agree on for their parts of an operation to fit.
 
     ``members``: anything whose ``repr`` tells what takes part; ``alone``: how many of these travel
@@ -249,7 +249,7 @@ class Agreement:
         self.names[number] = name
         return number
 
-    def know(self, operation: Operation) -> None:
+    def register(self, operation: Operation) -> None:
         """Learn how an operation travels; again if its group's plan changed."""
         self._operations[operation.number] = operation
 
@@ -504,7 +504,7 @@ class Stamp:
         self.number = self._agreement.number(f"{fqn or '<root>'} ({NAMES[self.kind]})")
         self.code = stamp_of(self.kind, self.number)
 
-    def tell_apart(self, traits: Traits) -> bool:
+    def update_signature(self, traits: Signature) -> bool:
         """Number the operation by its traits, too; return whether the number is another one."""
         before = self.number
         if before != NO_NUMBER:
@@ -512,7 +512,7 @@ class Stamp:
             self.code = stamp_of(self.kind, self.number)
         return self.number != before
 
-    def know(
+    def register(
         self,
         wire: Wire,
         numels: Sequence[int],
@@ -524,7 +524,7 @@ class Stamp:
         """Say how the operation travels; see ``Operation``."""
         if self.number == NO_NUMBER:
             return
-        self._agreement.know(
+        self._agreement.register(
             Operation(
                 self.number,
                 self.kind,

@@ -233,8 +233,8 @@ class FunctionalStep:
             runtime.rest()
         inside = {unit.unit for unit in self._units}
         for unit in self._units:
-            governor = unit.unit.governor
-            if governor is not None and governor not in inside:
+            owner = unit.unit.owner
+            if owner is not None and owner not in inside:
                 raise StateError(
                     f"{unit.unit.fqn}: is conditional, and was compiled without the module above "
                     "it, which gathers its parameters. Compile that module, or apply fully_shard "

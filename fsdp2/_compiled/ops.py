@@ -37,7 +37,7 @@ from fsdp2._param_group.layout import (
 
 
 @dataclass(frozen=True)
-class Region:
+class FlatRun:
     """Neighbours in the shard buffer with one storage and one compute dtype: one graph input."""
 
     start: int  # in bytes
@@ -82,8 +82,8 @@ class TracedPlan:
         return self.layout.size
 
     @cached_property
-    def regions(self) -> tuple[Region, ...]:
-        """Runs of pieces, as they lie in the shard buffer; sharded and replicated ones apart."""
+    def regions(self) -> tuple[FlatRun, ...]:
+        """Runs of padded shards in the shard buffer; sharded and replicated ones apart."""
         items, starts = self.layout.items, self.layout.shard_offsets
 
         def kind(index: int) -> tuple[bool, torch.dtype, torch.dtype]:
@@ -96,8 +96,8 @@ class TracedPlan:
             members, width = tuple(group), storage.itemsize
             start = starts[members[0]]
             offsets = tuple((starts[i] - start) // width for i in members)
-            numel = offsets[-1] + items[members[-1]].shard.piece_numel
-            regions.append(Region(start, numel, storage, compute, is_replicated, members, offsets))
+            numel = offsets[-1] + items[members[-1]].shard.padded_numel
+            regions.append(FlatRun(start, numel, storage, compute, is_replicated, members, offsets))
         return tuple(regions)
 
     @property
@@ -217,20 +217,20 @@ def _unshard(
         for index, start in zip(region.items, region.offsets, strict=True):
             shard = plan.layout.items[index].shard
             if gathered is None:
-                pieces = _gather_one(plan, flat[start : start + shard.piece_numel], region)
+                padded = _gather_one(plan, flat[start : start + shard.padded_numel], region)
             else:
                 begin = column + start * width
-                pieces = gathered[:, begin : begin + shard.piece_numel * width]
+                padded = gathered[:, begin : begin + shard.padded_numel * width]
             if plan.wire_dtype != region.compute_dtype:
-                pieces = pieces.contiguous().view(region.compute_dtype)
-            wholes[index] = _join(pieces, shard)
+                padded = padded.contiguous().view(region.compute_dtype)
+            wholes[index] = _join(padded, shard)
         used = region.numel * width
         column += used if plan.wire_dtype != torch.uint8 else align(used)
     return tuple(whole for whole in wholes if whole is not None)
 
 
 def _gather(plan: TracedPlan, waiting: Tensor | None, flats: Sequence[Tensor]) -> Tensor:
-    """Return every rank's pieces, ``[W, C]``."""
+    """Return every rank's padded shards, ``[W, C]``."""
     if waiting is not None:
         assert plan.neighbours is not None
         inner = plan.neighbours
@@ -245,27 +245,27 @@ def _gather(plan: TracedPlan, waiting: Tensor | None, flats: Sequence[Tensor]) -
     return _all_gather(sent, plan.size, plan.shard_group)
 
 
-def _gather_one(plan: TracedPlan, piece: Tensor, region: Region) -> Tensor:
-    """Return every rank's piece of one parameter, in wire dtype."""
-    sent = piece.to(region.compute_dtype, copy=True)  # of its own: compilers bucket such ones
+def _gather_one(plan: TracedPlan, one: Tensor, region: FlatRun) -> Tensor:
+    """Return every rank's padded shard of one parameter, in wire dtype."""
+    sent = one.to(region.compute_dtype, copy=True)  # of its own: compilers bucket such ones
     if plan.wire_dtype == torch.uint8:
         sent = sent.view(torch.uint8)
     return _all_gather(sent, plan.size, plan.shard_group) if sent.numel() else sent.view(1, 0)
 
 
-def _join(pieces: Tensor, shard: ShardLayout) -> Tensor:
-    """Join pieces ``[W, piece_numel]`` to the unsharded tensor, by the rule of ``packing``."""
+def _join(padded: Tensor, shard: ShardLayout) -> Tensor:
+    """Join padded shards ``[W, padded_numel]``, by the rule of ``packing``."""
     dim = shard.dim
     assert dim is not None
     if shard.numel == 0:
-        return _with_stride(pieces.reshape(-1)[:0], shard)
+        return _with_stride(padded.reshape(-1)[:0], shard)
     if dim == 0:
-        return _with_stride(pieces.reshape(-1)[: shard.numel], shard)
+        return _with_stride(padded.reshape(-1)[: shard.numel], shard)
     full, rest = divmod(shard.shape[dim], shard.chunk)
-    parts = [pieces[rank].view(shard.piece_shape) for rank in range(full)]
+    parts = [padded[rank].view(shard.padded_shape) for rank in range(full)]
     if rest:
         shape = shard.shard_shape(full)
-        parts.append(pieces[full, : math.prod(shape)].view(shape))
+        parts.append(padded[full, : math.prod(shape)].view(shape))
     return _with_stride(torch.cat(parts, dim).view(-1), shard)
 
 
@@ -289,7 +289,7 @@ def reduce(plan: TracedPlan, grads: Sequence[Tensor | None]) -> Tensor:
     columns = [
         _column(found[position], plan, position, like)
         for position in sorted(range(len(found)), key=layout.offsets.__getitem__)
-        if layout.shards[position].piece_numel
+        if layout.shards[position].padded_numel
     ]
     columns.append(_tail([grad is not None for grad in found], layout, like))
     if plan.sends_each:
@@ -326,7 +326,7 @@ def _column(grad: Tensor | None, plan: TracedPlan, position: int, like: Tensor) 
             row = nn.functional.pad(row, (before, (size - 1) * shard.numel - before))
         return row.expand(size, -1)
     row = grad.movedim(shard.dim, 0).reshape(-1)
-    return _padded(row, size * shard.piece_numel).view(size, shard.piece_numel)
+    return _padded(row, size * shard.padded_numel).view(size, shard.padded_numel)
 
 
 def _tail(present: list[bool], layout: ReduceLayout, like: Tensor) -> Tensor:

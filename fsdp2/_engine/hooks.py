@@ -150,7 +150,7 @@ def _enter(unit: Unit) -> None:
     if unit.runtime is None:
         attach(unit)
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
-    if unit.governor is not None and unit.own_groups and not unit.is_governed_now:
+    if unit.owner is not None and unit.own_groups and not unit.is_gathered_above:
         raise StateError(
             f"{unit.fqn}: is conditional, and was called outside of the module above it, "
             "which gathers its parameters. Call it from that module's forward, or apply "
@@ -165,7 +165,7 @@ def _enter(unit: Unit) -> None:
         group.unshard()
     for group in unit.groups:
         group.wait_for_unshard()
-    if not recomputing and unit.governor is None:
+    if not recomputing and unit.owner is None:
         runtime.prefetch_forward(unit)
 
 

@@ -83,7 +83,7 @@ class Part:
         self._is_pending = self.group.reducer.has_local_gradients
         self._present = 0
 
-    def look(self, event: int) -> None:
+    def count_gradients(self, event: int) -> None:
         """See whether another gradient has come since the last event."""
         present = 0
         for param in self.group.params:
@@ -124,7 +124,8 @@ class Parts:
         self._of = {part.group: part for part in parts}
         meshes = dict.fromkeys(part.group.data for part in parts)
         self._exchanges = [
-            Exchange(data, [part for part in parts if part.group.data == data]) for data in meshes
+            PartExchange(data, [part for part in parts if part.group.data == data])
+            for data in meshes
         ]
         self._event = 0
         self.is_off = False
@@ -182,7 +183,7 @@ class Parts:
         self._event += 1
         due = []
         for part in self._of.values():
-            part.look(self._event)
+            part.count_gradients(self._event)
             if not part.is_reduced and 0 < part.agreed_event <= self._event:
                 due.append(part)
         return due
@@ -194,7 +195,7 @@ class Parts:
         """
         self._event += 1
         for part in self._of.values():
-            part.look(self._event)
+            part.count_gradients(self._event)
         return [part for exchange in self._exchanges for part in exchange.run(streams)]
 
     def end(self) -> None:
@@ -203,7 +204,7 @@ class Parts:
             part.is_reduced = False
 
 
-class Exchange:
+class PartExchange:
     """How the ranks of one mesh take the maximum of what they know of its parts."""
 
     def __init__(self, data: DataMesh, parts: Sequence[Part]) -> None:
@@ -220,7 +221,7 @@ class Exchange:
                 stamp.enroll(f"{fqn or '<root>'}, what its parts need")
                 numel = FACTS * len(self._parts)
                 fp32, numels = torch.float32, [numel + STAMP_NUMEL]
-                stamp.know(self._wire, numels, fp32, fp32, numel, ReduceOp.MAX)
+                stamp.register(self._wire, numels, fp32, fp32, numel, ReduceOp.MAX)
                 self._stamps[axis] = stamp
 
     def _beside(self) -> Iterable[Stamp]:

@@ -532,7 +532,7 @@ def attach(root: Unit) -> Runtime:
             f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "
             "model.to_empty(device=...) and initialise them before the first forward."
         )
-    governed = _governors(root, names)
+    owned = _owning_units(root, names)
     runtime = Runtime(root, list(names))
     for unit, name in names.items():
         unit.runtime, unit.fqn = runtime, name
@@ -542,13 +542,13 @@ def attach(root: Unit) -> Runtime:
         for group in unit.groups:
             group.enroll(".".join(filter(None, (name, group.early.part))))
             group.context = runtime.context
-    for governor, conditional in governed.items():
-        governor.govern(conditional)
+    for owner, conditional in owned.items():
+        owner.take_over(conditional)
     parts = [
         Part(group, unit)
         for unit in names
         for group in unit.own_groups
-        if group.early.readers is not None and unit.governor is None
+        if group.early.readers is not None and unit.owner is None
     ]
     if parts:
         runtime.parts = Parts(parts)
@@ -561,7 +561,7 @@ def _reduces(unit: Unit) -> bool:
     return any(g.settings.reduce_grads and g.reducer.plan().members for g in unit.groups)
 
 
-def _governors(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
+def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
     """Return the conditional units below each unit that is not. See [Note: conditional units].
 
     Raises:
@@ -569,32 +569,32 @@ def _governors(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
     """
     above: dict[Unit, set[Unit | None]] = {}
 
-    def walk(module: nn.Module, governor: Unit | None, inside: bool) -> None:
+    def walk(module: nn.Module, owner: Unit | None, inside: bool) -> None:
         unit = unit_of(module)
         if unit is not None:
             inside = inside or unit.conditional
             if inside:
-                above.setdefault(unit, set()).add(governor)
+                above.setdefault(unit, set()).add(owner)
             else:
-                governor = unit
+                owner = unit
         for child in module.children():
-            walk(child, governor, inside)
+            walk(child, owner, inside)
 
     for top in root.modules:
         walk(top, None, False)
-    governed: dict[Unit, list[Unit]] = {}
+    owned: dict[Unit, list[Unit]] = {}
     for unit in names:
-        governors = above.get(unit, set())
-        if len(governors) > 1 or None in governors:
+        owners = above.get(unit, set())
+        if len(owners) > 1 or None in owners:
             raise StateError(
                 f"{names[unit] or '<root>'}: is conditional, so one unit above it, which is not, "
                 "has to gather it. Apply fully_shard without conditional to one module that "
                 "contains it, and run that one."
             )
-        for governor in governors:
-            assert governor is not None
-            governed.setdefault(governor, []).append(unit)
-    return governed
+        for owner in owners:
+            assert owner is not None
+            owned.setdefault(owner, []).append(unit)
+    return owned
 
 
 def _check_ties(param: FSDPParam, unit: Unit) -> None:

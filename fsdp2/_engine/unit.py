@@ -1,11 +1,11 @@
 """``Unit``: what one call of ``fully_shard`` made.
 
 Owns a unit's modules, groups and settings, and which of its calls are open. It must not know the
-tree that it is in, beyond the runtime and the governor that ``attach`` gives it.
+tree that it is in, beyond the runtime and the owning unit that ``attach`` gives it.
 
 [Note: conditional units]
 Some ranks may skip a conditional unit. So its hooks move nothing: the nearest unit above it that is
-not conditional, its *governor*, moves its groups with its own, on every rank. ``own_groups`` is
+not conditional, its *owning unit*, moves its groups with its own, on every rank. ``own_groups`` is
 what the call of ``fully_shard`` made, ``groups`` is what this unit's hooks move. A unit inside a
 conditional one is conditional too.
 """
@@ -90,8 +90,8 @@ class Unit:
         self.settings = settings
         self.conditional = conditional
         self.own_groups: list[ParamGroup] = []
-        self.groups: list[ParamGroup] = self.own_groups  # that its hooks move, see govern
-        self.governor: Unit | None = None  # whose hooks move this conditional unit's groups
+        self.groups: list[ParamGroup] = self.own_groups  # that its hooks move, see take_over
+        self.owner: Unit | None = None  # whose hooks move this conditional unit's groups
         self.fqn = ""  # in the tree, from its first forward on
         self.runtime: Tree | None = None  # from the first forward on
         self.streams: Streams | None = None  # of share_comm_ctx, until there is a runtime
@@ -168,24 +168,24 @@ class Unit:
         if not self.precision.follow(self.modules):
             return
         self.calls.open = 0
-        if self.governor is not None:
-            self.governor.precision.outdate()
-            self.governor.calls.open = 0
+        if self.owner is not None:
+            self.owner.precision.outdate()
+            self.owner.calls.open = 0
         self.precision.choose_input_dtype(self.is_root)
         for group in self.own_groups:
             group.compute_by(self.precision.policy)
 
-    def govern(self, units: list[Unit]) -> None:
+    def take_over(self, units: list[Unit]) -> None:
         """Move the groups of conditional units from now on. See [Note: conditional units]."""
         self.groups = self.own_groups + [group for unit in units for group in unit.own_groups]
         for unit in units:
-            unit.governor, unit.groups = self, []
+            unit.owner, unit.groups = self, []
 
     @property
-    def is_governed_now(self) -> bool:
+    def is_gathered_above(self) -> bool:
         """True if the unit above, which moves this one's groups, has made them whole."""
-        governor = self.governor
-        return governor is None or bool(governor.calls.running) or governor.in_backward
+        owner = self.owner
+        return owner is None or bool(owner.calls.running) or owner.in_backward
 
     def keeps_after_forward(self, with_grad: bool) -> bool:
         """True if parameters stay unsharded after a forward.

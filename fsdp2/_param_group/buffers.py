@@ -20,7 +20,7 @@ from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.streams import InFlight
 from fsdp2._param_group import packing
 from fsdp2._param_group.layout import GatherLayout, Packed, align
-from fsdp2._param_group.param import Piece
+from fsdp2._param_group.param import Span
 
 
 class Landing:
@@ -46,7 +46,7 @@ class Landing:
 
 
 class ShardBuffer:
-    """Pieces of every parameter of a group over one axis.
+    """Padded shards of every parameter of a group over one axis.
 
     Args:
         device: where the buffer is kept.
@@ -82,7 +82,7 @@ class ShardBuffer:
         self._apart: tuple[Packed, list[Tensor]] = (layout.packed, [])
         self._way = self._together  # of the last gather: what it carried, and where that goes
         self._replicated: list[Tensor] = []  # where parameters go that nobody sends
-        self._straight: list[Tensor] = []  # where those land that travel by themselves
+        self._zero_copy: list[Tensor] = []  # where those land that travel by themselves
         self._inputs: list[Tensor] = []  # what each collective sends, if nothing is cast
         self._landing: Landing | None = None
         self._seen, self._expected = self.flat[:0], b""  # all ranks' stamps, as bytes
@@ -103,11 +103,11 @@ class ShardBuffer:
         assert self.stamp is not None
         return torch.tensor(self.stamp.code, dtype=torch.float32, device="cpu")
 
-    def piece(self, index: int) -> Piece:
+    def span(self, index: int) -> Span:
         """Say where the shard of an item lies."""
         item = self.layout.items[index]
-        nbytes = item.shard.piece_numel * item.storage_dtype.itemsize
-        return Piece(self.flat, self.layout.shard_offsets[index], nbytes)
+        nbytes = item.shard.padded_numel * item.storage_dtype.itemsize
+        return Span(self.flat, self.layout.shard_offsets[index], nbytes)
 
     def _expect_stamp(self) -> None:
         assert self.stamp is not None
@@ -122,28 +122,28 @@ class ShardBuffer:
             self._expect_stamp()
 
     def bind(self, full: Tensor) -> None:
-        """Let gathered pieces land in a full buffer, which has its memory now."""
+        """Let gathered shards land in a full buffer, which has its memory now."""
         layout = self.layout
         targets = packing.gather_targets(full, layout, layout.whole.order)
         self._way = self._together = (layout.whole, targets)
         self._apart = (layout.packed, targets[: len(layout.packed.order)])
         self._replicated = packing.gather_targets(full, layout, layout.replicated)
-        self._straight = packing.gather_targets(full, layout, layout.straight)
+        self._zero_copy = packing.gather_targets(full, layout, layout.zero_copy)
         if self.stamp is not None:
-            nbytes = layout.piece_nbytes(len(layout.items) - 1)
+            nbytes = layout.padded_nbytes(len(layout.items) - 1)
             start = layout.full_offsets[-1]
             self._seen = full[start : start + self.axis.size * nbytes]
 
-    def gathers_straight(self, wire: Wire) -> bool:
+    def gathers_zero_copy(self, wire: Wire) -> bool:
         """True if a gather writes to the full buffer, which then must have its memory."""
-        return bool(self._straight) and self.tail_nbytes == 0 and wire.gathers_straight
+        return bool(self._zero_copy) and self.tail_nbytes == 0 and wire.gathers_zero_copy
 
     def sent_numels(self, wire: Wire) -> list[int]:
         """Elements in wire dtype that a rank sends in each collective."""
         layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
-        if self.tail_nbytes or not layout.straight or not wire.gathers_straight:
+        if self.tail_nbytes or not layout.zero_copy or not wire.gathers_zero_copy:
             return [self.sent_nbytes // itemsize]
-        sizes = [layout.packed_nbytes, *(layout.piece_nbytes(index) for index in layout.straight)]
+        sizes = [layout.packed_nbytes, *(layout.padded_nbytes(index) for index in layout.zero_copy)]
         return [size // itemsize for size in sizes]
 
     @property
@@ -154,7 +154,7 @@ class ShardBuffer:
         return align(self.layout.gather_nbytes) + self.tail_nbytes
 
     def unpack(self, gathered: Tensor, sent: Tensor, _tail: Tensor | None = None) -> None:
-        """Copy gathered pieces into the full buffer.
+        """Copy gathered shards into the full buffer.
 
         Raises:
             StateError: another rank gathered something else. See [Note: agreement].
@@ -195,7 +195,7 @@ class ShardBuffer:
     def gather(
         self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
     ) -> InFlight:
-        """Issue the all-gather of every sharded piece: straight ones into the full buffer.
+        """Issue the all-gather of every padded shard: zero-copy ones into the full buffer.
 
         The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer. With
         ``write_tail``, which fills ``tail_nbytes`` more bytes to send, what was gathered of these
@@ -217,7 +217,7 @@ class ShardBuffer:
             kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
             packing.cast_shards(flat, kept, layout)
             sent = self._as_wire(kept)
-        is_apart = self._straight and self.gathers_straight(wire)
+        is_apart = self._zero_copy and self.gathers_zero_copy(wire)
         self._way = self._apart if is_apart else self._together
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
@@ -235,7 +235,7 @@ class ShardBuffer:
             gathered = self._landing_for(inputs[0], wire)
             if gathered is None:
                 gathered, _ = wire.stage(inputs[0], axis)
-            pairs = list(zip([gathered, *self._straight], inputs, strict=True))
+            pairs = list(zip([gathered, *self._zero_copy], inputs, strict=True))
             work = wire.all_gather_each(pairs if inputs[0].numel() else pairs[1:], axis, async_op)
         rows = gathered if gathered.dim() == 2 else gathered.view(axis.size, -1)
         return InFlight((rows, kept), work, lost)
@@ -243,7 +243,7 @@ class ShardBuffer:
     def _landing_for(self, sent: Tensor, wire: Wire) -> Tensor | None:
         """Return where a collective of ours gathers on a CPU; None: somewhere new."""
         packed, _ = self._way
-        if not (packed.is_one_split and sent.is_cpu and wire.gathers_straight):
+        if not (packed.is_one_split and sent.is_cpu and wire.gathers_zero_copy):
             return None
         landing, numel = self._landing, sent.shape[1]
         if landing is None or landing.numel != numel:
@@ -264,7 +264,7 @@ class ShardBuffer:
             return self._inputs
         layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
         parts = [(0, layout.packed_nbytes)]
-        parts += [(layout.send_offsets[i], layout.piece_nbytes(i)) for i in layout.straight]
+        parts += [(layout.send_offsets[i], layout.padded_nbytes(i)) for i in layout.zero_copy]
         inputs = [sent.narrow(1, at // itemsize, nbytes // itemsize) for at, nbytes in parts]
         if is_kept:
             self._inputs = inputs

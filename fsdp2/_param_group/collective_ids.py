@@ -1,7 +1,7 @@
 """The stamps of one group: which of its collectives carry one, and when they get their numbers.
 
-Owns the choice, and what the stamps have in common. It must not know how a collective travels: that
-the owners of buffers tell each stamp (``Stamp.know``). See [Note: agreement] in ``consistency``.
+Owns the choice, and what the stamps have in common. It must not know how a collective travels: the
+owners of buffers tell each stamp (``Stamp.register``). See [Note: agreement] in ``consistency``.
 """
 
 from __future__ import annotations

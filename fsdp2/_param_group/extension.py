@@ -186,7 +186,7 @@ def _not_by_rows(fqn: str) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
+class InputLayout:
     """One input as all ranks send it: rows of each rank, and what one row is. Ints only."""
 
     rows: tuple[int, ...]
@@ -228,26 +228,26 @@ class Output:
     all-gather for a modification of what it saved.
     """
 
-    def __init__(self, piece: Piece, device: torch.device) -> None:
-        self.piece = piece
-        self._bytes = torch.empty(piece.output_nbytes, dtype=torch.uint8, device=device)
-        self.tensor = self._bytes.view(piece.dtype).view(piece.output_shape).data
+    def __init__(self, layout: InputLayout, device: torch.device) -> None:
+        self.layout = layout
+        self._bytes = torch.empty(layout.output_nbytes, dtype=torch.uint8, device=device)
+        self.tensor = self._bytes.view(layout.dtype).view(layout.output_shape).data
         self.storage = self._bytes.untyped_storage()
 
     def fill(self, gathered: Tensor) -> None:
         """Copy the true rows out of ``[W, nbytes of the tail]``."""
-        piece = self.piece
-        self.storage.resize_(piece.output_nbytes)
-        nbytes = piece.most_nbytes
+        layout = self.layout
+        self.storage.resize_(layout.output_nbytes)
+        nbytes = layout.most_nbytes
         if nbytes == 0:
             return
-        found = gathered[:, piece.start : piece.start + nbytes]
-        most, size = max(piece.rows), len(piece.rows)
-        full = next((rank for rank in range(size) if piece.rows[rank] != most), size)
+        found = gathered[:, layout.start : layout.start + nbytes]
+        most, size = max(layout.rows), len(layout.rows)
+        full = next((rank for rank in range(size) if layout.rows[rank] != most), size)
         end = full * nbytes
         self._bytes[:end].view(full, nbytes).copy_(found[:full])
         for rank in range(full, size):
-            own = piece.rows[rank] * piece.row_nbytes
+            own = layout.rows[rank] * layout.row_nbytes
             self._bytes[end : end + own].copy_(found[rank, :own])
             end += own
 
@@ -260,7 +260,7 @@ class Extension:
     ) -> None:
         self.param = param
         self.kind = kind_of(param)
-        self.pieces: tuple[Piece, ...] = ()
+        self.layouts: tuple[InputLayout, ...] = ()
         self.inputs: Sequence[Tensor] = ()
         self.error: Exception | None = None
         self._mesh = mesh
@@ -332,37 +332,39 @@ class Extension:
         if failed:
             return f"{self.param.fqn}: {PRE} failed on {_ranks(failed, axis)}"
         count = rows[0][0]
-        pieces = []
+        layouts = []
         for position in range(count):
             pairs = [row[1 + 2 * position : 3 + 2 * position] for row in rows]
             if any(row[0] != count for row in rows) or len({pair[1] for pair in pairs}) > 1:
                 break
             tensor = self.inputs[position]
             shape = tuple(tensor.shape[1:])
-            piece = Piece(tuple(pair[0] for pair in pairs), shape, tensor.dtype, start)
-            start += align(piece.most_nbytes)
-            pieces.append(piece)
-        if len(pieces) != count or any(row[0] != count for row in rows):
+            layout = InputLayout(tuple(pair[0] for pair in pairs), shape, tensor.dtype, start)
+            start += align(layout.most_nbytes)
+            layouts.append(layout)
+        if len(layouts) != count or any(row[0] != count for row in rows):
             mine = [(tuple(tensor.shape), tensor.dtype) for tensor in self.inputs]
             return (
                 f"{self.param.fqn}: {PRE} returned other inputs on some ranks (here "
                 f"{mine}). Ranks may differ in the first dim only"
             )
-        self._build(tuple(pieces))
+        self._build(tuple(layouts))
         return None
 
-    def _build(self, pieces: tuple[Piece, ...]) -> None:
-        shapes = [(piece.rows, piece.shape, piece.dtype) for piece in pieces]
-        if shapes != [(piece.rows, piece.shape, piece.dtype) for piece in self.pieces]:
+    def _build(self, layouts: tuple[InputLayout, ...]) -> None:
+        shapes = [(layout.rows, layout.shape, layout.dtype) for layout in layouts]
+        if shapes != [(layout.rows, layout.shape, layout.dtype) for layout in self.layouts]:
             self._outputs, self._storages, self._versioned = [], [], ()
-        self.pieces = pieces
-        for output, piece in zip(self._outputs, pieces, strict=False):
-            output.piece = piece
+        self.layouts = layouts
+        for output, layout in zip(self._outputs, layouts, strict=False):
+            output.layout = layout
 
     @property
     def end(self) -> int | None:
-        """Where the last piece ends in the tail; None if nothing is sent."""
-        return self.pieces[-1].start + align(self.pieces[-1].most_nbytes) if self.pieces else None
+        """Where the last input ends in the tail; None if nothing is sent."""
+        return (
+            self.layouts[-1].start + align(self.layouts[-1].most_nbytes) if self.layouts else None
+        )
 
     def pack(self, tail: Tensor, rank: int) -> None:
         """Copy the inputs into the bytes to send; keep the error if they do not fit the plan."""
@@ -370,7 +372,7 @@ class Extension:
         if self.error is not None:
             return
         found = [(_rows(t), tuple(t.shape[1:]), t.dtype) for t in inputs]
-        planned = [(piece.rows[rank], piece.shape, piece.dtype) for piece in self.pieces]
+        planned = [(layout.rows[rank], layout.shape, layout.dtype) for layout in self.layouts]
         if found != planned:
             self.error = StateError(
                 f"{self.param.fqn}: {PRE} returned inputs of other shapes or dtypes than the first "
@@ -378,15 +380,15 @@ class Extension:
                 "must stay as they are while the parameter does."
             )
             return
-        for tensor, piece in zip(inputs, self.pieces, strict=True):
+        for tensor, layout in zip(inputs, self.layouts, strict=True):
             if tensor.numel():
-                place = packing.typed(tail, piece.start, tensor.numel(), piece.dtype)
+                place = packing.typed(tail, layout.start, tensor.numel(), layout.dtype)
                 place.view(tensor.shape).copy_(tensor)
 
     def unpack(self, gathered: Tensor) -> None:
         """Fill the outputs from ``[W, nbytes of the tail]`` and let the shard make the whole."""
         if not self._outputs:
-            self._outputs = [Output(piece, self._device) for piece in self.pieces]
+            self._outputs = [Output(layout, self._device) for layout in self.layouts]
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
         for output in self._outputs:

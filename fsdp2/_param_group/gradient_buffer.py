@@ -75,7 +75,7 @@ class GradientBuffer:
         only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
         self._stamps = None if only is None else only[layout.stamp_start :]
         self._outputs: list[Tensor] = []
-        if only is not None and layout.straight:
+        if only is not None and layout.zero_copy:
             self._outputs = list(only.split(layout.output_sizes))
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]

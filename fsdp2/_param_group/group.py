@@ -41,7 +41,7 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import BACKWARD, IDLE
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, Settings
 from fsdp2._comm.collectives import Wire
-from fsdp2._comm.consistency import GATHER_STAMP_NUMEL, Stamp, Traits
+from fsdp2._comm.consistency import GATHER_STAMP_NUMEL, Signature, Stamp
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.streams import InFlight, StepContext, Streams
 from fsdp2._param_group import packing
@@ -95,7 +95,7 @@ class ParamGroup:
         self._tail = ExtensionTail(data, policy, device)  # of those that send what they like
         self.ids = CollectiveIds(data, device)
         self.reducer = Reducer(self.params, data, self.residence, policy.reduce_dtype, self.ids)
-        self.wire.straight_nbytes = capabilities(device).straight_nbytes
+        self.wire.zero_copy_nbytes = capabilities(device).zero_copy_nbytes
         self.home_buffer: ShardBuffer | None = None  # the shards; None in a copy
         self.post_forward = PostForward()
         self._full: FullBuffer | None = None  # from the first gather on
@@ -129,14 +129,14 @@ class ParamGroup:
         if self.gathering is not None:  # by hand, without the number that it gets
             self._drop_gather()
         for buffer in self._shard_buffers:
-            self._know(buffer)
+            self._register_ids(buffer)
         self.reducer.invalidate()
 
-    def send_straight(self, nbytes: int | None) -> None:
+    def send_zero_copy(self, nbytes: int | None) -> None:
         """Let parameters of at least ``nbytes`` travel in a collective of their own."""
-        if nbytes != self.wire.straight_nbytes:
+        if nbytes != self.wire.zero_copy_nbytes:
             self.reshard()
-            self.wire.straight_nbytes = nbytes
+            self.wire.zero_copy_nbytes = nbytes
             self._plan(own_sources(self.params))
 
     def separate_reductions(self, enable: bool) -> None:
@@ -255,7 +255,7 @@ class ParamGroup:
             pinned=self.residence.is_pinned and device.type == "cpu",
             stamp=self.ids.gather if len(layout.items) > len(self._flat_params) else None,
         )
-        self._know(buffer)
+        self._register_ids(buffer)
         if self._full is not None:
             self._full.bind(buffer)
         index = 0
@@ -265,7 +265,7 @@ class ParamGroup:
                 continue
             local = buffer.shards[index]
             local.copy_(source.detach())
-            param.set_shard(local, registered, buffer.piece(index))
+            param.set_shard(local, registered, buffer.span(index))
             index += 1
         self._tail.plan([param for param in self.params if param.is_extended])
         self.home_buffer = buffer
@@ -309,17 +309,17 @@ class ParamGroup:
         self, items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None
     ) -> GatherLayout:
         """Plan a layout with room for a stamp, if there is one, behind the parameters."""
-        straight = self.wire.straight_nbytes
-        layout = GatherLayout.plan(items, size, others, straight)
+        zero_copy = self.wire.zero_copy_nbytes
+        layout = GatherLayout.plan(items, size, others, zero_copy)
         stamp_item = layout.stamp_item
         if stamp_item is None and not items:  # all parameters are extended
             bytes_only = ShardLayout((size * GATHER_STAMP_NUMEL,), (1,), 0, size)
             stamp_item = GatherItem(bytes_only, torch.uint8, torch.uint8, is_stamp=True)
         if stamp is not None and stamp_item is not None:
-            layout = GatherLayout.plan([*items, stamp_item], size, others, straight)
+            layout = GatherLayout.plan([*items, stamp_item], size, others, zero_copy)
         return layout
 
-    def _know(self, buffer: ShardBuffer) -> None:
+    def _register_ids(self, buffer: ShardBuffer) -> None:
         """Number a buffer by how it travels, and tell the ranks' agreement.
 
         Nothing of it is on its way. What extended parameters send is agreed on elsewhere.
@@ -330,12 +330,12 @@ class ParamGroup:
         sent = [(i.shard.shape, i.shard.dim, i.compute_dtype) for i in layout.items]
         numels, dtype = buffer.sent_numels(self.wire), layout.wire_dtype
         is_custom = self.wire.custom[0] is not None
-        stamp.tell_apart(Traits(sent, len(numels) - 1, (dtype, dtype), is_custom))
+        stamp.update_signature(Signature(sent, len(numels) - 1, (dtype, dtype), is_custom))
         buffer.take_stamp()
         if buffer.tail_nbytes or not self._tail.items:
             seen_as = layout.items[-1].compute_dtype
             start = layout.send_offsets[-1] // seen_as.itemsize
-            stamp.know(self.wire, numels, dtype, seen_as, start)
+            stamp.register(self.wire, numels, dtype, seen_as, start)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -374,7 +374,7 @@ class ParamGroup:
         stamp = stamp if len(layout.items) > len(items) else None
         buffer = ShardBuffer(layout, smaller.shard, self.device, is_freed=True, stamp=stamp)
         self.post_forward.buffer = buffer
-        self._know(buffer)
+        self._register_ids(buffer)
         for param, placement, local in zip(self.params, placements, buffer.shards, strict=False):
             param.set_post_forward(local, placement)
         self.post_forward.free()
@@ -390,7 +390,7 @@ class ParamGroup:
         watch = self.watch
         if not recomputing and watch.values is not None and watch.were_written:
             self.reshard()
-        findings = watch.look(self.params)
+        findings = watch.detect_changes(self.params)
         if findings.toggled:
             self._toggle(findings.toggled)
         if findings.cast:  # by the model's own forward: what is unsharded lies elsewhere now
@@ -505,7 +505,7 @@ class ParamGroup:
         if source.stamp is not None:
             source.stamp.before()
         wire = self.reducer.wire
-        if source.layout.straight and source.gathers_straight(wire):
+        if source.layout.zero_copy and source.gathers_zero_copy(wire):
             assert self._full is not None
             self._full.allocate(source.layout.full_nbytes)
             self.context.streams.order_after_compute("gather")  # whose memory it was
@@ -522,7 +522,7 @@ class ParamGroup:
         tail.prepare()
         if buffer.tail_nbytes != tail.nbytes:
             buffer.tail_nbytes = tail.nbytes
-            self._know(buffer)
+            self._register_ids(buffer)
         return buffer.gather(wire, async_op, tail.pack)
 
     def wait_for_unshard(self) -> None:

@@ -6,9 +6,9 @@ or modules, so every rule here is tested in one process for any rank count.
 Map: ``ShardLayout`` (one parameter), ``GatherLayout`` (the flat buffers of an all-gather),
 ``ReduceLayout`` (the flat buffer of a reduce-scatter).
 
-Legend: W = ranks of the shard axis; a *shard* is what one rank holds; a *piece* is a shard padded
-to the size of the largest one. A parameter that is *straight* travels in a collective of its own,
-between the memory where it is kept and that where it is used; all others are *packed* in one.
+Legend: W = ranks of the shard axis; a *shard* is what one rank holds; a *padded shard* has the size
+of the largest one. A parameter that is *zero-copy* travels in a collective of its own, between the
+memory where it is kept and that where it is used; all others are *packed* in one.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ class ShardLayout:
 
     @cached_property
     def chunk(self) -> int:
-        """Rows of a piece."""
+        """Rows of a padded shard."""
         return 0 if self.dim is None else -(-self.shape[self.dim] // self.size)
 
     @cached_property
-    def piece_shape(self) -> tuple[int, ...]:
-        """Shape of a piece, which is the same on every rank."""
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of a padded shard, which is the same on every rank."""
         return self._with_rows(self.chunk)
 
     @cached_property
-    def piece_numel(self) -> int:
-        return math.prod(self.piece_shape)
+    def padded_numel(self) -> int:
+        return math.prod(self.padded_shape)
 
     @cached_property
     def numel(self) -> int:
@@ -82,7 +82,7 @@ class ShardLayout:
 
     @cached_property
     def is_rank_major(self) -> bool:
-        """True if all pieces, one after another, are the tensor followed by padding."""
+        """True if all padded shards, one after another, are the tensor followed by padding."""
         return self.dim == 0 and self.stride == contiguous_stride(self.shape)
 
     def start(self, rank: int) -> int:
@@ -116,7 +116,7 @@ class GatherItem:
 
 @dataclass(frozen=True)
 class Packed:
-    """What one all-gather carries: the first pieces of the send buffer, in its order.
+    """What one all-gather carries: the first padded shards of the send buffer, in its order.
 
     ``sizes`` are in wire elements. With ``is_one_split`` one kernel unpacks everything that was
     gathered: no gap, only rank-major items.
@@ -130,7 +130,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class CastSegment:
-    """A run of pieces with one (storage dtype, compute dtype): one kernel casts it. In bytes."""
+    """A run of padded shards with one (storage dtype, compute dtype), for one kernel. In bytes."""
 
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -139,7 +139,7 @@ class CastSegment:
     numel: int
 
     def casts_as(self, item: GatherItem) -> bool:
-        """True if an item's piece could follow in the same kernel."""
+        """True if an item's padded shard could follow in the same kernel."""
         dtypes = (self.storage_dtype, self.compute_dtype)
         return dtypes == (item.storage_dtype, item.compute_dtype)
 
@@ -148,12 +148,12 @@ class CastSegment:
 class GatherLayout:
     """Flat buffers of a group, in bytes.
 
-    - *shard buffer*: what a rank keeps, pieces in storage dtype, replicated parameters last;
-    - *send buffer*: the same in compute dtype; its first ``gather_nbytes`` are sent: packed pieces
-      in its first ``packed_nbytes``, each straight one behind them by itself. Where no dtype
+    - *shard buffer*: what a rank keeps, padded shards in storage dtype, replicated parameters last;
+    - *send buffer*: the same in compute dtype; its first ``gather_nbytes`` are sent: what is packed
+      in its first ``packed_nbytes``, each zero-copy shard behind them by itself. Where no dtype
       differs the two layouts are equal, and the shard buffer is sent;
     - *full buffer*: unsharded parameters, each behind the other, with room for the padding, so
-      that a straight one is gathered right there.
+      that a zero-copy one is gathered right there.
     """
 
     size: int
@@ -163,7 +163,7 @@ class GatherLayout:
     shard_offsets: tuple[int, ...]
     send_offsets: tuple[int, ...]
     full_offsets: tuple[int, ...]
-    straight: tuple[int, ...]
+    zero_copy: tuple[int, ...]
     shard_nbytes: int
     send_nbytes: int
     packed_nbytes: int
@@ -175,26 +175,26 @@ class GatherLayout:
         items: Sequence[GatherItem],
         size: int,
         full_sizes: Sequence[int] = (),
-        straight_nbytes: int | None = None,
+        zero_copy_nbytes: int | None = None,
     ) -> GatherLayout:
-        """Place every item: packed, then straight, then replicated; equal dtypes side by side.
+        """Place every item: packed, then zero-copy, then replicated; equal dtypes side by side.
 
         ``full_sizes`` are the sizes of other axes over which the same parameters are gathered into
         the same full buffer: room is left for the padding of each. Rank-major parameters of at
-        least ``straight_nbytes`` are straight; None: none is.
+        least ``zero_copy_nbytes`` are zero-copy; None: none is.
         """
 
-        def is_straight(item: GatherItem) -> bool:
-            if straight_nbytes is None or size == 1 or not item.shard.is_rank_major:
+        def is_zero_copy(item: GatherItem) -> bool:
+            if zero_copy_nbytes is None or size == 1 or not item.shard.is_rank_major:
                 return False
             if item.is_stamp:
                 return False
-            return item.shard.numel * item.compute_dtype.itemsize >= max(1, straight_nbytes)
+            return item.shard.numel * item.compute_dtype.itemsize >= max(1, zero_copy_nbytes)
 
         def sort_key(index: int) -> tuple[bool, bool, int, str, str]:
             item = items[index]
             compute, storage = item.compute_dtype, item.storage_dtype
-            kind = item.shard.is_replicated, is_straight(item)
+            kind = item.shard.is_replicated, is_zero_copy(item)
             return *kind, -compute.itemsize, str(compute), str(storage)
 
         order = sorted(range(len(items)), key=sort_key)
@@ -206,17 +206,17 @@ class GatherLayout:
         for run in runs:
             first = items[run[0]]
             last = segments[-1] if segments else None
-            if last and not is_mixed and is_straight(first) and last.casts_as(first):
-                segments.pop()  # straight pieces right behind packed ones: still one kernel
+            if last and not is_mixed and is_zero_copy(first) and last.casts_as(first):
+                segments.pop()  # zero-copy ones right behind packed ones: still one kernel
                 shard_start, send_start, numel = last.shard_start, last.send_start, last.numel
             else:
                 shard_end, send_end = align(shard_end), align(send_end)
                 shard_start, send_start, numel = shard_end, send_end, 0
             for index in run:
                 offsets_in_shard[index], offsets_in_send[index] = shard_end, send_end
-                shard_end += items[index].shard.piece_numel * first.storage_dtype.itemsize
-                send_end += items[index].shard.piece_numel * first.compute_dtype.itemsize
-                numel += items[index].shard.piece_numel
+                shard_end += items[index].shard.padded_numel * first.storage_dtype.itemsize
+                send_end += items[index].shard.padded_numel * first.compute_dtype.itemsize
+                numel += items[index].shard.padded_numel
             segments.append(
                 CastSegment(
                     first.storage_dtype, first.compute_dtype, shard_start, send_start, numel
@@ -224,7 +224,7 @@ class GatherLayout:
             )
             if not first.shard.is_replicated:
                 gather_nbytes = align(send_end) if is_mixed else send_end
-                if not is_straight(first):
+                if not is_zero_copy(first):
                     packed_nbytes = gather_nbytes
         full_ends = [0, *itertools.accumulate(align(full_nbytes(i, full_sizes)) for i in items)]
         return GatherLayout(
@@ -235,7 +235,7 @@ class GatherLayout:
             shard_offsets=tuple(offsets_in_shard),
             send_offsets=tuple(offsets_in_send),
             full_offsets=tuple(full_ends[:-1]),
-            straight=tuple(index for index in order if is_straight(items[index])),
+            zero_copy=tuple(index for index in order if is_zero_copy(items[index])),
             shard_nbytes=max(shard_end, gather_nbytes),
             send_nbytes=max(send_end, gather_nbytes),
             packed_nbytes=packed_nbytes,
@@ -260,23 +260,23 @@ class GatherLayout:
 
     @cached_property
     def packed(self) -> Packed:
-        """What is sent in one collective where straight pieces go by themselves."""
+        """What is sent in one collective where zero-copy shards go by themselves."""
         sharded = [i for i in self.order if not self.items[i].shard.is_replicated]
-        return self._pack(sharded[: len(sharded) - len(self.straight)], self.packed_nbytes)
+        return self._pack(sharded[: len(sharded) - len(self.zero_copy)], self.packed_nbytes)
 
     @cached_property
     def whole(self) -> Packed:
         """What is sent where one collective carries everything."""
-        if not self.straight:
+        if not self.zero_copy:
             return self.packed
         sharded = [i for i in self.order if not self.items[i].shard.is_replicated]
         return self._pack(sharded, self.gather_nbytes)
 
     def _pack(self, indices: list[int], nbytes: int) -> Packed:
-        pieces = [self.piece_nbytes(index) for index in indices]
+        padded = [self.padded_nbytes(index) for index in indices]
         rank_major = all(self.items[index].shard.is_rank_major for index in indices)
-        sizes = tuple(piece // self.wire_dtype.itemsize for piece in pieces)
-        is_one_split = rank_major and sum(pieces) == nbytes
+        sizes = tuple(one // self.wire_dtype.itemsize for one in padded)
+        is_one_split = rank_major and sum(padded) == nbytes
         return Packed(tuple(indices), nbytes, sizes, is_one_split)
 
     @cached_property
@@ -286,7 +286,7 @@ class GatherLayout:
 
     @cached_property
     def stamp_item(self) -> GatherItem | None:
-        """A piece for the stamp beside the widest sharded ones; None without any."""
+        """A padded shard for the stamp beside the widest sharded ones; None without any."""
         if self.gather_nbytes == 0 or self.size == 1:
             return None
         first = self.items[self.order[0]]
@@ -302,14 +302,14 @@ class GatherLayout:
             and self.full_nbytes == other.full_nbytes
         )
 
-    def piece_nbytes(self, index: int) -> int:
-        """Bytes of a parameter's piece in the send buffer."""
+    def padded_nbytes(self, index: int) -> int:
+        """Bytes of a parameter's padded shard in the send buffer."""
         item = self.items[index]
-        return item.shard.piece_numel * item.compute_dtype.itemsize
+        return item.shard.padded_numel * item.compute_dtype.itemsize
 
 
 def full_nbytes(item: GatherItem, full_sizes: Sequence[int] = ()) -> int:
-    """Bytes that an unsharded parameter needs, padding included where pieces land in it."""
+    """Bytes that an unsharded parameter needs, padding included where padded shards land in it."""
     shard = item.shard
     numel = shard.numel
     if shard.is_rank_major:
@@ -323,7 +323,7 @@ def full_nbytes(item: GatherItem, full_sizes: Sequence[int] = ()) -> int:
 class ReduceLayout:
     """The reduce-scatter of a group: the same on every rank, whatever took part.
 
-    The output is ``[numel]`` elements of ``dtype``: the shards of *straight* members, each reduced
+    The output is ``[numel]`` elements of ``dtype``: the shards of *zero-copy* members, each reduced
     by itself from its gradient, and from ``packed_start`` on what one more collective reduces from
     a packed input ``[W, packed_numel]`` of ``wire_dtype``. In that a parameter sharded on ``dim``
     travels with that dim first. A replicated one travels whole in each rank's row; a small one in a
@@ -339,7 +339,7 @@ class ReduceLayout:
     shards: tuple[ShardLayout, ...]
     offsets: tuple[int, ...]
     slotted: tuple[bool, ...]
-    straight: tuple[int, ...]
+    zero_copy: tuple[int, ...]
     packed_start: int
     tail_start: int
     numel: int
@@ -352,36 +352,36 @@ class ReduceLayout:
         dtype: torch.dtype,
         stamps: int = 0,
         wire_dtype: torch.dtype | None = None,
-        straight_nbytes: int | None = None,
+        zero_copy_nbytes: int | None = None,
     ) -> ReduceLayout:
         """Place the trainable parameters ``members`` (indices into the group).
 
-        Rank-major ones of at least ``straight_nbytes`` whose rows divide evenly are straight; None:
-        none is.
+        Rank-major ones of at least ``zero_copy_nbytes`` whose rows divide evenly are zero-copy;
+        None: none is.
         """
         sent_as = wire_dtype or dtype
 
-        def is_straight(shard: ShardLayout) -> bool:
-            if straight_nbytes is None or size == 1 or not shard.is_rank_major:
+        def is_zero_copy(shard: ShardLayout) -> bool:
+            if zero_copy_nbytes is None or size == 1 or not shard.is_rank_major:
                 return False
-            if shard.numel * sent_as.itemsize < max(1, straight_nbytes):
+            if shard.numel * sent_as.itemsize < max(1, zero_copy_nbytes):
                 return False
             return shard.shape[0] % size == 0
 
-        straight = [position for position, shard in enumerate(shards) if is_straight(shard)]
+        zero_copy = [position for position, shard in enumerate(shards) if is_zero_copy(shard)]
         offsets, slotted, end = [0] * len(shards), [False] * len(shards), 0
-        for position in straight:
+        for position in zero_copy:
             offsets[position] = end
-            end += shards[position].piece_numel
+            end += shards[position].padded_numel
         packed_start = end
         for position, shard in enumerate(shards):
-            if position in straight:
+            if position in zero_copy:
                 continue
             offsets[position] = end
             slotted[position] = shard.is_replicated and 1 < size <= MAX_SLOTTED_NUMEL // (
                 shard.numel or 1
             )
-            end += shard.piece_numel * (size if slotted[position] else 1)
+            end += shard.padded_numel * (size if slotted[position] else 1)
         return ReduceLayout(
             size=size,
             dtype=dtype,
@@ -390,7 +390,7 @@ class ReduceLayout:
             shards=tuple(shards),
             offsets=tuple(offsets),
             slotted=tuple(slotted),
-            straight=tuple(straight),
+            zero_copy=tuple(zero_copy),
             packed_start=packed_start,
             tail_start=end,
             numel=end + len(members) + stamps * STAMP_NUMEL,
@@ -398,17 +398,17 @@ class ReduceLayout:
 
     def width(self, position: int) -> int:
         """Elements of a member in a row."""
-        return self.shards[position].piece_numel * (self.size if self.slotted[position] else 1)
+        return self.shards[position].padded_numel * (self.size if self.slotted[position] else 1)
 
     @cached_property
     def packed(self) -> tuple[int, ...]:
         """Positions of the members that are packed."""
-        return tuple(p for p in range(len(self.shards)) if p not in self.straight)
+        return tuple(p for p in range(len(self.shards)) if p not in self.zero_copy)
 
     @cached_property
     def output_sizes(self) -> list[int]:
-        """Elements of each output, in the order in which they lie: straight ones, the packed."""
-        sizes = [self.shards[position].piece_numel for position in self.straight]
+        """Elements of each output, in the order in which they lie: zero-copy ones, the packed."""
+        sizes = [self.shards[position].padded_numel for position in self.zero_copy]
         return [*sizes, self.packed_numel]
 
     @cached_property

@@ -89,7 +89,7 @@ def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
 
 
 def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -> list[Tensor]:
-    """View where pieces land: ``[W, C_i]`` in wire dtype where one copy does, else the tensor."""
+    """View where shards land: ``[W, C_i]`` in wire dtype where one copy does, else the tensor."""
     targets = []
     for index in indices:
         item, start = layout.items[index], layout.full_offsets[index]
@@ -97,7 +97,7 @@ def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -
             flat = typed(full, start, item.shard.numel, item.compute_dtype)
             targets.append(flat.as_strided(item.shard.shape, item.shard.stride))
         else:
-            numel = layout.piece_nbytes(index) // layout.wire_dtype.itemsize
+            numel = layout.padded_nbytes(index) // layout.wire_dtype.itemsize
             flat = typed(full, start, layout.size * numel, layout.wire_dtype)
             targets.append(flat.view(layout.size, numel))
     return targets
@@ -116,7 +116,7 @@ def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list
             begin = start // gathered.dtype.itemsize
             target.copy_(gathered[:, begin : begin + target.shape[1]])
         else:
-            rows = gathered.view(torch.uint8)[:, start : start + layout.piece_nbytes(index)]
+            rows = gathered.view(torch.uint8)[:, start : start + layout.padded_nbytes(index)]
             _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
 
 
@@ -128,17 +128,17 @@ def unpack_replicated(send: Tensor, layout: GatherLayout, targets: list[Tensor])
         target.copy_(own.view(item.shard.shape))
 
 
-def _unpack_strided(target: Tensor, pieces: Tensor, shard: ShardLayout) -> None:
-    """Copy pieces ``[W, piece_numel]`` into a tensor of any stride, sharded on any dim."""
+def _unpack_strided(target: Tensor, padded: Tensor, shard: ShardLayout) -> None:
+    """Copy padded shards ``[W, padded_numel]`` into a tensor of any stride, sharded on any dim."""
     assert shard.dim is not None
     dim, chunk = shard.dim, shard.chunk
-    pieces = pieces.unflatten(1, shard.piece_shape)
+    padded = padded.unflatten(1, shard.padded_shape)
     whole, rest = divmod(shard.shape[dim], chunk)
     head = target.narrow(dim, 0, whole * chunk).unflatten(dim, (whole, chunk)).movedim(dim, 0)
-    head.copy_(pieces[:whole])
+    head.copy_(padded[:whole])
     if rest:
         tail = target.narrow(dim, whole * chunk, rest)
-        tail.copy_(pieces[whole].flatten()[: tail.numel()].view(tail.shape))
+        tail.copy_(padded[whole].flatten()[: tail.numel()].view(tail.shape))
 
 
 def pack_gradients(
@@ -156,7 +156,7 @@ def pack_gradients(
     columns = []
     for position in layout.packed:
         grad, shard = grads[position], layout.shards[position]
-        if shard.piece_numel == 0:
+        if shard.padded_numel == 0:
             continue
         if grad is None:
             grad = behind.new_zeros(()).expand(shard.shape)
@@ -173,13 +173,13 @@ def pack_gradients(
     torch_tensors.chunk_cat(columns, layout.size, out)
 
 
-def straight_gradients(
+def zero_copy_gradients(
     grads: Sequence[Tensor | None], layout: ReduceLayout, device: torch.device
 ) -> list[Tensor]:
-    """Return the straight ones of local gradients as a collective takes them, flat."""
+    """Return the zero-copy ones of local gradients as a collective takes them, flat."""
     dtype = layout.wire_dtype
     sent = []
-    for position in layout.straight:
+    for position in layout.zero_copy:
         grad = grads[position]
         if grad is None:
             grad = torch.zeros(layout.shards[position].shape, dtype=dtype, device=device)

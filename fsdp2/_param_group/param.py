@@ -80,7 +80,7 @@ class Site:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class Span:
     """Where a shard lies in the group's flat shard buffer, padding included. In bytes."""
 
     flat: torch.Tensor
@@ -160,7 +160,7 @@ class FSDPParam:
         self.sharded: nn.Parameter = original
         self.shown: nn.Parameter | None = original  # what the group registered last
         self.local: torch.Tensor | None = None  # what the sharded DTensor holds
-        self.piece: Piece | None = None  # where that lies, for optimizers
+        self.span: Span | None = None  # where that lies, for optimizers
         self.spec = placement.sharded_spec(self.storage_dtype)
         self.unsharded: nn.Parameter | None = None
         self.unsharded_dtype = original.dtype
@@ -222,9 +222,9 @@ class FSDPParam:
         return local
 
     def set_shard(
-        self, local: torch.Tensor, registered: nn.Parameter | None, piece: Piece | None = None
+        self, local: torch.Tensor, registered: nn.Parameter | None, span: Span | None = None
     ) -> None:
-        """Take ``local`` (``piece`` of the group's flat buffer) as the shard, and register it.
+        """Take ``local`` (``span`` of the group's flat buffer) as the shard, and register it.
 
         ``registered`` is a DTensor parameter that keeps its identity (the optimizer may hold it);
         None makes a new one.
@@ -241,7 +241,7 @@ class FSDPParam:
         if self.keeps_reduced_dtype:
             self.sharded.grad_dtype = None  # any
         self.local = local
-        self.piece = piece
+        self.span = span
         self.storage_dtype = local.dtype
 
     def set_unsharded(self, tensor: torch.Tensor) -> None:
@@ -282,7 +282,7 @@ class FSDPParam:
         return {
             **vars(self),
             "local": None,
-            "piece": None,
+            "span": None,
             "unsharded": None,
             "post_forward": None,
             "shown": None,

@@ -31,7 +31,7 @@ from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.collectives import GradientScale, Wire
-from fsdp2._comm.consistency import STAMP_NUMEL, Traits
+from fsdp2._comm.consistency import STAMP_NUMEL, Signature
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.streams import InFlight, Streams
 from fsdp2._param_group import packing
@@ -44,7 +44,7 @@ AllReduceHook = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ReducePlan:
     """What depends on the dtypes of a group's parameters, and on which are trainable."""
 
     layout: ReduceLayout
@@ -101,9 +101,13 @@ class Reducer:
         self._data = data
         self._reduce_dtype = reduce_dtype
         self.ids = ids
-        self._plan: Plan | None = None  # None: to be made, something that it depends on changed
+        self._plan: ReducePlan | None = (
+            None  # None: to be made, something that it depends on changed
+        )
         self._layout: ReduceLayout | None = None  # of the last plan: what waits lies as it says
-        self._scaled_for: tuple[Plan, Settings] | None = None  # for which scale and codes hold
+        self._scaled_for: tuple[ReducePlan, Settings] | None = (
+            None  # for which scale and codes hold
+        )
         self._buffer: GradientBuffer | None = None  # of the last reduction, to be filled again
         self.wire = Wire()  # the group's, for gathers too
         self.hook: AllReduceHook | None = None
@@ -152,14 +156,14 @@ class Reducer:
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReducePlan:
         """Plan, or return the plan: constant over ranks and steps."""
         if self._plan is None:
             self._plan = self._make_plan()
         return self._plan
 
     @torch.inference_mode(False)
-    def _make_plan(self) -> Plan:
+    def _make_plan(self) -> ReducePlan:
         indices = [i for i, param in enumerate(self._params) if param.trainable]
         members = [self._params[i] for i in indices]
         dtypes = {param.grad_dtype for param in members} or {torch.float32}
@@ -170,7 +174,7 @@ class Reducer:
         shards = [param.placement.layout for param in members]
         size = self._data.shard.size
         wire_dtype = dtype if size == 1 else self.wire.gradient_dtype or dtype
-        # A straight gradient is sent as autograd left it: nothing was added up, nothing is cast.
+        # A zero-copy gradient is sent as autograd left it: nothing was added up, nothing is cast.
         as_it_is = len(dtypes) == 1 and grad_dtype == dtype == wire_dtype != torch.float16
         layout = ReduceLayout.plan(
             indices,
@@ -179,7 +183,7 @@ class Reducer:
             dtype,
             len(self.ids.reductions),
             wire_dtype,
-            self.wire.straight_nbytes if as_it_is and self.wire.scatters_straight else None,
+            self.wire.zero_copy_nbytes if as_it_is and self.wire.scatters_zero_copy else None,
         )
         is_renumbered = self._number(layout)
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
@@ -190,7 +194,7 @@ class Reducer:
         self._layout = layout
         if is_renumbered:
             self.unreduced.erase_stamps(layout)
-        return Plan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
+        return ReducePlan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
 
     def _number(self, layout: ReduceLayout) -> bool:
         """Number reductions by how they travel; return whether some number is another one now."""
@@ -199,17 +203,17 @@ class Reducer:
         changed = [False]
         for stamp in self.ids.reductions:
             sent = layout.wire_dtype if stamp.kind == "reduce" else layout.dtype
-            traits = Traits(
+            traits = Signature(
                 (layout.members, shapes),
-                len(layout.straight),
+                len(layout.zero_copy),
                 (sent, layout.dtype),
                 scatter is not None,
                 self._is_partial,
             )
-            changed.append(stamp.tell_apart(traits))
+            changed.append(stamp.update_signature(traits))
         return any(changed)
 
-    def prepare(self, settings: Settings) -> Plan:
+    def prepare(self, settings: Settings) -> ReducePlan:
         """Return the plan, with the scale that the settings ask for."""
         scaled, plan = self._scaled_for, self._plan
         is_partial = self._data.replicate.size > 1 and not settings.all_reduce_grads
@@ -235,7 +239,7 @@ class Reducer:
         return plan
 
     @torch.inference_mode(False)
-    def _renumbered(self, plan: Plan) -> Plan:
+    def _renumbered(self, plan: ReducePlan) -> ReducePlan:
         """Return a plan with the numbers that stamps have now; nothing else of it changes."""
         layout = plan.layout
         if not self._number(layout):
@@ -252,9 +256,9 @@ class Reducer:
             numels, sent_as = [layout.numel], layout.dtype
             if stamp.kind == "reduce":
                 start -= layout.packed_start
-                *straight, packed = layout.output_sizes
-                numels, sent_as = [packed, *straight], layout.wire_dtype
-            stamp.know(self.wire, numels, sent_as, layout.dtype, start, self.scale.op)
+                *zero_copy, packed = layout.output_sizes
+                numels, sent_as = [packed, *zero_copy], layout.wire_dtype
+            stamp.register(self.wire, numels, sent_as, layout.dtype, start, self.scale.op)
 
     @property
     def has_unreduced_gradients(self) -> bool:
@@ -300,9 +304,9 @@ class Reducer:
         return Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
 
     def _inputs_of(
-        self, grads: list[Tensor | None], behind: Tensor, plan: Plan, is_sent: bool
+        self, grads: list[Tensor | None], behind: Tensor, plan: ReducePlan, is_sent: bool
     ) -> list[Tensor]:
-        """Return what is reduced: the packed gradients ``[W, packed_numel]``, and straight ones."""
+        """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones."""
         layout, device, waiting = plan.layout, self._residence.compute, self.unreduced.accumulated
         shape, rank = (layout.size, layout.packed_numel), self._data.shard.rank
         # What the wire allocates must not outlive a reduction; sums are in the reduce dtype.
@@ -316,11 +320,13 @@ class Reducer:
             self.unreduced.accumulated = None
             if is_sent and packed.dtype != layout.wire_dtype:
                 packed = self.wire.allocate(shape, layout.wire_dtype, device).copy_(packed)
-        if not layout.straight:
+        if not layout.zero_copy:
             return [packed]
-        return [packed, *packing.straight_gradients(grads, layout, device)]
+        return [packed, *packing.zero_copy_gradients(grads, layout, device)]
 
-    def _take_gradients(self, plan: Plan, with_graph: bool) -> tuple[list[Tensor | None], int]:
+    def _take_gradients(
+        self, plan: ReducePlan, with_graph: bool
+    ) -> tuple[list[Tensor | None], int]:
         """Detach the local gradients from the unsharded parameters; count those that miss."""
         grads: list[Tensor | None] = []
         missing = 0
@@ -378,7 +384,7 @@ class Reduction:
     def __init__(
         self,
         owner: Reducer,
-        plan: Plan,
+        plan: ReducePlan,
         inputs: list[Tensor],
         look: bool,
         all_reduce: bool,
@@ -414,16 +420,16 @@ class Reduction:
 
     def _reduce_scatter(self) -> InFlight:
         owner, layout, axis = self.owner, self._plan.layout, self._data.shard
-        packed, *straight = self._inputs
+        packed, *zero_copy = self._inputs
         if axis.size == 1:
             self._reduced, self._is_borrowed = packed.view(-1), True
             return InFlight((packed,))
         if self._reduced is None:
             self._reduced = owner.wire.allocate((layout.numel,), layout.dtype, packed.device)
         scale, async_op = self._scale, self._streams.async_op
-        if straight:
+        if zero_copy:
             *outputs, last = self._buffer.outputs(self._reduced)
-            pairs = [(last, packed.view(-1)), *zip(outputs, straight, strict=True)]
+            pairs = [(last, packed.view(-1)), *zip(outputs, zero_copy, strict=True)]
             work = owner.wire.reduce_scatter_each(pairs, scale.op, axis, async_op)
         else:
             sent = packed.view(-1)

@@ -39,7 +39,7 @@ class StandIn:
 
 
 @dataclass(slots=True)  # frozen would take five calls more for each group and forward
-class Findings:
+class Changes:
     """What differs from what the group registered."""
 
     toggled: list[FSDPParam]
@@ -67,7 +67,7 @@ class Watch:
         self._versioned = [form for form in forms if not form.is_inference()]
         self._shells = self._shells_now()
 
-    def look(self, params: Sequence[FSDPParam]) -> Findings:
+    def detect_changes(self, params: Sequence[FSDPParam]) -> Changes:
         """Compare what is registered with what the group registered, by identity.
 
         Stand-ins wait for ``place_stand_ins``; nothing else is changed.
@@ -75,7 +75,7 @@ class Watch:
         Raises:
             StateError: ``.data`` of a sharded parameter was assigned.
         """
-        findings = Findings([], [], {}, [])
+        findings = Changes([], [], {}, [])
         for param in params:
             sharded, unsharded = param.sharded, param.unsharded
             trainable = param.trainable

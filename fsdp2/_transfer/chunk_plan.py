@@ -1,14 +1,14 @@
-"""Where the parts of a distributed tensor lie in the whole, and in which pieces they travel.
+"""Where the parts of a distributed tensor lie in the whole, and in which chunks they travel.
 
 Owns the arithmetic of blocks and the plan of a stream of tensors in bounded memory: integers only.
 It must not know tensors, meshes or process groups.
 
-[Note: pieces]
+[Note: chunks]
 Ranks cut a tensor dim by dim, so what a rank holds is a *block*: a range on every dim. The first
-place of each axis holds the largest one. A *piece* is a range of a block, counted from the block's
+place of each axis holds the largest one. A *chunk* is a range of a block, counted from the block's
 own start, so that all ranks send equal parts at a time; where a rank's block is shorter, its part
-of the piece is smaller or empty. A *lot* is the pieces that travel in one collective, each at the
-same offset of every rank's buffer; a *batch* is the lots that are in memory at the same time.
+of the chunk is smaller or empty. A *bucket* is the chunks that travel in one collective, each at
+the same offset of every rank's buffer; a *batch* is the buckets that are in memory at a time.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Blocks:
         return list(itertools.product(*numbers))
 
 
-def part_of(block: Region, piece: Region) -> Region:
-    """Return the part of a piece that a block has, counted from the block's start."""
-    starts = tuple(min(s, n) for s, n in zip(piece.starts, block.sizes, strict=True))
-    ends = [start + size for start, size in zip(piece.starts, piece.sizes, strict=True)]
+def part_of(block: Region, chunk: Region) -> Region:
+    """Return the part of a chunk that a block has, counted from the block's start."""
+    starts = tuple(min(s, n) for s, n in zip(chunk.starts, block.sizes, strict=True))
+    ends = [start + size for start, size in zip(chunk.starts, chunk.sizes, strict=True)]
     sizes = [min(e, n) - s for e, n, s in zip(ends, block.sizes, starts, strict=True)]
     return Region(starts, tuple(sizes))
 
@@ -96,7 +96,7 @@ def within(block: Region, part: Region) -> Region:
 
 
 def split(sizes: Sequence[int], most: int) -> Iterator[Region]:
-    """Split a block into pieces of at most ``most`` elements, rows first; never below one."""
+    """Split a block into chunks of at most ``most`` elements, rows first; never below one."""
     if math.prod(sizes) <= most or not sizes:
         yield _whole(sizes)
         return
@@ -116,7 +116,7 @@ def _whole(sizes: Sequence[int]) -> Region:
 class Item:
     """A tensor as the plan needs it.
 
-    ``grid`` tells tensors of other meshes apart. ``copies`` is how many times a piece is in memory
+    ``grid`` tells tensors of other meshes apart. ``copies`` is how many times a chunk is in memory
     while it travels; ``kept_nbytes`` is what a receiver holds of the whole until its batch is done.
     """
 
@@ -128,8 +128,8 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of the tensor ``index``, at ``offset`` bytes of every rank's buffer."""
+class Chunk:
+    """A chunk of the tensor ``index``, at ``offset`` bytes of every rank's buffer."""
 
     index: int
     region: Region
@@ -137,11 +137,11 @@ class Piece:
 
 
 @dataclass
-class Lot:
-    """Pieces that travel together. ``nbytes`` is the buffer of one rank."""
+class Bucket:
+    """Chunks that travel together. ``nbytes`` is the buffer of one rank."""
 
     axes: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     nbytes: int = 0
 
 
@@ -149,29 +149,29 @@ class Lot:
 class Batch:
     """Lots that are in memory at a time, and the tensors that are whole afterwards."""
 
-    lots: dict[tuple[int, tuple[int, ...]], Lot] = field(default_factory=dict)
+    buckets: dict[tuple[int, tuple[int, ...]], Bucket] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
     nbytes: int = 0
 
     def add(self, index: int, item: Item, region: Region) -> None:
-        lot = self.lots.setdefault((item.grid, item.blocks.axes), Lot(item.blocks.axes))
-        lot.pieces.append(Piece(index, region, lot.nbytes))
+        bucket = self.buckets.setdefault((item.grid, item.blocks.axes), Bucket(item.blocks.axes))
+        bucket.chunks.append(Chunk(index, region, bucket.nbytes))
         nbytes = align(region.numel * item.itemsize)
-        lot.nbytes += nbytes
+        bucket.nbytes += nbytes
         self.nbytes += item.copies * nbytes
 
 
 def plan(items: Sequence[Item], max_nbytes: int) -> list[Batch]:
     """Plan batches of at most ``max_nbytes``, in the order of ``items``.
 
-    A tensor that is larger has batches of its own: its pieces keep to the limit, and what a
+    A tensor that is larger has batches of its own: its chunks keep to the limit, and what a
     receiver keeps of it is counted for nobody else.
     """
     batches = [Batch()]
 
     def room_for(nbytes: int) -> Batch:
         last = batches[-1]
-        if (last.lots or last.finished) and last.nbytes + nbytes > max_nbytes:
+        if (last.buckets or last.finished) and last.nbytes + nbytes > max_nbytes:
             batches.append(Batch())
         return batches[-1]
 
@@ -191,4 +191,4 @@ def plan(items: Sequence[Item], max_nbytes: int) -> list[Batch]:
         batches[-1].finished.append(index)
         if item.kept_nbytes:
             batches.append(Batch())
-    return [batch for batch in batches if batch.lots or batch.finished]
+    return [batch for batch in batches if batch.buckets or batch.finished]

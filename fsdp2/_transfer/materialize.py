@@ -34,7 +34,7 @@ from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.between_steps import require_idle, units_below
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._transfer.chunk_plan import Blocks
-from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, Held, Target, gather, scatter
+from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, LocalShard, Target, gather, scatter
 from fsdp2._transfer.sync import require_replicas
 
 Init = Callable[[nn.Module], Any]
@@ -420,7 +420,7 @@ class _Step:
 
 def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
     """Make what was not on meta equal to the first rank's: replicas, plain tensors, buffers."""
-    helds: dict[int, Held] = {}
+    helds: dict[int, LocalShard] = {}
     for module in model.modules():
         own = meta[id(module)]
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -431,7 +431,7 @@ def _share_rest(grids: Grids, model: nn.Module, meta: dict[int, _Own]) -> None:
             if axis.size > 1 and index not in held.blocks.axes:  # whose ranks hold the same block
                 line = Grid((axis,), held.grid.device_type)
                 block = Blocks(held.own.sizes, (axis.size,), ())
-                part = Held(held.name, held.local, block, line, tuple(held.local.stride()))
+                part = LocalShard(held.name, held.local, block, line, tuple(held.local.stride()))
                 scatter([part], STAGED_NBYTES, lambda one: one.local)
 
 

@@ -1,8 +1,8 @@
 """Whole tensors from shards and shards from whole tensors, in bounded memory.
 
-Owns the moves: every rank packs its pieces of a lot into one buffer of bytes, one gather for each
+Owns the moves: every rank packs its chunks of a bucket into one buffer of bytes, a gather for each
 axis carries it, and the receivers put the parts where they belong; the other way round with
-scatters. It must not know modules, optimizers or files. See [Note: pieces] in ``chunk_plan``.
+scatters. It must not know modules, optimizers or files. See [Note: chunks] in ``chunk_plan``.
 
 Any placement will do whose ranks hold blocks: ``Shard`` of any dim, on any number of axes, even or
 not, ``Replicate``, and what tensor parallelism and FSDP together make of one dim. All dtypes
@@ -26,11 +26,11 @@ from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.interrupts import kept_interrupts, take_interrupt
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import Grid, carrying, named, wire_device
-from fsdp2._transfer.chunk_plan import Blocks, Item, Lot, Region, part_of, plan, within
+from fsdp2._transfer.chunk_plan import Blocks, Bucket, Item, Region, part_of, plan, within
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class LocalShard:
     """A tensor as ranks hold it: this rank's block, and how the whole is cut."""
 
     name: str
@@ -53,7 +53,7 @@ class Held:
 
 
 STAGED_NBYTES = 64 << 20
-"""The size of pieces, where no caller says another."""
+"""The size of chunks, where no caller says another."""
 
 
 class Grids:
@@ -75,7 +75,7 @@ class Grids:
         largest = max(self._known, key=lambda mesh: mesh.size(), default=None)
         self.main = Grid.world() if largest is None else self._known[largest]
 
-    def hold(self, name: str, tensor: Tensor) -> Held:
+    def hold(self, name: str, tensor: Tensor) -> LocalShard:
         """Describe a tensor; a plain one lies whole on every rank.
 
         Raises:
@@ -85,7 +85,7 @@ class Grids:
             tensor = tensor.detach()
             _refuse_odd(name, tensor)
             blocks = Blocks(tuple(tensor.shape), self.main.counts, ())
-            return Held(name, _plain(tensor), blocks, self.main, tuple(tensor.stride()))
+            return LocalShard(name, _plain(tensor), blocks, self.main, tuple(tensor.stride()))
         grid = self._known.get(tensor.device_mesh) or Grid.of(tensor.device_mesh)
         self._known[tensor.device_mesh] = grid
         # as a method of the DTensor, detach would be planned first
@@ -96,7 +96,7 @@ class Grids:
         if axes is not None:
             cuts = tuple((axes[axis], dim) for axis, dim in blocks.cuts if grid.counts[axis] > 1)
             grid, blocks = self.main, Blocks(blocks.shape, self.main.counts, cuts)
-        held = Held(name, _plain(local), blocks, grid, tuple(tensor.stride()))
+        held = LocalShard(name, _plain(local), blocks, grid, tuple(tensor.stride()))
         if tuple(local.shape) != held.own.sizes:
             raise UnsupportedError(
                 f"{name}: found a local tensor of shape {tuple(local.shape)} where "
@@ -133,7 +133,7 @@ class Grids:
                 return f"{differ[0]} on rank {0 if differ[0] in found[0] else rank} only"
         return None if all(other == found[0] for other in found) else "another order of names"
 
-    def require_common(self, helds: Sequence[Held], what: str) -> None:
+    def require_common(self, helds: Sequence[LocalShard], what: str) -> None:
         """Check that every tensor lies on the ranks of the main grid, with the same first rank.
 
         Raises:
@@ -206,11 +206,11 @@ class Target:
     device: torch.device | None = None
     counted: bool = True
 
-    def dtype_of(self, held: Held) -> torch.dtype:
+    def dtype_of(self, held: LocalShard) -> torch.dtype:
         casts = self.dtype is not None and held.dtype.is_floating_point
         return self.dtype if casts and self.dtype is not None else held.dtype
 
-    def wire_dtype_of(self, held: Held) -> torch.dtype:
+    def wire_dtype_of(self, held: LocalShard) -> torch.dtype:
         """Return the narrower of the dtypes: it is cast before it is sent, or after."""
         dtype = self.dtype_of(held)
         return dtype if dtype.itemsize < held.dtype.itemsize else held.dtype
@@ -220,7 +220,7 @@ class Target:
 
 
 def gather(
-    helds: Sequence[Held], max_nbytes: int, target: Target, main: Grid, what: str
+    helds: Sequence[LocalShard], max_nbytes: int, target: Target, main: Grid, what: str
 ) -> Generator[tuple[int, Tensor | None], None, None]:
     """Yield the index and the whole of each tensor, in order; None where it is not received.
 
@@ -243,11 +243,11 @@ def gather(
         # as decorators they would keep what was yielded last
         with torch.no_grad(), kept_interrupts(leave_pending=True):
             with main.together(what):
-                for lot in batch.lots.values():
-                    moves.make_room(lot)
-            for lot in batch.lots.values():
-                with named(f"{what}: {moves.first(lot).name}"):
-                    moves.move(lot)
+                for bucket in batch.buckets.values():
+                    moves.make_room(bucket)
+            for bucket in batch.buckets.values():
+                with named(f"{what}: {moves.first(bucket).name}"):
+                    moves.move(bucket)
         for index in batch.finished:
             try:
                 yield index, moves.whole.pop(index, None)
@@ -274,21 +274,21 @@ def _left(what: str, name: str) -> StateError:
 
 
 class _Moves:
-    """A stream of lots on this rank: tensors, the dtypes in which they are sent, and the buffer.
+    """A stream of buckets on this rank: tensors, the dtypes in which they are sent, and the buffer.
 
-    The buffer is kept for the next lot, which may be larger.
+    The buffer is kept for the next bucket, which may be larger.
     """
 
-    def __init__(self, helds: Sequence[Held], wires: Sequence[torch.dtype]) -> None:
+    def __init__(self, helds: Sequence[LocalShard], wires: Sequence[torch.dtype]) -> None:
         self.helds, self.wires = helds, wires
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def first(self, lot: Lot) -> Held:
-        return self.helds[lot.pieces[0].index]
+    def first(self, bucket: Bucket) -> LocalShard:
+        return self.helds[bucket.chunks[0].index]
 
-    def buffer(self, lot: Lot, rows: int, axes: Sequence[int]) -> Tensor:
-        """Return room for a lot of so many ranks, where the group of an axis takes tensors from."""
-        first, nbytes = self.first(lot), rows * lot.nbytes
+    def buffer(self, bucket: Bucket, rows: int, axes: Sequence[int]) -> Tensor:
+        """Return room for a bucket of so many ranks, where the group of an axis takes tensors."""
+        first, nbytes = self.first(bucket), rows * bucket.nbytes
         group = first.grid.axes[axes[0]].pg
         assert group is not None
         device = wire_device(group, first.local.device)
@@ -298,97 +298,97 @@ class _Moves:
         return self._buffer[:nbytes]
 
     def parts(
-        self, lot: Lot, place: Sequence[int], row: Tensor
+        self, bucket: Bucket, place: Sequence[int], row: Tensor
     ) -> Iterator[tuple[int, tuple[slice, ...], tuple[slice, ...], Tensor]]:
-        """Yield each tensor of which the rank at ``place`` has a part of its piece.
+        """Yield each tensor of which the rank at ``place`` has a part of its chunk.
 
         Its index, where the part is in that rank's block, where in the whole, and its memory in the
         rank's row of a buffer.
         """
-        for piece in lot.pieces:
-            block = self.helds[piece.index].blocks.block(place)
-            part, dtype = part_of(block, piece.region), self.wires[piece.index]
+        for chunk in bucket.chunks:
+            block = self.helds[chunk.index].blocks.block(place)
+            part, dtype = part_of(block, chunk.region), self.wires[chunk.index]
             nbytes = part.numel * dtype.itemsize
             if nbytes:
-                memory = row[piece.offset : piece.offset + nbytes].view(dtype).view(part.sizes)
-                yield piece.index, part.slices, within(block, part).slices, memory
+                memory = row[chunk.offset : chunk.offset + nbytes].view(dtype).view(part.sizes)
+                yield chunk.index, part.slices, within(block, part).slices, memory
 
 
 class _Gathering(_Moves):
     """Lots that become ``whole`` tensors."""
 
-    def __init__(self, helds: Sequence[Held], target: Target) -> None:
+    def __init__(self, helds: Sequence[LocalShard], target: Target) -> None:
         super().__init__(helds, [target.wire_dtype_of(held) for held in helds])
         self.target = target
         self.whole: dict[int, Tensor] = {}
 
-    def make_room(self, lot: Lot) -> None:
-        """Allocate what a lot needs here, and all that it needs."""
-        for piece in lot.pieces if self.target.takes(self.first(lot).grid) else ():
-            if piece.index not in self.whole:
-                self.whole[piece.index] = _make_whole(self.helds[piece.index], self.target)
-        self._room(lot)
+    def make_room(self, bucket: Bucket) -> None:
+        """Allocate what a bucket needs here, and all that it needs."""
+        for chunk in bucket.chunks if self.target.takes(self.first(bucket).grid) else ():
+            if chunk.index not in self.whole:
+                self.whole[chunk.index] = _make_whole(self.helds[chunk.index], self.target)
+        self._room(bucket)
 
-    def _room(self, lot: Lot) -> Tensor | None:
-        """Return the buffer of a lot; None where nothing is sent, or another replica does it."""
-        first = self.first(lot)
-        others = tuple(axis for axis in range(len(first.grid.axes)) if axis not in lot.axes)
+    def _room(self, bucket: Bucket) -> Tensor | None:
+        """Return the buffer of a bucket; None where nothing is sent, or another replica does it."""
+        first = self.first(bucket)
+        others = tuple(axis for axis in range(len(first.grid.axes)) if axis not in bucket.axes)
         is_there = self.target.on_all or first.grid.is_first_on(others)
-        if not lot.axes or not lot.nbytes or not is_there:
+        if not bucket.axes or not bucket.nbytes or not is_there:
             return None
-        rows = first.blocks.count if self.target.on_all else _rows_held(lot, first.grid)
-        return self.buffer(lot, rows, lot.axes)
+        rows = first.blocks.count if self.target.on_all else _rows_held(bucket, first.grid)
+        return self.buffer(bucket, rows, bucket.axes)
 
-    def move(self, lot: Lot) -> None:
-        first = self.first(lot)
+    def move(self, bucket: Bucket) -> None:
+        first = self.first(bucket)
         grid = first.grid
-        if not lot.axes:
-            for piece in lot.pieces if self.target.takes(grid) else ():
-                self.whole[piece.index].copy_(self.helds[piece.index].local)
+        if not bucket.axes:
+            for chunk in bucket.chunks if self.target.takes(grid) else ():
+                self.whole[chunk.index].copy_(self.helds[chunk.index].local)
             return
-        buffer = self._room(lot)
+        buffer = self._room(bucket)
         if buffer is None:
             return
-        own = _row_of(lot, grid) if self.target.on_all else 0
-        row = buffer[own * lot.nbytes : (own + 1) * lot.nbytes]
-        for index, held_at, _, memory in self.parts(lot, grid.place, row):
+        own = _row_of(bucket, grid) if self.target.on_all else 0
+        row = buffer[own * bucket.nbytes : (own + 1) * bucket.nbytes]
+        for index, held_at, _, memory in self.parts(bucket, grid.place, row):
             memory.copy_(self.helds[index].local[held_at])
-        if not _gather_axes(buffer, lot, grid, self.target.on_all):
+        if not _gather_axes(buffer, bucket, grid, self.target.on_all):
             return
-        for row, place in zip(buffer.view(-1, lot.nbytes), first.blocks.places(), strict=True):
-            for index, _, whole_at, memory in self.parts(lot, place, row):
+        for row, place in zip(buffer.view(-1, bucket.nbytes), first.blocks.places(), strict=True):
+            for index, _, whole_at, memory in self.parts(bucket, place, row):
                 self.whole[index][whole_at].copy_(memory)
 
 
-def _row_of(lot: Lot, grid: Grid) -> int:
+def _row_of(bucket: Bucket, grid: Grid) -> int:
     """Return which row of the gathered buffer is this rank's."""
     row = 0
-    for axis in lot.axes:
+    for axis in bucket.axes:
         row = row * grid.counts[axis] + grid.place[axis]
     return row
 
 
-def _rows_held(lot: Lot, grid: Grid) -> int:
-    """Return how many ranks' pieces pass through this rank, to or from the first one.
+def _rows_held(bucket: Bucket, grid: Grid) -> int:
+    """Return how many ranks' chunks pass through this rank, to or from the first one.
 
     The first on the innermost axes collects, or hands out, what their lines hold.
     """
     rows = 1
-    for axis in reversed(lot.axes):
+    for axis in reversed(bucket.axes):
         if grid.place[axis]:
             break
         rows *= grid.counts[axis]
     return rows
 
 
-def _gather_axes(buffer: Tensor, lot: Lot, grid: Grid, on_all: bool) -> bool:
+def _gather_axes(buffer: Tensor, bucket: Bucket, grid: Grid, on_all: bool) -> bool:
     """Fill the rows of a buffer axis by axis, the last first, in place.
 
     Returns True where the result arrives. What is sent and received lies in the buffer, so that
     nothing else is allocated, by gloo neither: its all-gather and gather copy, broadcasts do not.
     """
-    own, nbytes = _row_of(lot, grid) * lot.nbytes, lot.nbytes
-    for index in reversed(lot.axes):
+    own, nbytes = _row_of(bucket, grid) * bucket.nbytes, bucket.nbytes
+    for index in reversed(bucket.axes):
         axis = grid.axes[index]
         if on_all:
             line = axis.size * nbytes
@@ -434,7 +434,7 @@ def _exchange(buffer: Tensor, nbytes: int, axis: MeshAxis, *, to_first: bool) ->
             work.wait()
 
 
-def _make_whole(held: Held, target: Target) -> Tensor:
+def _make_whole(held: LocalShard, target: Target) -> Tensor:
     device = target.device or held.local.device
     return torch.empty_strided(
         held.shape, _dense(held.shape, held.stride), dtype=target.dtype_of(held), device=device
@@ -451,7 +451,9 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def scatter(helds: Sequence[Held], max_nbytes: int, source: Callable[[Held], Tensor]) -> None:
+def scatter(
+    helds: Sequence[LocalShard], max_nbytes: int, source: Callable[[LocalShard], Tensor]
+) -> None:
     """Fill every rank's blocks with the parts of whole tensors that the first rank has.
 
     Collective. ``source`` is called on the first rank only, once for each tensor and batch; what it
@@ -465,42 +467,42 @@ def scatter(helds: Sequence[Held], max_nbytes: int, source: Callable[[Held], Ten
     moves = _Moves(helds, [held.dtype for held in helds])
     for batch in plan(items, max_nbytes):
         wholes: dict[int, Tensor] = {}
-        for lot in batch.lots.values():
-            if moves.first(lot).grid.is_first:
-                for piece in lot.pieces:
-                    if piece.index not in wholes:
-                        wholes[piece.index] = source(helds[piece.index])
-            with named(moves.first(lot).name):
-                _scatter_lot(lot, moves, wholes)
+        for bucket in batch.buckets.values():
+            if moves.first(bucket).grid.is_first:
+                for chunk in bucket.chunks:
+                    if chunk.index not in wholes:
+                        wholes[chunk.index] = source(helds[chunk.index])
+            with named(moves.first(bucket).name):
+                _scatter_lot(bucket, moves, wholes)
 
 
-def _scatter_lot(lot: Lot, moves: _Moves, wholes: dict[int, Tensor]) -> None:
-    first = moves.first(lot)
+def _scatter_lot(bucket: Bucket, moves: _Moves, wholes: dict[int, Tensor]) -> None:
+    first = moves.first(bucket)
     grid = first.grid
     real = [axis for axis, size in enumerate(grid.counts) if size > 1]
-    if lot.nbytes == 0:
+    if bucket.nbytes == 0:
         return
     if not real:
-        for piece in lot.pieces:
-            moves.helds[piece.index].local.copy_(wholes[piece.index])
+        for chunk in bucket.chunks:
+            moves.helds[chunk.index].local.copy_(wholes[chunk.index])
         return
-    others = tuple(axis for axis in real if axis not in lot.axes)
+    others = tuple(axis for axis in real if axis not in bucket.axes)
     is_on_line = grid.is_first_on(others)
-    buffer = moves.buffer(lot, _rows_held(lot, grid) if is_on_line else 1, real)
+    buffer = moves.buffer(bucket, _rows_held(bucket, grid) if is_on_line else 1, real)
     if grid.is_first:
-        for row, place in zip(buffer.view(-1, lot.nbytes), first.blocks.places(), strict=True):
-            for index, _, whole_at, memory in moves.parts(lot, place, row):
+        for row, place in zip(buffer.view(-1, bucket.nbytes), first.blocks.places(), strict=True):
+            for index, _, whole_at, memory in moves.parts(bucket, place, row):
                 memory.copy_(wholes[index][whole_at])
-    for position, index in enumerate(lot.axes) if is_on_line else ():
-        inner = lot.axes[position + 1 :]
+    for position, index in enumerate(bucket.axes) if is_on_line else ():
+        inner = bucket.axes[position + 1 :]
         if grid.is_first_on(inner):
-            nbytes = lot.nbytes * math.prod(grid.counts[axis] for axis in inner)
+            nbytes = bucket.nbytes * math.prod(grid.counts[axis] for axis in inner)
             _exchange(buffer, nbytes, grid.axes[index], to_first=False)
-    own = buffer[: lot.nbytes]
+    own = buffer[: bucket.nbytes]
     for position, index in enumerate(others):
         if grid.is_first_on(others[position + 1 :]):
             axis = grid.axes[index]
             with carrying():
                 dist.broadcast(own, src=axis.global_ranks[0], group=axis.pg)
-    for index, held_at, _, memory in moves.parts(lot, grid.place, own):
+    for index, held_at, _, memory in moves.parts(bucket, grid.place, own):
         moves.helds[index].local[held_at].copy_(memory)

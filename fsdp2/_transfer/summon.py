@@ -29,7 +29,7 @@ from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import Unit, unit_of
 from fsdp2._param_group.param import SUMMONED, OwnerMark, Site
-from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, Held, Target, gather
+from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, LocalShard, Target, gather
 
 WHO = "summon_full_params"
 
@@ -41,7 +41,7 @@ class _Summoned:
     name: str
     sharded: nn.Parameter
     sites: list[Site]
-    held: Held
+    held: LocalShard
     whole: nn.Parameter | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -253,7 +253,7 @@ def _gather(
             item.whole.grad = tensor
 
 
-def _received(helds: list[Held], target: Target, grids: Grids) -> list[tuple[int, Tensor]]:
+def _received(helds: list[LocalShard], target: Target, grids: Grids) -> list[tuple[int, Tensor]]:
     with contextlib.closing(gather(helds, STAGED_NBYTES, target, grids.main, WHO)) as tensors:
         return [(index, tensor) for index, tensor in tensors if tensor is not None]
 

@@ -54,7 +54,7 @@ class IncompatibleKeys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Told:
+class StateManifest:
     """What the rank that has a full state tells the others about it."""
 
     model: dict[str, tuple[int, ...] | None]
@@ -65,7 +65,7 @@ class Told:
 # 1. Compare.
 
 
-def tell(what: str, state: Any) -> Told:
+def tell(what: str, state: Any) -> StateManifest:
     """Describe the model's part of a state.
 
     Raises:
@@ -84,7 +84,7 @@ def tell(what: str, state: Any) -> Told:
             shapes[clean(name)] = tuple(value.shape)
         else:
             extra[clean(name)] = value
-    return Told(shapes, extra)
+    return StateManifest(shapes, extra)
 
 
 def optimizer_part(
@@ -133,7 +133,11 @@ def refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
 
 
 def compare(
-    what: str, told: Told, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], strict: bool
+    what: str,
+    told: StateManifest,
+    tensors: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
+    strict: bool,
 ) -> IncompatibleKeys:
     """Compare a state that is to be loaded with the model. A tie needs one of its names.
 

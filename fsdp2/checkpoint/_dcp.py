@@ -34,8 +34,8 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.names import clean, named_parameters
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
-from fsdp2._transfer.redistribute import Grids, Held
-from fsdp2.checkpoint._change import Told, by_name
+from fsdp2._transfer.redistribute import Grids, LocalShard
+from fsdp2.checkpoint._change import StateManifest, by_name
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2.checkpoint._load import Source, load_full
 from fsdp2.checkpoint._optimizer_state import map_state
@@ -329,7 +329,7 @@ class _Content(Source):
         self._in_optimizer: dict[str, Entry] = {}
         self.extra: Any = None
 
-    def describe(self, extra: Mapping[str, Any]) -> Told:
+    def describe(self, extra: Mapping[str, Any]) -> StateManifest:
         own = self._in_model
         shapes = {n: e[0].shape for n, e in own.items() if _is_one(e) and not is_extra(n)}
         objects = {
@@ -341,9 +341,9 @@ class _Content(Source):
         if self._optimizer is not None:
             named = self._optimizer_state(self._model, self._optimizer)
         self.extra = self._beside()
-        return Told(shapes, objects, named)
+        return StateManifest(shapes, objects, named)
 
-    def fill(self, what: str, held: Held, in_optimizer: bool) -> None:
+    def fill(self, what: str, held: LocalShard, in_optimizer: bool) -> None:
         name = held.name
         entry = self._in_optimizer[name] if in_optimizer else self._in_model[name][0]
         self._reader.fill(entry, held.own, held.local)

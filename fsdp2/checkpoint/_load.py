@@ -24,10 +24,10 @@ from fsdp2._base.names import clean, cleaned, named_parameters
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import original_buffers
-from fsdp2._transfer.redistribute import Grids, Held, scatter
+from fsdp2._transfer.redistribute import Grids, LocalShard, scatter
 from fsdp2.checkpoint._change import (
     IncompatibleKeys,
-    Told,
+    StateManifest,
     change,
     check_optimizer,
     chosen,
@@ -98,7 +98,7 @@ class Source:
 
     is_in_memory = False
 
-    def describe(self, extra: Mapping[str, Any]) -> Told:
+    def describe(self, extra: Mapping[str, Any]) -> StateManifest:
         """Tell what there is; ``extra`` has the extra states of the model, by name."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class Source:
         """Return a whole value."""
         raise NotImplementedError
 
-    def fill(self, what: str, held: Held, in_optimizer: bool) -> None:
+    def fill(self, what: str, held: LocalShard, in_optimizer: bool) -> None:
         """Fill this rank's part of a tensor."""
         value = self.read(held.name, in_optimizer)
         require_representable(what, held.name, value, held.dtype)
@@ -126,7 +126,7 @@ class _Given(Source):
             not isinstance(state, Mapping) or type(state.get("model")) in PLAIN_DICTS
         )
 
-    def describe(self, extra: Mapping[str, Any]) -> Told:
+    def describe(self, extra: Mapping[str, Any]) -> StateManifest:
         told = tell("load_full_state", self._state)
         self._names = {clean(name): name for name in self._state["model"]}
         if self._optimizer is None:
@@ -162,7 +162,7 @@ def load_full(
         tensors, extra = model_tensors(model)
         grids = Grids([*tensors.values()])
         has_state = grids.main.is_first or not from_rank0
-        told: Told | None = None
+        told: StateManifest | None = None
         with grids.main.together(what):
             told = source.describe(extra) if has_state else None
         if from_rank0:
@@ -178,7 +178,7 @@ def load_full(
             for name, tensor in own.items() if has_state and is_in_memory else ():
                 require_representable(what, name, source.read(name, False), tensor.dtype)
 
-        def fill(helds: list[Held], in_optimizer: bool) -> None:
+        def fill(helds: list[LocalShard], in_optimizer: bool) -> None:
             if from_rank0:
                 _scatter(what, grids, helds, max_bytes, source, in_optimizer)
                 return
@@ -215,7 +215,7 @@ def load_full(
 def _scatter(
     what: str,
     grids: Grids,
-    helds: list[Held],
+    helds: list[LocalShard],
     max_bytes: int,
     source: Source,
     in_optimizer: bool,
@@ -223,7 +223,7 @@ def _scatter(
     """Fill shards; what reading a tensor raises is raised on all ranks, once nothing travels."""
     error: Exception | None = None
 
-    def read(held: Held) -> Tensor:
+    def read(held: LocalShard) -> Tensor:
         nonlocal error
         try:
             value = source.read(held.name, in_optimizer)
@@ -240,11 +240,11 @@ def _scatter(
 
 def _optimizer_rooms(
     what: str, model: nn.Module, optimizer: Optimizer, told: dict[str, Any], grids: Grids
-) -> tuple[dict[str, Any], list[Held]]:
+) -> tuple[dict[str, Any], list[LocalShard]]:
     """Return the optimizer's state under names with placed and empty tensors for those on meta."""
     params = named_parameters(model)
     now, numbers = optimizer.state, numbers_of(optimizer)
-    helds: list[Held] = []
+    helds: list[LocalShard] = []
 
     def make_room(name: str, key: str, value: Tensor) -> Tensor:
         if not value.is_meta:
@@ -321,7 +321,7 @@ def _load_parts(
             given = cleaned(state["model"])
             layout = cleaned(state.get("layout", {})) if is_local else {}
             shapes = dict.fromkeys(told.model) if is_local else told.model
-            keys = compare(what, Told(shapes, told.extra), tensors, extra, strict)
+            keys = compare(what, StateManifest(shapes, told.extra), tensors, extra, strict)
             for name, own in chosen(told.model, tensors).items():
                 value = given[name]
                 if is_local:
@@ -342,7 +342,7 @@ def _load_parts(
 
 
 def _require_same_place(
-    what: str, name: str, held: Held, layout: Mapping[str, Any], value: Tensor
+    what: str, name: str, held: LocalShard, layout: Mapping[str, Any], value: Tensor
 ) -> None:
     """Raise ConfigError if a rank's part was another one, or another shape than its layout says."""
     here = (held.shape, held.own.starts, held.own.sizes)

@@ -30,7 +30,7 @@ from fsdp2._base.names import clean
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._transfer.redistribute import Grids, Target
-from fsdp2.checkpoint._change import IncompatibleKeys, Told
+from fsdp2.checkpoint._change import IncompatibleKeys, StateManifest
 from fsdp2.checkpoint._checksums import sum_of_tensor
 from fsdp2.checkpoint._load import Source, load_full
 from fsdp2.checkpoint._publish import Workspace, exclusive, file_in, plain_name, sync
@@ -296,7 +296,7 @@ class _Files(Source, contextlib.ExitStack):
         self._files: dict[str, tuple[Any, str]] = {}  # by clean name
         self._sums: dict[str, int] = {}
 
-    def describe(self, extra: Mapping[str, Any]) -> Told:
+    def describe(self, extra: Mapping[str, Any]) -> StateManifest:
         """Open the files and return the shapes of their tensors.
 
         Raises:
@@ -331,7 +331,7 @@ class _Files(Source, contextlib.ExitStack):
                 f"{index.weight_map[wrong[0]]}, which does not have it. Take another checkpoint; "
                 "nothing was changed."
             )
-        return Told(shapes)
+        return StateManifest(shapes)
 
     def _take_sums(self, file: Any, save: str | None) -> None:
         text = (file.metadata() or {}).get(OURS)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp2._base import torch_tensors
-from fsdp2.optim._runs import Plan, Run
+from fsdp2.optim._runs import Run, StepPlan
 
 VARIANTS = (torch.optim.Adam, torch.optim.AdamW)
 """The classes whose fused step is this kernel."""
@@ -34,7 +34,7 @@ class FusedAdam:
         self._counters = [self._counter] * len(runs)
 
     @staticmethod
-    def of(plan: Plan, group: dict[str, Any]) -> FusedAdam | None:
+    def of(plan: StepPlan, group: dict[str, Any]) -> FusedAdam | None:
         """Return what steps the plan's runs in one call; None if they have to step by the class."""
         if not _suits(group) or plan.plain or not plan.runs:
             return None

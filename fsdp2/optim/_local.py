@@ -22,7 +22,7 @@ from fsdp2._base import torch_dtensor, torch_tensors
 from fsdp2._base.arguments import check_flag, check_function, translated, wrong_type
 from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
 from fsdp2.optim._fused import VARIANTS, FusedAdam
-from fsdp2.optim._runs import Plan, Table
+from fsdp2.optim._runs import StepPlan, Table
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -119,7 +119,7 @@ class LocalOptimizer:
 
     _plain_class: type[Optimizer]
     _table: Table
-    _plans: list[Plan] | None
+    _plans: list[StepPlan] | None
     _kernels: list[FusedAdam]
     _inside: Table | None
     _known: set[int]
@@ -251,7 +251,7 @@ class LocalOptimizer:
             for alike in torch_tensors.by_kind(strided).values():
                 torch_tensors.zero_all_(alike)
 
-    def _step_with(self, plans: list[Plan], groups: Groups, grads: list[Tensor]) -> None:
+    def _step_with(self, plans: list[StepPlan], groups: Groups, grads: list[Tensor]) -> None:
         """Run the class's own step on local tensors that have these gradients."""
         targets = [t for plan in plans for t in plan.targets[: len(plan.runs)]]
         try:
@@ -262,7 +262,7 @@ class LocalOptimizer:
             for target in targets:  # [Note: reused gradients]
                 target.grad = None
 
-    def _step_fused(self, plans: list[Plan], groups: Groups, grads: list[Tensor]) -> bool:
+    def _step_fused(self, plans: list[StepPlan], groups: Groups, grads: list[Tensor]) -> bool:
         """Step by one kernel call a param group, if the class would do the same; or return False.
 
         ``GradScaler`` hands a fused optimizer ``grad_scale`` and ``found_inf``, as attributes.
@@ -288,7 +288,7 @@ class LocalOptimizer:
             kernel.step(own, group)
         return True
 
-    def _plan(self, groups: Groups) -> tuple[list[Plan], list[Tensor]]:
+    def _plan(self, groups: Groups) -> tuple[list[StepPlan], list[Tensor]]:
         """Return plans and the gradient of each run; plan again if they do not hold any more."""
         if self._plans is not None and len(self._plans) == len(groups):
             grads: list[Tensor] = []
@@ -304,17 +304,17 @@ class LocalOptimizer:
         plans, grads = [], []
         for group in groups:
             granule = functools.partial(_granule, bool(group.get("fused")))
-            plan = Plan(group["params"], self._table, granule, self._known)
+            plan = StepPlan(group["params"], self._table, granule, self._known)
             own = plan.gradients(group["params"])
             if own is None:  # gradients that must be redistributed
-                plan = Plan(group["params"], self._table, lambda _: 0, self._known)
+                plan = StepPlan(group["params"], self._table, lambda _: 0, self._known)
                 own = plan.loose_gradients()
             plans.append(plan)
             grads += own
         self._plans, self._known = plans, set()
         return plans, grads
 
-    def _step_inside(self, plans: list[Plan], groups: Groups) -> None:
+    def _step_inside(self, plans: list[StepPlan], groups: Groups) -> None:
         """Run the class's own step with local tensors in the place of parameters."""
         inside: Table = defaultdict(dict)
         own_groups = []

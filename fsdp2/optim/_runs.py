@@ -33,7 +33,7 @@ from fsdp2._base import torch_dtensor
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._param_group import packing
 from fsdp2._param_group.gradient_buffer import GradientBuffer
-from fsdp2._param_group.param import OwnerMark, Piece
+from fsdp2._param_group.param import OwnerMark, Span
 
 State = dict[str, Any]
 Table = dict[Tensor, State]
@@ -65,21 +65,21 @@ class Member:
 
     param: DTensor
     local: Tensor
-    piece: Piece | None
+    span: Span | None
     entry: State
 
     @staticmethod
     def of(param: DTensor, table: Table) -> Member:
         local = torch_dtensor.local_tensor(param)
         owner = OwnerMark.owner_of(param)
-        piece = None
+        span = None
         if owner is not None and owner.local is local and not local.is_meta:
-            piece = owner.piece
-        return Member(param, local, piece, table.get(param, {}))
+            span = owner.span
+        return Member(param, local, span, table.get(param, {}))
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        return (0, 0) if self.piece is None else (self.piece.flat.data_ptr(), self.piece.start)
+        return (0, 0) if self.span is None else (self.span.flat.data_ptr(), self.span.start)
 
     def local_gradient(self) -> Tensor:
         """Return the local gradient, placed as the parameter is."""
@@ -120,15 +120,15 @@ class Run:
             self.tensor = members[0].local.new_empty(0)
             return
         first, last = members[self.filled[0]], members[self.filled[-1]]
-        assert first.piece is not None
+        assert first.span is not None
         itemsize = first.local.dtype.itemsize
         for index in self.filled:
-            piece = members[index].piece
-            assert piece is not None
-            self.starts[index] = (piece.start - first.piece.start) // itemsize
+            span = members[index].span
+            assert span is not None
+            self.starts[index] = (span.start - first.span.start) // itemsize
         numel = self.starts[self.filled[-1]] + last.local.numel()
         self.tensor = packing.typed(
-            first.piece.flat, first.piece.start, numel, first.local.dtype
+            first.span.flat, first.span.start, numel, first.local.dtype
         ).detach()
 
     def _adopt(self, value: Any) -> Any:
@@ -265,7 +265,7 @@ class _Seen:
         return joined
 
 
-class Plan:
+class StepPlan:
     """The runs of one param group, for parameters of which the same ones have gradients."""
 
     def __init__(
@@ -359,9 +359,9 @@ def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
     for member in members:
         mine = _signature(member)
         grad = member.local_gradient()
-        piece, local = member.piece, member.local
+        span, local = member.span, member.local
         fits = (
-            piece is not None
+            span is not None
             and mine is not None
             and grad.is_contiguous()
             and grad.dtype is local.dtype
@@ -371,7 +371,7 @@ def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
             chains.append([member])
             signature = None
             continue
-        assert piece is not None
+        assert span is not None
         start = grad.data_ptr()
         storage = grad.untyped_storage().data_ptr()
         previous = chains[-1][-1] if chains and signature is not None else None
@@ -387,18 +387,18 @@ def _chain(members: Iterable[Member], granule: Granule) -> list[list[Member]]:
             grad_end = None
         signature = mine
         if local.numel():
-            grad_end = (storage, start + piece.nbytes)
+            grad_end = (storage, start + span.nbytes)
         elif grad_end is not None:
-            grad_end = (grad_end[0], grad_end[1] + piece.nbytes)
+            grad_end = (grad_end[0], grad_end[1] + span.nbytes)
     return chains
 
 
 def _follows(previous: Member, member: Member, granule: Granule) -> bool:
-    """True if a member's piece is right behind another's, and one kernel may cover both."""
-    before, piece = previous.piece, member.piece
-    if before is None or piece is None or before.flat is not piece.flat:
+    """True if a member's span is right behind another's, and one kernel may cover both."""
+    before, span = previous.span, member.span
+    if before is None or span is None or before.flat is not span.flat:
         return False
-    if before.start + before.nbytes != piece.start or previous.local.dtype != member.local.dtype:
+    if before.start + before.nbytes != span.start or previous.local.dtype != member.local.dtype:
         return False
     step = granule(previous.local)
     if step == 0:

@@ -41,7 +41,7 @@ def large_from(nbytes: int, max_ranks: int = gloo_p2p.MAX_RANKS) -> Iterator[Non
         yield
 
 
-def straight(pair: Pair, nbytes: int | None = 1) -> Pair:
+def zero_copy(pair: Pair, nbytes: int | None = 1) -> Pair:
     pair.model.set_copy_free_min_bytes(nbytes)
     return pair
 
@@ -93,24 +93,24 @@ class Wide(nn.Module):
 @ranks(slow(2), 3)
 def test_trains_with_every_parameter_by_itself(name: str) -> None:
     """Rows that divide evenly and rows that do not, through the backend's collectives and ours."""
-    straight(Pair(name)).train(steps=2)
+    zero_copy(Pair(name)).train(steps=2)
     with large_from(1):
-        straight(Pair(name)).train(steps=2)
+        zero_copy(Pair(name)).train(steps=2)
 
 
 @pytest.mark.parametrize("resharding", [slow(True), slow(False), 2])
 @ranks(4)
 def test_trains_on_more_ranks(resharding: bool | int) -> None:
     with large_from(1):
-        straight(Pair("stack", reshard_after_forward=resharding)).train(steps=2)
-        straight(Pair("nested_units", mesh=make_mesh(2, 2))).train(steps=2)
+        zero_copy(Pair("stack", reshard_after_forward=resharding)).train(steps=2)
+        zero_copy(Pair("nested_units", mesh=make_mesh(2, 2))).train(steps=2)
 
 
 @ranks(4)
 def test_many_ranks_exchange_in_one_operation() -> None:
     """What more ranks than send one by one do: an all-to-all."""
     with large_from(1, max_ranks=1):
-        straight(Pair("stack")).train(steps=2)
+        zero_copy(Pair("stack")).train(steps=2)
         Pair("few_rows").train(steps=2)
 
 
@@ -119,7 +119,7 @@ def test_many_ranks_exchange_in_one_operation() -> None:
 @ranks(exhaustive(2), 3, exhaustive(4))
 def test_every_case_with_every_parameter_by_itself(name: str) -> None:
     with large_from(1):
-        straight(Pair(name)).train(steps=2)
+        zero_copy(Pair(name)).train(steps=2)
 
 
 @ranks(2, 3)
@@ -164,7 +164,7 @@ def test_mixed_precision_and_accumulation() -> None:
 @ranks(4)
 def test_partly_reduced_gradients_survive_a_change_of_the_wire() -> None:
     """Sums over shards that wait for the replicas are put where the new plan expects them."""
-    pair = straight(Pair("stack", mesh=make_mesh(2, 2)))
+    pair = zero_copy(Pair("stack", mesh=make_mesh(2, 2)))
     for micro in range(3):
         pair.model.set_requires_all_reduce(micro == 2)
         if micro == 1:
@@ -238,7 +238,7 @@ def test_collectives_of_the_users_own_get_everything_in_one() -> None:
             self.sizes.append(input_tensor.numel())
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
-    pair = straight(Pair("stack"))
+    pair = zero_copy(Pair("stack"))
     pair.train(steps=1)
     pair.model.set_custom_all_gather(Gather())
     pair.train(steps=1)
@@ -330,9 +330,9 @@ def out_of_step(way: str, steps: int, rank: int) -> None:
 def test_copies_keep_the_choice() -> None:
     import copy
 
-    model = straight(Pair("stack")).model
+    model = zero_copy(Pair("stack")).model
     model.set_gradient_wire_dtype(torch.bfloat16)
     other = copy.deepcopy(model)
     unit = fsdp2.fully_shard.state(other)
-    assert unit.own_groups[0].wire.straight_nbytes == 1
+    assert unit.own_groups[0].wire.zero_copy_nbytes == 1
     assert unit.own_groups[0].wire.gradient_dtype == torch.bfloat16

@@ -425,7 +425,7 @@ def test_ranks_choose_blocks_of_replicas(rank: int) -> None:
 @pytest.mark.parametrize("nested", with_slow([False, True], [True]))
 @ranks(2, limit_s=30)
 def test_ranks_choose_checkpointed_blocks(nested: bool, rank: int) -> None:
-    """With activation checkpointing of each block: its recomputation is governed too."""
+    """With activation checkpointing of each block: the unit above gathers for recomputation too."""
     Chosen(checkpointed=True, nested=nested).train(rank)
 
 

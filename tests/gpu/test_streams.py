@@ -42,14 +42,14 @@ LOOPBACKS: dict[str, dict[str, Any]] = {
 }
 
 
-def simulate(name: str, straight_nbytes: int | None = None) -> LoopbackGroup:
+def simulate(name: str, zero_copy_nbytes: int | None = None) -> LoopbackGroup:
     torch.manual_seed(5)
     module = Blob().to(here())
     return LoopbackGroup(
         module,
         device=str(here()),
         streams=streams_for(here()),
-        straight_nbytes=straight_nbytes,
+        zero_copy_nbytes=zero_copy_nbytes,
         **LOOPBACKS[name],
     )
 
@@ -183,12 +183,12 @@ def test_one_kernel_packs_the_gradients_of_a_group(name: str) -> None:
     assert len(packs) == len(ranks.groups), packs
 
 
-@pytest.mark.parametrize("straight_nbytes", [1, 100_000])
+@pytest.mark.parametrize("zero_copy_nbytes", [1, 100_000])
 @pytest.mark.usefixtures("four_ranks")
-def test_straight_parameters_are_whole_however_busy_compute_is(straight_nbytes: int) -> None:
-    ranks = simulate("three ranks", straight_nbytes)
+def test_zero_copy_parameters_are_whole_however_busy_compute_is(zero_copy_nbytes: int) -> None:
+    ranks = simulate("three ranks", zero_copy_nbytes)
     assert ranks.groups[0].home_buffer is not None
-    assert ranks.groups[0].home_buffer.layout.straight
+    assert ranks.groups[0].home_buffer.layout.zero_copy
     for _ in range(3):
         order_gathers(ranks)
         keep_compute_busy()

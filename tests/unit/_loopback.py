@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2._base.capabilities import STRAIGHT_NBYTES
+from fsdp2._base.capabilities import ZERO_COPY_NBYTES
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._comm.collectives import Wire as Sender
 from fsdp2._comm.collectives import _joined
@@ -229,14 +229,14 @@ class LoopbackGroup:
         placement_fn: Callable[[nn.Parameter], Any] | None = None,
         device: str = "cpu",
         streams: Streams | None = None,
-        straight_nbytes: int | None = STRAIGHT_NBYTES,
+        zero_copy_nbytes: int | None = ZERO_COPY_NBYTES,
     ) -> None:
         self.original = module
         self.settings = Settings()
         self.modules: list[nn.Module] = []
         self.groups: list[ParamGroup] = []
         comm = LoopbackComm()
-        comm.straight_nbytes = straight_nbytes
+        comm.zero_copy_nbytes = zero_copy_nbytes
         for data in data_meshes(shard, replicate, device):
             own = copy.deepcopy(module)
             group = ParamGroup(data, policy, data.device)

@@ -81,5 +81,5 @@ def specs(draw: st.DrawFn, *, differentiable: bool = False) -> Spec:
 
 groups_of_specs = st.lists(specs(), min_size=1, max_size=5)
 
-straight_sizes = st.sampled_from([None, 1, 40, 400])
+zero_copy_sizes = st.sampled_from([None, 1, 40, 400])
 """Bytes from which a parameter travels by itself; None: none does."""

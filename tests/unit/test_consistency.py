@@ -20,7 +20,7 @@ from fsdp2._comm.consistency import (
     Agreement,
     Operation,
     Sent,
-    Traits,
+    Signature,
     code_of,
     digits_of,
     last_word,
@@ -64,7 +64,7 @@ def knowing(agreement: Recorded, count: int = 3) -> list[int]:
     numbers = [agreement.number(f"unit {index} (all-gather)") for index in range(count)]
     for number in numbers:
         known: Any = (number, "gather", (8,), torch.float32, torch.float32, 0, lambda: None)
-        agreement.know(Operation(*known))
+        agreement.register(Operation(*known))
     return numbers
 
 
@@ -238,7 +238,7 @@ def test_of_three_ranks_a_sum_tells_that_one_differs() -> None:
 
 def numbered(number: int, **changes: Any) -> int:
     given: dict[str, Any] = {"members": (1, 2), "alone": 3, "dtypes": (torch.float32,) * 2}
-    return number | Traits(**(given | {"is_custom": False} | changes)).bits << NUMBER_BITS
+    return number | Signature(**(given | {"is_custom": False} | changes)).bits << NUMBER_BITS
 
 
 def test_every_trait_has_bits_of_its_own() -> None:

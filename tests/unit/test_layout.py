@@ -21,7 +21,7 @@ from fsdp2._param_group.layout import (
     full_nbytes,
 )
 from tests.unit._loopback import chunk_of
-from tests.unit._strategies import Spec, groups_of_specs, rank_counts, specs, straight_sizes
+from tests.unit._strategies import Spec, groups_of_specs, rank_counts, specs, zero_copy_sizes
 
 
 def plain(shape: tuple[int, ...], size: int, dim: int | None = 0) -> ShardLayout:
@@ -52,7 +52,7 @@ def test_shards_are_torchs_chunks(spec: Spec, size: int) -> None:
 def test_a_piece_holds_any_shard_and_the_largest_exactly(spec: Spec, size: int) -> None:
     layout = spec.over(size)
     shards = [math.prod(layout.shard_shape(rank)) for rank in range(size)]
-    assert layout.piece_numel == max(shards) == math.prod(layout.piece_shape)
+    assert layout.padded_numel == max(shards) == math.prod(layout.padded_shape)
     assert layout.is_replicated == (spec.dim is None)
     assert sum(shards) == layout.numel * (size if spec.dim is None else 1)
 
@@ -69,7 +69,7 @@ def test_a_piece_holds_any_shard_and_the_largest_exactly(spec: Spec, size: int) 
 def test_rows_by_example(shape: tuple[int, ...], size: int, rows: list[int]) -> None:
     layout = plain(shape, size)
     assert [layout.rows(rank) for rank in range(size)] == rows
-    assert layout.piece_shape == (rows[0], *shape[1:])
+    assert layout.padded_shape == (rows[0], *shape[1:])
 
 
 @given(st.lists(st.integers(0, 13), max_size=4))
@@ -102,26 +102,26 @@ def assert_disjoint(ranges: list[tuple[int, int]], nbytes: int) -> None:
     assert end <= nbytes, "a parameter ends behind the buffer"
 
 
-@given(groups_of_specs, rank_counts, straight_sizes)
+@given(groups_of_specs, rank_counts, zero_copy_sizes)
 def test_offsets_are_aligned_disjoint_and_inside(
-    group: list[Spec], size: int, straight: int | None
+    group: list[Spec], size: int, zero_copy: int | None
 ) -> None:
     items = [spec.item(size) for spec in group]
-    layout = GatherLayout.plan(items, size, (), straight)
+    layout = GatherLayout.plan(items, size, (), zero_copy)
     shard, send, full = [], [], []
     for index, item in enumerate(items):
-        numel = item.shard.piece_numel
+        numel = item.shard.padded_numel
         start = layout.shard_offsets[index]
         assert start % item.storage_dtype.itemsize == 0
         shard.append((start, start + numel * item.storage_dtype.itemsize))
         start = layout.send_offsets[index]
         assert start % item.compute_dtype.itemsize == 0
-        assert layout.piece_nbytes(index) == numel * item.compute_dtype.itemsize
-        send.append((start, start + layout.piece_nbytes(index)))
+        assert layout.padded_nbytes(index) == numel * item.compute_dtype.itemsize
+        send.append((start, start + layout.padded_nbytes(index)))
         if not item.shard.is_replicated:
             assert send[-1][1] <= layout.gather_nbytes, "a sharded piece is not sent"
             is_inside = send[-1][1] <= layout.packed_nbytes
-            assert is_inside != (index in layout.straight) or not numel
+            assert is_inside != (index in layout.zero_copy) or not numel
         start = layout.full_offsets[index]
         assert start % ALIGN_NBYTES == 0
         full.append((start, start + full_nbytes(item)))
@@ -130,12 +130,12 @@ def test_offsets_are_aligned_disjoint_and_inside(
     assert_disjoint(full, layout.full_nbytes)
 
 
-@given(groups_of_specs, rank_counts, straight_sizes)
+@given(groups_of_specs, rank_counts, zero_copy_sizes)
 def test_what_is_sent_divides_into_the_wires_elements(
-    group: list[Spec], size: int, straight: int | None
+    group: list[Spec], size: int, zero_copy: int | None
 ) -> None:
     items = [spec.item(size) for spec in group]
-    layout = GatherLayout.plan(items, size, (), straight)
+    layout = GatherLayout.plan(items, size, (), zero_copy)
     wire = layout.wire_dtype
     assert layout.gather_nbytes % wire.itemsize == 0
     sharded = {i.compute_dtype for i in items if not i.shard.is_replicated}
@@ -148,14 +148,14 @@ def test_what_is_sent_divides_into_the_wires_elements(
         assert layout.gather_nbytes == 0
 
 
-@given(groups_of_specs, rank_counts, straight_sizes)
+@given(groups_of_specs, rank_counts, zero_copy_sizes)
 def test_segments_cover_every_piece_once(
-    group: list[Spec], size: int, straight: int | None
+    group: list[Spec], size: int, zero_copy: int | None
 ) -> None:
     items = [spec.item(size) for spec in group]
-    layout = GatherLayout.plan(items, size, (), straight)
+    layout = GatherLayout.plan(items, size, (), zero_copy)
     assert sorted(layout.order) == list(range(len(items)))
-    assert sum(s.numel for s in layout.segments) == sum(i.shard.piece_numel for i in items)
+    assert sum(s.numel for s in layout.segments) == sum(i.shard.padded_numel for i in items)
     for segment in layout.segments:
         assert segment.shard_start % ALIGN_NBYTES == 0
         assert segment.send_start % ALIGN_NBYTES == 0
@@ -166,7 +166,7 @@ def test_segments_cover_every_piece_once(
             for s in layout.segments
             if (s.storage_dtype, s.compute_dtype) == dtypes
             and s.shard_start <= layout.shard_offsets[index]
-            and layout.shard_offsets[index] + item.shard.piece_numel * dtypes[0].itemsize
+            and layout.shard_offsets[index] + item.shard.padded_numel * dtypes[0].itemsize
             <= s.shard_start + s.numel * dtypes[0].itemsize
         ]
         assert inside, f"no segment casts item {index}"
@@ -182,7 +182,7 @@ def test_full_buffer_has_room_for_the_padding(group: list[Spec], size: int) -> N
         room = full_nbytes(item) // item.compute_dtype.itemsize
         assert room >= item.shard.numel
         if item.shard.is_rank_major:
-            assert room >= size * item.shard.piece_numel
+            assert room >= size * item.shard.padded_numel
         assert room <= item.shard.numel + size * math.prod(item.shard.shape[1:])
 
 
@@ -244,7 +244,7 @@ def test_reduce_layout_places_members_behind_each_other(group: list[Spec], size:
         assert start == end
         is_small = shard.numel * size <= MAX_SLOTTED_NUMEL
         assert layout.slotted[position] == (shard.is_replicated and size > 1 and is_small)
-        end += shard.piece_numel * (size if layout.slotted[position] else 1)
+        end += shard.padded_numel * (size if layout.slotted[position] else 1)
         assert layout.width(position) == end - start
     assert layout.tail_start == end
     assert layout.numel == end + len(members)

@@ -18,8 +18,8 @@ from tests.unit._strategies import (
     groups_of_specs,
     rank_counts,
     specs,
-    straight_sizes,
     whole_numbers,
+    zero_copy_sizes,
 )
 
 CPU = torch.device("cpu")
@@ -52,15 +52,15 @@ def send_buffers(buffers: list[Tensor], layout: GatherLayout) -> list[Tensor]:
 
 
 def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout, apart: bool) -> None:
-    """Do what a gather does: one collective, or one for each straight piece too."""
+    """Do what a gather does: one collective, or one for each zero-copy piece too."""
     packed = layout.packed if apart else layout.whole
     targets = packing.gather_targets(full, layout, packed.order)
     parts = [send[: packed.nbytes].view(layout.wire_dtype) for send in sends]
     packing.unpack(torch.stack(parts), layout, packed, targets)
-    straight = layout.straight if apart else ()
-    landing = packing.gather_targets(full, layout, straight)
-    for index, target in zip(straight, landing, strict=True):
-        start, nbytes = layout.send_offsets[index], layout.piece_nbytes(index)
+    zero_copy = layout.zero_copy if apart else ()
+    landing = packing.gather_targets(full, layout, zero_copy)
+    for index, target in zip(zero_copy, landing, strict=True):
+        start, nbytes = layout.send_offsets[index], layout.padded_nbytes(index)
         pieces = [send[start : start + nbytes].view(layout.wire_dtype) for send in sends]
         target.copy_(torch.stack(pieces))
     replicated = packing.gather_targets(full, layout, layout.replicated)
@@ -70,13 +70,13 @@ def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout, apa
 # --- gather ---------------------------------------------------------------------------------------
 
 
-@given(groups_of_specs, rank_counts, st.integers(0, 99), straight_sizes, st.booleans())
+@given(groups_of_specs, rank_counts, st.integers(0, 99), zero_copy_sizes, st.booleans())
 def test_gathered_parameters_are_the_original_ones(
-    group: list[Spec], size: int, seed: int, straight: int | None, apart: bool
+    group: list[Spec], size: int, seed: int, zero_copy: int | None, apart: bool
 ) -> None:
     """Values bit for bit, dtypes as computed, strides as they were, on every rank."""
     wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
-    layout = GatherLayout.plan([spec.item(size) for spec in group], size, (), straight)
+    layout = GatherLayout.plan([spec.item(size) for spec in group], size, (), zero_copy)
     sends = send_buffers(shard_buffers(wholes, layout), layout)
     for rank in {0, size - 1}:
         full = garbage(layout.full_nbytes)
@@ -186,8 +186,8 @@ def pack(
         counts = packing.tail_without(counts, absent, layout)
     packed = torch.full((layout.size, layout.packed_numel), math.nan, dtype=layout.dtype)
     packing.pack_gradients(grads, layout, rank, counts, packed)
-    straight = packing.straight_gradients(grads, layout, CPU)
-    return torch.cat([*(grad.view(layout.size, -1) for grad in straight), packed], 1)
+    zero_copy = packing.zero_copy_gradients(grads, layout, CPU)
+    return torch.cat([*(grad.view(layout.size, -1) for grad in zero_copy), packed], 1)
 
 
 @st.composite
@@ -209,16 +209,16 @@ def reductions(
     return group, grad_dtype, reduce_dtype, size, present
 
 
-@given(reductions(), straight_sizes)
+@given(reductions(), zero_copy_sizes)
 def test_reduced_gradients_are_chunks_of_the_sum(
     drawn: tuple[list[Spec], torch.dtype, torch.dtype, int, list[list[bool]]],
-    straight: int | None,
+    zero_copy: int | None,
 ) -> None:
     group, grad_dtype, reduce_dtype, size, present = drawn
     shards = [spec.over(size) for spec in group]
     members = range(len(group))
-    straight = straight if grad_dtype == reduce_dtype else None
-    layout = ReduceLayout.plan(members, shards, size, reduce_dtype, straight_nbytes=straight)
+    zero_copy = zero_copy if grad_dtype == reduce_dtype else None
+    layout = ReduceLayout.plan(members, shards, size, reduce_dtype, zero_copy_nbytes=zero_copy)
     grads = [
         [whole_numbers(spec.shape, grad_dtype, 100 * rank + i) for i, spec in enumerate(group)]
         for rank in range(size)
