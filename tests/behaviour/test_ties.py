@@ -11,7 +11,18 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from tests._models import CASES, Case, Stack, blocks_and_head, each_block, floats, seeded, tokens
+from fsdp2._base.events import listen
+from tests._models import (
+    CASES,
+    WIDTH,
+    Case,
+    Stack,
+    blocks_and_head,
+    each_block,
+    floats,
+    seeded,
+    tokens,
+)
 from tests._parity import Pair, assert_same, names_of
 from tests._pool import ranks
 from tests._slow import with_slow
@@ -121,6 +132,25 @@ def test_three_names_in_three_groups() -> None:
     assert len(ties(pair.model)) == 1
     assert len(next(iter(ties(pair.model)))) == 4
     pair.train()
+
+
+@ranks(2)
+def test_a_unit_that_gives_all_it_has_up_gathers_nothing() -> None:
+    """The root takes the one weight of two layers, each of which is a unit."""
+
+    def build() -> nn.Module:
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)]
+        layers[1].weight = layers[0].weight
+        return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+
+    pair = Pair(Case(build, list, floats))
+    units = [fsdp2.fully_shard.state(layer) for layer in pair.model]
+    assert [len(unit.own_groups) for unit in units] == [0, 0, 1]
+    pair.train(steps=2)
+    gathers = []
+    with listen(lambda event: gathers.append(event.fqn) if event.kind == "unshard" else None):
+        pair.backward()
+    assert sorted(set(gathers)) == ["", "2"]
 
 
 @ranks(2)

@@ -293,14 +293,6 @@ def test_reshard_of_sharded_parameters_does_nothing() -> None:
     assert states(ranks) == {SHARDED}
 
 
-def test_an_empty_group_moves_without_a_collective() -> None:
-    ranks = LoopbackGroup(nn.ReLU(), 2)
-    ranks.gather()
-    ranks.reduce()
-    ranks.reshard()
-    assert ranks.wire().kinds == []
-
-
 def test_events_carry_the_name_and_the_bytes() -> None:
     ranks = linear(2)
     seen: list[events.Event] = []
