@@ -15,15 +15,32 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter  # for preserved_versions
 
+from fsdp2._base import torch_compiler
+
 # Autograd.
 
 
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` once the running backward is over. No public way exists.
+class EndOfBackward:
+    """What the engine calls once the running backward is over. No public way exists.
 
-    The engine drops its reference when that backward ends, by an error too.
+    It lives exactly as long as that backward. Dropped without a call it tells, at once, that the
+    backward failed.
     """
-    Variable._execution_engine.queue_callback(callback)
+
+    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._ended, self._failed = ended, failed
+        self._was_called = False
+        Variable._execution_engine.queue_callback(self)
+
+    @torch_compiler.always_eager
+    def __call__(self) -> None:
+        self._was_called = True
+        self._ended()
+
+    @torch_compiler.always_eager
+    def __del__(self) -> None:
+        if not self._was_called:
+            self._failed()
 
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id

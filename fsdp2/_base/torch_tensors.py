@@ -6,17 +6,11 @@ a unit or a group is.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 import torch
-
-
-def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a contiguous tensor in host memory over another one, as a collective would."""
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None:
@@ -37,31 +31,13 @@ def by_kind(
     return found
 
 
-def norms_of(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the vector norm of each tensor: a few kernels for all of them on a device."""
-    return list(torch._foreach_norm(list(tensors), order))
+# Kernels for lists of tensors of one device and dtype: a few for all of them on a device.
 
-
-copy_all: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
-"""Copy tensors, the second list, over others of the same shapes."""
-
-
-def scale_all_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors of one device in place: a few kernels for all of them on a device."""
-    torch._foreach_mul_(list(tensors), factor)
-
-
-def zero_all_(tensors: Sequence[torch.Tensor]) -> None:
-    """Fill tensors of one device and dtype with zeros: a few kernels for all on a device."""
-    torch._foreach_zero_(list(tensors))
-
-
-def lerp_all_(tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor], weight: float) -> None:
-    """Move each tensor towards its end by ``weight``, in place: a few kernels for all of them."""
-    if tensors:
-        torch._foreach_lerp_(list(tensors), list(ends), weight)
-
-
+norms_of: Callable[..., Sequence[torch.Tensor]] = torch._foreach_norm
+copy_all: Callable[..., object] = torch._foreach_copy_
+scale_all_: Callable[..., object] = torch._foreach_mul_
+zero_all_: Callable[..., object] = torch._foreach_zero_
+lerp_all_: Callable[..., object] = torch._foreach_lerp_
 fused_adam = torch._fused_adam_
 fused_adamw = torch._fused_adamw_
 """The kernels of ``Adam(fused=True)``, which ``torch.optim`` calls with lists of tensors."""

@@ -30,6 +30,7 @@ backward is over, and of layers inside of units they hear nothing either.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,8 @@ class FunctionalBackward:
         if self._open:
             return
         self._number += 1
-        torch_autograd.queue_end_of_backward(_EndOfBackward(self, self._number))
+        end = functools.partial(self.end, self._number)
+        torch_autograd.EndOfBackward(end, end)
         for traced in self._units:
             unit = traced.unit
             if unit.runner is None:  # else another step of the same units is in its backward
@@ -191,25 +193,6 @@ class Again:
 
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.backward.call(self.traced, run, args, kwargs)
-
-
-@dataclass(eq=False)
-class _EndOfBackward:
-    """The engine's callback. Dropped without a call it tells, at once, that the backward failed."""
-
-    backward: FunctionalBackward
-    number: int
-    was_called: bool = False
-
-    @torch_compiler.always_eager
-    def __call__(self) -> None:
-        self.was_called = True
-        self.backward.end(self.number)
-
-    @torch_compiler.always_eager
-    def __del__(self) -> None:
-        if not self.was_called:
-            self.backward.end(self.number)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -20,6 +20,7 @@ need.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Iterable
@@ -27,9 +28,10 @@ from collections.abc import Iterable
 import torch
 import torch.nn as nn
 
-from fsdp2._base import events, torch_autograd, torch_compiler, torch_modes, torch_modules
+from fsdp2._base import events, torch_autograd, torch_modes, torch_modules
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import BACKWARD, FORWARD, IDLE
+from fsdp2._base.torch_autograd import EndOfBackward
 from fsdp2._comm.streams import StepContext, streams_for
 from fsdp2._engine.reduction_queue import SMALL_NBYTES, ReductionQueue
 from fsdp2._engine.root_groups import Part, Parts
@@ -41,35 +43,6 @@ from fsdp2._param_group.param import FSDPParam
 _CPU = torch.device("cpu")
 
 
-class _EndOfBackward:
-    """The engine's callback. It lives exactly as long as the backward that it ends.
-
-    Dropped without a call it tells, at once, that the backward failed.
-    """
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._number = runtime.backward.number
-        self._was_called = False
-
-    @torch_compiler.always_eager
-    def __call__(self) -> None:
-        self._was_called = True
-        try:
-            if torch_modes.is_under_modes():
-                torch_modes.run_aside(self._runtime.end_backward)
-            else:
-                self._runtime.end_backward()
-        except BaseException:
-            self._runtime.abandon_backward()
-            raise
-
-    @torch_compiler.always_eager
-    def __del__(self) -> None:
-        if not self._was_called and self._number == self._runtime.backward.number:
-            self._runtime.abandon_backward()
-
-
 class Backward:
     """The backward that is running, or ran last."""
 
@@ -78,7 +51,7 @@ class Backward:
         self.order: Order | None = None  # of the forward that it is in
         self.open: list[Visit] = []  # that it has come to
         self.with_graph = False  # it creates a graph
-        self.callback: weakref.ref[_EndOfBackward] | None = None  # None: none is running
+        self.callback: weakref.ref[EndOfBackward] | None = None  # None: none is running
 
     def forget_places(self) -> None:
         self.open.clear()
@@ -116,7 +89,9 @@ class Runtime:
         if event is None:
             self.context.streams.order_after_compute("gather")
             if not self.context.streams.async_op:
-                self._release_gradients()
+                for unit in self.units:
+                    for group in unit.own_groups:
+                        group.reducer.release_gradients()
         else:  # an optimizer beside the compute may still read gradients that nobody holds
             self.context.streams.order_after_event("gather", event)
         self.context.phase = FORWARD
@@ -124,11 +99,6 @@ class Runtime:
         self.last_units = ()
         self.order = Order()
         self.schedule.begin(entry)
-
-    def _release_gradients(self) -> None:
-        for unit in self.units:
-            for group in unit.own_groups:
-                group.reducer.release_gradients()
 
     def prefetch_forward(self, unit: Unit) -> None:
         """Issue the unshard of what follows ``unit``, to overlap with its compute."""
@@ -151,7 +121,7 @@ class Runtime:
         for group in groups:
             if group.early.skips_backward and self.context.phase is BACKWARD:
                 continue
-            if events.listeners and group.is_due:
+            if events.listeners and group.gathering is None and not group.is_unsharded:
                 events.emit("prefetch", unit.fqn, self.context.phase)
             group.unshard()
         self._prefetched.append(unit)
@@ -205,9 +175,8 @@ class Runtime:
                 return
             self.recover()
         backward.number += 1
-        callback = _EndOfBackward(self)
-        backward.callback = weakref.ref(callback)
-        torch_autograd.queue_end_of_backward(callback)
+        failed = functools.partial(self._drop_backward, backward.number)
+        backward.callback = weakref.ref(EndOfBackward(self._finish_backward, failed))
         backward.with_graph = torch.is_grad_enabled()
         self.context.phase = BACKWARD
         if self.parts is not None:
@@ -455,6 +424,20 @@ class Runtime:
         self.context.phase = IDLE
         for unit in self.units:
             unit.reshard_unless_gathering()
+
+    def _finish_backward(self) -> None:
+        try:
+            if torch_modes.is_under_modes():
+                torch_modes.run_aside(self.end_backward)
+            else:
+                self.end_backward()
+        except BaseException:
+            self.abandon_backward()
+            raise
+
+    def _drop_backward(self, number: int) -> None:
+        if number == self.backward.number:
+            self.abandon_backward()
 
     def abandon_backward(self) -> None:
         """The running backward raised. The next forward recovers; parameters are sharded at once.

@@ -109,17 +109,13 @@ class ShardBuffer:
         nbytes = item.shard.padded_numel * item.storage_dtype.itemsize
         return Span(self.flat, self.layout.shard_offsets[index], nbytes)
 
-    def _expect_stamp(self) -> None:
-        assert self.stamp is not None
-        code = self._code.to(self.layout.items[-1].compute_dtype)
-        self._expected = bytes(code.view(torch.uint8).tolist()) * self.axis.size
-
     def take_stamp(self) -> None:
         """Send and expect the number that the stamp has now."""
         if self.stamp is not None:
             if self.flat.untyped_storage().nbytes():  # else it is written with the shards
                 self.write_stamp()
-            self._expect_stamp()
+            code = self._code.to(self.layout.items[-1].compute_dtype)
+            self._expected = bytes(code.view(torch.uint8).tolist()) * self.axis.size
 
     def bind(self, full: Tensor) -> None:
         """Let gathered shards land in a full buffer, which has its memory now."""

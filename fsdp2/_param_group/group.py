@@ -455,13 +455,6 @@ class ParamGroup:
         """True if no rank has to gather. See [Note: released early] in ``early_release``."""
         return self.machine.state is UNSHARDED and not self.early.is_released
 
-    @property
-    def is_due(self) -> bool:
-        """True if whoever needs the parameters has to gather them, and nobody does so already."""
-        if self.gathering is not None:
-            return False
-        return self.machine.state is not UNSHARDED or self.early.is_released
-
     def _register(self, state: Any) -> None:
         """Put one form of every parameter onto the modules. See [Note: what is registered]."""
         for param in self.params:
@@ -527,7 +520,7 @@ class ParamGroup:
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
-        if self.is_unsharded:
+        if self.machine.state is UNSHARDED and not self.early.is_released:
             self._register(UNSHARDED)
             return
         if self.gathering is None or self.early.is_released:
@@ -543,7 +536,8 @@ class ParamGroup:
         try:
             source.unpack(*buffers)
             if self._tail.items:
-                self._unpack_extended(buffers[2])
+                self._tail.unpack(buffers[2])
+                self.reducer.see_dtypes()
         except BaseException:  # ranks differ, or an extension raised
             self.context.streams.retire("gather", buffers)
             self._full.free()
@@ -555,10 +549,6 @@ class ParamGroup:
         self._register(UNSHARDED)
         if events.listeners:
             events.emit("wait_for_unshard", self.fqn, self.context.phase)
-
-    def _unpack_extended(self, gathered: Tensor) -> None:
-        self._tail.unpack(gathered)
-        self.reducer.see_dtypes()
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones."""

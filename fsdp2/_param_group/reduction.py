@@ -55,13 +55,9 @@ class ReducePlan:
     complete: Tensor
 
     @property
-    def dtypes_differ(self) -> bool:
-        return len(self.dtypes) > 1
-
-    @property
     def accumulates_in_place(self) -> bool:
         """True if autograd itself accumulates in the reduce dtype: nothing to do without sync."""
-        return self.grad_dtype == self.layout.dtype and not self.dtypes_differ
+        return self.grad_dtype == self.layout.dtype and len(self.dtypes) < 2
 
 
 class Unreduced:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp2._param_group.extension import Output, Piece
+from fsdp2._param_group.extension import InputLayout, Output
 from fsdp2._param_group.layout import align
 
 DTYPES = [torch.int8, torch.float32, torch.bool, torch.complex128, torch.float8_e4m3fn]
@@ -18,9 +18,9 @@ def test_outputs_are_the_true_rows(
     rows: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """Padding is dropped for any split of rows, any row and any dtype, again after a free."""
-    piece = Piece(rows, shape, dtype, start=16)
-    width = 16 + align(piece.most_nbytes)
-    output = Output(piece, torch.device("cpu"))
+    layout = InputLayout(rows, shape, dtype, start=16)
+    width = 16 + align(layout.most_nbytes)
+    output = Output(layout, torch.device("cpu"))
     version = output.tensor._version
     for _ in range(2):
         parts = [(torch.randn(n, *shape) * 4).to(dtype) for n in rows]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2._param_group.param import Piece
+from fsdp2._param_group.param import Span
 from fsdp2.optim._local import ELEMENTWISE, _granule
 from fsdp2.optim._runs import Member, _follows
 from tests._slow import slow
@@ -74,7 +74,7 @@ def test_what_is_never_joined_on_a_cpu() -> None:
 
 
 def test_neighbours() -> None:
-    """A neighbour begins where the padded piece before it ends, in the same buffer and dtype."""
+    """A neighbour begins where the padded span before it ends, in the same buffer and dtype."""
     flat, other = torch.zeros(512, dtype=torch.uint8), torch.zeros(512, dtype=torch.uint8)
 
     def member(
@@ -84,9 +84,9 @@ def test_neighbours() -> None:
         rows: int,
         dtype: torch.dtype = torch.float32,
     ) -> Member:
-        piece = None if buffer is None else Piece(buffer, start, nbytes)
+        span = None if buffer is None else Span(buffer, start, nbytes)
         local = torch.zeros(rows, dtype=dtype)
-        return Member(local, local, piece, {})  # type: ignore[arg-type]  # no DTensor is needed
+        return Member(local, local, span, {})  # type: ignore[arg-type]  # no DTensor is needed
 
     def joins(first: Member, second: Member, step: int = 1) -> bool:
         return _follows(first, second, lambda _: step)
