@@ -450,8 +450,8 @@ FAULTS = [
     Fault(
         "uneven-tail-unpacked-by-columns",
         "fsdp2/_param_group/packing.py",
-        "tail.copy_(pieces[whole].flatten()[: tail.numel()].view(tail.shape))",
-        "tail.copy_(pieces[whole].narrow(dim, 0, rest))",
+        "tail.copy_(padded[whole].flatten()[: tail.numel()].view(tail.shape))",
+        "tail.copy_(padded[whole].narrow(dim, 0, rest))",
         "A parameter sharded on dim 1 (or higher) whose size the ranks do not divide has wrong values in the last rank's columns after the all-gather.",
         near=("unit/test_packing.py",),
     ),
@@ -710,8 +710,8 @@ FAULTS = [
     Fault(
         "failed-traced-backward-stays-open",
         "fsdp2/_compiled/backward.py",
-        "        if not self.was_called:",
-        "        if self.was_called:",
+        "torch_autograd.EndOfBackward(end, end)",
+        "torch_autograd.EndOfBackward(end, lambda: None)",
         "After a backward of a compiled step that failed, weights that are read by name are gathered: on a rank alone that waits for the others.",
         near=("behaviour/test_traced_recomputed.py",),
     ),
