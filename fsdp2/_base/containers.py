@@ -76,18 +76,17 @@ def _set_items(mapping: MutableMapping[Any, Any], items: dict[Any, Any]) -> None
         mapping[key] = item
 
 
-def visit_tensors(function: Callable[[torch.Tensor], None], value: Any) -> None:
-    """Call ``function`` for every tensor in ``value``, in containers and attributes of objects."""
-    if isinstance(value, torch.Tensor):
-        function(value)
-    elif value is not None:
-        _visit(function, value, set())
-
-
 _LEAVES = (str, bytes, int, float, type, ModuleType, torch.nn.Module)
 
 
-def _visit(function: Callable[[torch.Tensor], None], value: Any, seen: set[int]) -> None:
+def visit_tensors(
+    function: Callable[[torch.Tensor], None], value: Any, seen: set[int] | None = None
+) -> None:
+    """Call ``function`` for every tensor in ``value``, in containers and attributes of objects.
+
+    ``seen`` is for calls from inside: what was looked at already.
+    """
+    seen = set() if seen is None else seen
     if value is None or isinstance(value, _LEAVES) or id(value) in seen:
         return
     seen.add(id(value))
@@ -102,4 +101,4 @@ def _visit(function: Callable[[torch.Tensor], None], value: Any, seen: set[int])
     elif dataclasses.is_dataclass(value):
         children = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     for child in (*children, *getattr(value, "__dict__", {}).values()):
-        _visit(function, child, seen)
+        visit_tensors(function, child, seen)

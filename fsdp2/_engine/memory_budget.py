@@ -45,15 +45,14 @@ class Sizes:
 
     @staticmethod
     def of(group: ParamGroup) -> Sizes:
-        whole = gradients = reduced = 0
+        gradients = reduced = 0
         for param in group.params:
-            numel = math.prod(param.sharded.shape)
-            whole += numel * param.compute_dtype.itemsize
             if param.trainable:
+                numel = math.prod(param.sharded.shape)
                 gradients += numel * param.grad_dtype.itemsize
                 dtype: torch.dtype = group.policy.reduce_dtype or param.grad_dtype
                 reduced += numel * dtype.itemsize
-        return Sizes(whole, gradients, reduced)
+        return Sizes(group.whole_nbytes, gradients, reduced)
 
 
 def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:

@@ -120,6 +120,11 @@ class ParamGroup:
         return self.residence.compute
 
     @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the unsharded parameters, in the dtypes that they are computed in."""
+        return sum(p.sharded.numel() * p.compute_dtype.itemsize for p in self.params)
+
+    @property
     def _shard_buffers(self) -> list[ShardBuffer]:
         both = self.home_buffer, self.post_forward.buffer
         return [buffer for buffer in both if buffer is not None]

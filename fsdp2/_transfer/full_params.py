@@ -68,7 +68,7 @@ def full_params(
             left the loop, its callback raised, or it had no memory.
         UnsupportedError: a partial sum, or a tensor subclass without bytes of its own.
     """
-    check_max_bytes("full_params", max_bytes)
+    check_count("full_params", "max_bytes", max_bytes)
     check_dtype("full_params", "dtype", dtype)
     check_function("full_params", "callback", callback)
     check_function("full_params", "names", names)
@@ -103,8 +103,3 @@ def _iterate(
             if result is not None:
                 yield names[index], result
             del result
-
-
-def check_max_bytes(what: str, max_bytes: object) -> int:
-    """Raise ConfigError unless it is a positive int."""
-    return check_count(what, "max_bytes", max_bytes)

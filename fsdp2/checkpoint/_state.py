@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2._base import torch_dtensor
-from fsdp2._base.arguments import check_flag, check_module, check_optimizer
+from fsdp2._base.arguments import check_count, check_flag, check_module, check_optimizer
 from fsdp2._base.names import cleaned
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
-from fsdp2._transfer.full_params import check_max_bytes
 from fsdp2._transfer.redistribute import Grids, Target, gather
 from fsdp2.checkpoint._optimizer_state import Keys, check_keys, map_state, named_state, rekey
 
@@ -46,7 +45,7 @@ def check(
     check_optimizer(who, optimizer)
     for name, flag in flags.items():
         check_flag(who, name, flag)
-    check_max_bytes(who, max_bytes)
+    check_count(who, "max_bytes", max_bytes)
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
