@@ -229,6 +229,7 @@ class _NoWire(Wire):
 
     def __init__(self, wire: Wire, gathers: bool, reductions: bool) -> None:
         vars(self).update(vars(wire))
+        self.is_separate = False  # else a copy would make its process group on this one
         self._skips_gathers, self._skips_reductions = gathers, reductions
         if reductions:
             self.sum_replicas = None

@@ -112,8 +112,9 @@ def fully_shard(
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
-    unit = Unit(tuple(modules), Precision(mp_policy, modules), settings, conditional)
     device = collected.meshes[0].device
+    precision = Precision(mp_policy, modules)
+    unit = Unit(tuple(modules), precision, settings, device, conditional)
     params = _make_params(collected)
     hooked: list[tuple[nn.Module, Readers]] = []
     names = {part: name for top in modules for name, part in top.named_modules()}

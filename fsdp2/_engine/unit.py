@@ -83,11 +83,13 @@ class Unit:
         modules: tuple[nn.Module, ...],
         precision: Precision,
         settings: Settings,
+        device: torch.device,
         conditional: bool = False,
     ) -> None:
         self.modules = modules
         self.precision = precision
         self.settings = settings
+        self.device = device  # where it computes, if it has parameters
         self.conditional = conditional
         self.own_groups: list[ParamGroup] = []
         self.groups: list[ParamGroup] = self.own_groups  # that its hooks move, see take_over
@@ -100,11 +102,6 @@ class Unit:
         self.may_lose_gradients = False  # in a pipeline, see note_unsynced_backward
         self.runner: Runner | None = None  # None: the hooks
         self.summoned_on = ""  # ranks with whole ones registered: "all", "first"; "": no summon
-
-    @property
-    def device(self) -> torch.device:
-        """Where the unit computes."""
-        return next((group.device for group in self.own_groups), torch.device("cpu"))
 
     @property
     def trains(self) -> bool:
@@ -275,11 +272,12 @@ class Unit:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""
-        kept = ["modules", "precision", "settings", "conditional", "own_groups", "fqn"]
+        kept = ["modules", "precision", "settings", "device", "conditional", "own_groups", "fqn"]
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["modules"], state["precision"], state["settings"])  # type: ignore[misc]  # not a new object
+        first = state["modules"], state["precision"], state["settings"], state["device"]
+        self.__init__(*first)  # type: ignore[misc]  # not a new object
         vars(self).update(state)
         self.precision.choose_input_dtype(is_root=False)
         self.groups = self.own_groups

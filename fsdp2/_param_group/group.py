@@ -131,7 +131,7 @@ class ParamGroup:
 
     def rewire(self) -> None:
         """Take notice of what changed on the wire: every rank does so between the same steps."""
-        if self.gathering is not None:  # by hand, without the number that it gets
+        if self.gathering is not None:
             self._drop_gather()
         for buffer in self._shard_buffers:
             self._register_ids(buffer)
@@ -160,6 +160,8 @@ class ParamGroup:
 
         Not earlier: whoever copies a model on one rank alone, and never runs it, takes no numbers.
         """
+        if self.gathering is not None:  # by hand, without a number
+            self._drop_gather()
         if self.wire.is_separate and self.wire.scatter_group is None:  # a copy of one that was
             self.separate_reductions(True)
         self.fqn = fqn
@@ -204,7 +206,7 @@ class ParamGroup:
         self._plan(own_sources(self.params))
 
     def release(self, params: Sequence[FSDPParam]) -> None:
-        """Give parameters up; another group takes them. A group of none is of no use any more."""
+        """Give parameters up; another group takes them. A group of none is not used any more."""
         self.params[:] = [param for param in self.params if param not in params]
         if self.params:
             self._plan(own_sources(self.params))
@@ -332,7 +334,7 @@ class ParamGroup:
         layout, stamp = buffer.layout, buffer.stamp
         if stamp is None:
             return
-        sent = [(i.shard.shape, i.shard.dim, i.compute_dtype) for i in layout.items]
+        sent = [(item.shard.signature, item.compute_dtype) for item in layout.items]
         numels, dtype = buffer.sent_numels(self.wire), layout.wire_dtype
         is_custom = self.wire.custom[0] is not None
         stamp.update_signature(Signature(sent, len(numels) - 1, (dtype, dtype), is_custom))
@@ -592,7 +594,8 @@ class ParamGroup:
         """
         if self.machine.state is SHARDED and not skips_backward:
             return
-        self.early.is_released, self.early.skips_backward = True, skips_backward
+        self.early.is_released = True
+        self.early.skips_backward |= skips_backward  # what all ranks decided, whatever each freed
         self.watch.values = None
         if self.machine.state is UNSHARDED and self.is_unread():
             assert self._full is not None

@@ -77,6 +77,11 @@ class ShardLayout:
         return math.prod(self.shape)
 
     @property
+    def signature(self) -> object:
+        """What ranks must agree on for their shards to fit together."""
+        return self.shape, self.dim
+
+    @property
     def is_replicated(self) -> bool:
         return self.dim is None
 

@@ -97,13 +97,9 @@ class Reducer:
         self._data = data
         self._reduce_dtype = reduce_dtype
         self.ids = ids
-        self._plan: ReducePlan | None = (
-            None  # None: to be made, something that it depends on changed
-        )
+        self._plan: ReducePlan | None = None  # None: to be made, what it depends on changed
         self._layout: ReduceLayout | None = None  # of the last plan: what waits lies as it says
-        self._scaled_for: tuple[ReducePlan, Settings] | None = (
-            None  # for which scale and codes hold
-        )
+        self._scaled_for: tuple[ReducePlan, Settings] | None = None  # the scale and the codes
         self._buffer: GradientBuffer | None = None  # of the last reduction, to be filled again
         self.wire = Wire()  # the group's, for gathers too
         self.hook: AllReduceHook | None = None
@@ -195,7 +191,7 @@ class Reducer:
     def _number(self, layout: ReduceLayout) -> bool:
         """Number reductions by how they travel; return whether some number is another one now."""
         _, scatter = self.wire.custom
-        shapes = [(shard.shape, shard.dim) for shard in layout.shards]
+        shapes = [shard.signature for shard in layout.shards]
         changed = [False]
         for stamp in self.ids.reductions:
             sent = layout.wire_dtype if stamp.kind == "reduce" else layout.dtype
@@ -444,7 +440,7 @@ class Reduction:
     def _sum_replicas(self) -> InFlight:
         assert self._reduced is not None
         owner = self.owner
-        self._held = partial = owner.unreduced.partial
+        self._held = partial = owner.unreduced.partial  # it may lie in compute's memory
         if partial is not None:
             self._reduced.add_(partial)
             owner.unreduced.partial = None

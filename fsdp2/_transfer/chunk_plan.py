@@ -147,7 +147,7 @@ class Bucket:
 
 @dataclass
 class Batch:
-    """Lots that are in memory at a time, and the tensors that are whole afterwards."""
+    """Buckets that are in memory at a time, and the tensors that are whole afterwards."""
 
     buckets: dict[tuple[int, tuple[int, ...]], Bucket] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)

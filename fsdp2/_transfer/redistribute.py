@@ -130,7 +130,8 @@ class Grids:
         for rank, other in enumerate(found):
             differ = sorted(set(other) ^ set(found[0]))
             if differ:
-                return f"{differ[0]} on rank {0 if differ[0] in found[0] else rank} only"
+                has, lacks = (0, rank) if differ[0] in found[0] else (rank, 0)
+                return f"{differ[0]} on rank {has}, and not on rank {lacks}"
         return None if all(other == found[0] for other in found) else "another order of names"
 
     def require_common(self, helds: Sequence[LocalShard], what: str) -> None:
@@ -315,7 +316,7 @@ class _Moves:
 
 
 class _Gathering(_Moves):
-    """Lots that become ``whole`` tensors."""
+    """Buckets that become ``whole`` tensors."""
 
     def __init__(self, helds: Sequence[LocalShard], target: Target) -> None:
         super().__init__(helds, [target.wire_dtype_of(held) for held in helds])
@@ -473,10 +474,10 @@ def scatter(
                     if chunk.index not in wholes:
                         wholes[chunk.index] = source(helds[chunk.index])
             with named(moves.first(bucket).name):
-                _scatter_lot(bucket, moves, wholes)
+                _scatter_bucket(bucket, moves, wholes)
 
 
-def _scatter_lot(bucket: Bucket, moves: _Moves, wholes: dict[int, Tensor]) -> None:
+def _scatter_bucket(bucket: Bucket, moves: _Moves, wholes: dict[int, Tensor]) -> None:
     first = moves.first(bucket)
     grid = first.grid
     real = [axis for axis, size in enumerate(grid.counts) if size > 1]

@@ -329,19 +329,21 @@ class _Content(Source):
         self._in_optimizer: dict[str, Entry] = {}
         self.extra: Any = None
 
-    def describe(self, extra: Mapping[str, Any]) -> StateManifest:
+    def describe(self) -> StateManifest:
         own = self._in_model
         shapes = {n: e[0].shape for n, e in own.items() if _is_one(e) and not is_extra(n)}
-        objects = {
-            name: self._extra_state(entries) if name in extra and is_extra(name) else None
-            for name, entries in own.items()
-            if name not in shapes
-        }
-        named = None
-        if self._optimizer is not None:
-            named = self._optimizer_state(self._model, self._optimizer)
+        return StateManifest(shapes, {name: None for name in own if name not in shapes})
+
+    def with_optimizer(self, told: StateManifest) -> StateManifest:
+        if self._optimizer is None:
+            return told
+        return replace(told, optimizer=self._optimizer_state(self._model, self._optimizer))
+
+    def with_objects(self, told: StateManifest, extra: Mapping[str, Any]) -> StateManifest:
+        own = {n: e for n, e in self._in_model.items() if n in extra and is_extra(n)}
+        states = {name: self._extra_state(entries) for name, entries in own.items()}
         self.extra = self._beside()
-        return StateManifest(shapes, objects, named)
+        return replace(told, extra={**told.extra, **states})
 
     def fill(self, what: str, held: LocalShard, in_optimizer: bool) -> None:
         name = held.name
@@ -383,9 +385,10 @@ class _Content(Source):
         }
         named = by_name(loaded, model, optimizer)
 
-        def note(name: str, key: str, value: Tensor) -> None:
+        def note(name: str, key: str, value: Tensor) -> Tensor:
             if id(value) in on_meta:
                 self._in_optimizer[f"{name}.{key}"] = on_meta[id(value)][1]
+            return value
 
         map_state(note, named["state"])
         return named

@@ -98,9 +98,17 @@ class Source:
 
     is_in_memory = False
 
-    def describe(self, extra: Mapping[str, Any]) -> StateManifest:
-        """Tell what there is; ``extra`` has the extra states of the model, by name."""
+    def describe(self) -> StateManifest:
+        """Tell what there is: of what has to be read for that, names only."""
         raise NotImplementedError
+
+    def with_optimizer(self, told: StateManifest) -> StateManifest:
+        """Tell of the optimizer too, once the names fit."""
+        return told
+
+    def with_objects(self, told: StateManifest, extra: Mapping[str, Any]) -> StateManifest:
+        """Read what is no tensor, once all fits; ``extra`` has the model's extra states."""
+        return told
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:
         """Return a whole value."""
@@ -126,7 +134,7 @@ class _Given(Source):
             not isinstance(state, Mapping) or type(state.get("model")) in PLAIN_DICTS
         )
 
-    def describe(self, extra: Mapping[str, Any]) -> StateManifest:
+    def describe(self) -> StateManifest:
         told = tell("load_full_state", self._state)
         self._names = {clean(name): name for name in self._state["model"]}
         if self._optimizer is None:
@@ -164,7 +172,7 @@ def load_full(
         has_state = grids.main.is_first or not from_rank0
         told: StateManifest | None = None
         with grids.main.together(what):
-            told = source.describe(extra) if has_state else None
+            told = source.describe() if has_state else None
         if from_rank0:
             told = grids.main.broadcast(told)
         assert told is not None
@@ -172,9 +180,11 @@ def load_full(
         is_in_memory = not grids.main.any_is(not source.is_in_memory)
         with grids.main.together(what):
             keys = compare(what, told, tensors, extra, strict)
+            told = source.with_optimizer(told)
             if optimizer is not None:
                 assert told.optimizer is not None
                 check_optimizer(what, model, optimizer, told.optimizer, strict)
+            told = source.with_objects(told, extra)
             for name, tensor in own.items() if has_state and is_in_memory else ():
                 require_representable(what, name, source.read(name, False), tensor.dtype)
 

@@ -296,7 +296,7 @@ class _Files(Source, contextlib.ExitStack):
         self._files: dict[str, tuple[Any, str]] = {}  # by clean name
         self._sums: dict[str, int] = {}
 
-    def describe(self, extra: Mapping[str, Any]) -> StateManifest:
+    def describe(self) -> StateManifest:
         """Open the files and return the shapes of their tensors.
 
         Raises:

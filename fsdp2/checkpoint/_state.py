@@ -105,7 +105,12 @@ def full_state(
     named: dict[str, Any] = {}
     if optimizer is not None:
         named = named_state(model, optimizer)
-        map_state(lambda name, key, t: given.append((f"{name}.{key}", t)), named["state"])
+
+        def note(name: str, key: str, value: Tensor) -> Tensor:
+            given.append((f"{name}.{key}", value))
+            return value
+
+        map_state(note, named["state"])
     grids = Grids([tensor for _, tensor in given])
     whole: dict[int, Tensor | None] = {}
 

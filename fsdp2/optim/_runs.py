@@ -1,4 +1,4 @@
-"""Which parameters step as one tensor: ``Run`` and ``Plan``, for one param group of an optimizer.
+"""Which parameters step as one tensor: ``Run`` and ``StepPlan``, for one param group.
 
 Owns the search for neighbours in flat buffers, and the two forms of optimizer state: per parameter
 (what users and checkpoints see) and per run (what steps). It must not know optimizer classes.

@@ -72,6 +72,16 @@ class Language(nn.Module):
         return self.head(x) + early
 
 
+class TiedLanguage(Language):
+    """Reads the embedding's weight beside the embedding, if it is told to."""
+
+    tie = False
+
+    def forward(self, ids: Tensor, head: str = "yes") -> Tensor:
+        y = super().forward(ids, head)
+        return y + F.linear(self.norm.weight, self.embed.weight) if self.tie else y
+
+
 def batch(rows: int) -> Batch:
     return Batch((torch.randint(0, VOCAB, (rows, 2)),), {})
 
@@ -184,15 +194,7 @@ def test_an_embedding_that_is_a_unit_is_not_gathered_either() -> None:
 @ranks(2)
 def test_what_backward_reads_stays_or_is_gathered() -> None:
     """A weight that a rank starts to read, behind the embedding's back, is there for backward."""
-
-    class Tied(Language):
-        tie = False
-
-        def forward(self, ids: Tensor, head: str = "yes") -> Tensor:
-            y = super().forward(ids, head)
-            return y + F.linear(self.norm.weight, self.embed.weight) if self.tie else y
-
-    pair = Pair(Case(Tied, lambda m: list(m.blocks), batch))
+    pair = Pair(Case(TiedLanguage, lambda m: list(m.blocks), batch))
     pair.train(steps=2)
     for ranks_that_read in ((), (1,), (0, 1), (1,)):
         losses = []
@@ -204,6 +206,25 @@ def test_what_backward_reads_stays_or_is_gathered() -> None:
         pair.model.tie = dist.get_rank() in ranks_that_read
         pair.run(pair.model, pair.local(whole)).backward()
         pair.step()
+    pair.check()
+
+
+@ranks(2)
+def test_a_rank_keeps_a_part_that_two_forwards_released() -> None:
+    """Reduced in the middle of the backward of a sum: whoever freed it or not, all gather alike."""
+    pair = Pair(Case(TiedLanguage, lambda m: list(m.blocks), batch))
+    pair.train(steps=2)
+    losses, ours = [], []
+    pair.model.tie = dist.get_rank() == 1
+    for _ in range(2):
+        whole = pair.batch()
+        for index in range(2):
+            pair.reference.tie = index == 1
+            losses.append(pair.run(pair.reference, whole.chunk(index, 2)))
+        ours.append(pair.run(pair.model, pair.local(whole)))
+    torch.stack(losses).sum().div(2).backward()
+    torch.stack(ours).sum().backward()
+    pair.step()
     pair.check()
 
 

@@ -231,9 +231,9 @@ def test_one_all_gather_an_unshard_however_often_it_is_asked_for() -> None:
     ranks.reshard()
     ranks.each(ParamGroup.unshard)
     ranks.each(ParamGroup.unshard)
-    assert [(group.gathering is not None) for group in ranks.groups] == [True, True]
+    assert [group.gathering is not None for group in ranks.groups] == [True, True]
     ranks.wait()
-    assert [(group.gathering is not None) for group in ranks.groups] == [False, False]
+    assert [group.gathering is not None for group in ranks.groups] == [False, False]
     assert ranks.wire().kinds == ["all_gather"] * 2
 
 
@@ -278,7 +278,7 @@ def test_reshard_while_gathering_finishes_and_drops_the_gather() -> None:
     ranks.groups[1].unshard()
     ranks.reshard()
     assert states(ranks) == {SHARDED}
-    assert not any((group.gathering is not None) for group in ranks.groups)
+    assert not any(group.gathering is not None for group in ranks.groups)
     ranks.gather()
     for module in ranks.modules:
         assert same_bits(module.weight, ranks.original.weight)
