@@ -1,0 +1,43 @@
+"""The table of what kinds of devices can do is all that a new kind needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp2._base import capabilities
+from fsdp2._base.capabilities import Capabilities
+from fsdp2._base.policy import CPUOffloadPolicy, Residence
+from fsdp2._comm.streams import Streams, streams_for
+
+KIND = "xpu"
+
+
+def residence() -> Residence:
+    return Residence(torch.device(KIND), CPUOffloadPolicy())
+
+
+def test_a_kind_that_is_not_listed_is_like_cuda() -> None:
+    found = capabilities.capabilities(torch.device(KIND))
+    assert found == capabilities.capabilities(torch.device("cuda"))
+    assert found.has_lanes
+    assert found.coalesces
+    assert residence().is_away
+    assert residence().is_pinned
+    assert residence().storage == torch.device("cpu")
+
+
+def test_a_row_changes_what_is_done_on_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Capabilities(is_host=True, has_lanes=False, pins=False)
+    monkeypatch.setitem(capabilities._KINDS, KIND, row)
+    assert type(streams_for(torch.device(KIND))) is Streams
+    assert not residence().is_away
+    assert not residence().is_pinned
+    monkeypatch.setitem(capabilities._KINDS, KIND, Capabilities(pins=False))
+    assert residence().is_away
+    assert not residence().is_pinned
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+def test_without_a_device_there_are_no_lanes(kind: str) -> None:
+    assert type(streams_for(torch.device(kind))) is Streams
