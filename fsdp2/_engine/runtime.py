@@ -40,8 +40,6 @@ from fsdp2._engine.unit_order import Order, Schedule, Visit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam
 
-_CPU = torch.device("cpu")
-
 
 class Backward:
     """The backward that is running, or ran last."""
@@ -66,8 +64,7 @@ class Runtime:
         self.units = units
         self._several = [unit for unit in units if len(unit.modules) > 1]  # may run in part
         groups = [group for unit in units for group in unit.own_groups]
-        device = groups[0].device if groups else _CPU
-        self.context = StepContext(root.streams or streams_for(device))
+        self.context = StepContext(root.streams or streams_for(root.device))
         self.schedule: Schedule[Unit] = Schedule()  # who followed whom in the last forward
         self.forward_root: Unit | None = None  # whose forward began outside of any other
         self.failed = False  # the last forward raised; the next one recovers
@@ -84,7 +81,8 @@ class Runtime:
     def begin_forward(self, entry: Unit) -> None:
         """A unit's forward starts outside of any other's."""
         self.recover_if_failed()
-        _follow_listeners()
+        events.follow(events.profile_event, torch_modules.profiler_is_running())
+        events.follow(events.log_event, events.logger.isEnabledFor(logging.DEBUG))
         event, self.root.post_optim_event = self.root.post_optim_event, None
         if event is None:
             self.context.streams.order_after_compute("gather")
@@ -277,8 +275,10 @@ class Runtime:
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""
         parts = self.parts
-        if parts is not None and _reduces(unit):
-            self.pass_event()
+        if parts is not None and any(
+            group.settings.reduce_grads and group.reducer.plan().members for group in unit.groups
+        ):
+            self.pass_event()  # the reduction is a collective, in which every rank takes part
         for group in unit.groups:
             if parts is None or not parts.is_reduced(group):
                 self._reduce(group)
@@ -539,11 +539,6 @@ def attach(root: Unit) -> Runtime:
     return runtime
 
 
-def _reduces(unit: Unit) -> bool:
-    """True if a unit's reduction is a collective, in which every rank takes part."""
-    return any(g.settings.reduce_grads and g.reducer.plan().members for g in unit.groups)
-
-
 def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
     """Return the conditional units below each unit that is not. See [Note: conditional units].
 
@@ -591,8 +586,3 @@ def _check_ties(param: FSDPParam, unit: Unit) -> None:
             f"{param.fqn}: is shared with {type(outside[0]).__name__}, and no unit contains both. "
             "Apply fully_shard to a module that contains both as well, and run that one."
         )
-
-
-def _follow_listeners() -> None:
-    events.follow(events.profile_event, torch_modules.profiler_is_running())
-    events.follow(events.log_event, events.logger.isEnabledFor(logging.DEBUG))
