@@ -504,11 +504,11 @@ class Stamp:
         self.number = self._agreement.number(f"{fqn or '<root>'} ({NAMES[self.kind]})")
         self.code = stamp_of(self.kind, self.number)
 
-    def update_signature(self, traits: Signature) -> bool:
+    def update_signature(self, signature: Signature) -> bool:
         """Number the operation by its traits, too; return whether the number is another one."""
         before = self.number
         if before != NO_NUMBER:
-            self.number = before % (1 << NUMBER_BITS) | traits.bits << NUMBER_BITS
+            self.number = before % (1 << NUMBER_BITS) | signature.bits << NUMBER_BITS
             self.code = stamp_of(self.kind, self.number)
         return self.number != before
 

@@ -7,11 +7,12 @@ know how they are gathered, or what is registered.
 A large part of a root is *released early* after forward if its backward reads it on no rank, and as
 soon as its gradients are in. That is a statement about collectives, the same on every rank: the
 group counts as sharded, and whoever needs it next gathers it: after forward that is no backward,
-but after its gradients are in it may be the backward of another open call. What a
-rank does with the memory is its own affair. It is freed if, and only if, nothing else refers to it:
-not autograd (whatever it saved holds the tensor, or the storage of a view), not the user. Otherwise
-this rank keeps the parameters, registered and whole, until it reshards. Recomputation
-(checkpointing) needs parameters that nothing refers to, so a part that ran under it is kept.
+but after its gradients are in it may be the backward of another open call. What all ranks decided
+is not taken back on those that kept the memory. What a rank does with it is its own affair. It is
+freed if, and only if, nothing else refers to it: not autograd (whatever it saved holds the tensor,
+or the storage of a view), not the user. Otherwise this rank keeps the parameters, registered and
+whole, until it reshards. Recomputation (checkpointing) needs parameters that nothing refers to, so
+a part that ran under it is kept.
 """
 
 from __future__ import annotations

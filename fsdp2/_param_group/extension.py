@@ -37,7 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_autograd, torch_comm, torch_dtensor, torch_modes
 from fsdp2._base.capabilities import capabilities
@@ -84,9 +83,7 @@ class _LackingError(StateError):
 
 def brings_extension(param: Tensor) -> bool:
     """True if an original parameter, tensor-parallel or not, has an extension or needs one."""
-    return needs_extension(
-        torch_dtensor.local_tensor(param) if isinstance(param, DTensor) else param
-    )
+    return needs_extension(torch_dtensor.local_part(param))
 
 
 def check_extension(param: Tensor, fqn: str, dim: int | None) -> None:
@@ -97,7 +94,7 @@ def check_extension(param: Tensor, fqn: str, dim: int | None) -> None:
     """
     if not brings_extension(param):
         return
-    local = torch_dtensor.local_tensor(param) if isinstance(param, DTensor) else param
+    local = torch_dtensor.local_part(param)
     if has_extension(local):
         _check_both(local, fqn, ConfigError)
     if dim != 0:

@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdp2._base import events, torch_dtensor
 from fsdp2._base.capabilities import capabilities
@@ -397,14 +396,14 @@ class ParamGroup:
         watch = self.watch
         if not recomputing and watch.values is not None and watch.were_written:
             self.reshard()
-        findings = watch.detect_changes(self.params)
-        if findings.toggled:
-            self._toggle(findings.toggled)
-        if findings.cast:  # by the model's own forward: what is unsharded lies elsewhere now
+        changes = watch.detect_changes(self.params)
+        if changes.toggled:
+            self._toggle(changes.toggled)
+        if changes.cast:  # by the model's own forward: what is unsharded lies elsewhere now
             self.reshard()
             self._full = None
-        if findings.replaced:
-            self._adopt(findings.replaced)
+        if changes.replaced:
+            self._adopt(changes.replaced)
 
     def _toggle(self, params: list[FSDPParam]) -> None:
         """Carry a changed ``requires_grad`` to every form of each parameter."""
@@ -624,9 +623,7 @@ class ParamGroup:
         waiting.flat.untyped_storage().resize_(layout.shard_nbytes)
         with torch.no_grad():
             for param, item, shard in zip(self.params, layout.items, waiting.shards, strict=False):
-                whole: Tensor = param.unsharded.detach()  # type: ignore[union-attr]  # planned
-                if isinstance(whole, DTensor):
-                    whole = torch_dtensor.local_tensor(whole)
+                whole = torch_dtensor.local_part(param.unsharded.detach())  # type: ignore[union-attr]  # planned
                 shard.copy_(packing.shard_of(whole, item.shard, waiting.axis.rank))
             waiting.write_stamp()
         self.context.streams.order_after_compute("gather")

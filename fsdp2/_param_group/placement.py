@@ -95,10 +95,8 @@ def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> Par
     Raises:
         ConfigError: the parameter's own mesh or placements do not go with the data mesh.
     """
-    local, own = param, _own_axes(param, fqn, data)
+    local, own = torch_dtensor.local_part(param), _own_axes(param, fqn, data)
     spec = torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
-    if isinstance(param, DTensor):
-        local = torch_dtensor.local_tensor(param)
     if SHARD not in own.roles:
         dim = 0 if local.dim() else None  # all rows, in the layout that costs least
     rest = iter(own.placements)

@@ -195,14 +195,14 @@ class Reducer:
         changed = [False]
         for stamp in self.ids.reductions:
             sent = layout.wire_dtype if stamp.kind == "reduce" else layout.dtype
-            traits = Signature(
+            signature = Signature(
                 (layout.members, shapes),
                 len(layout.zero_copy),
                 (sent, layout.dtype),
                 scatter is not None,
                 self._is_partial,
             )
-            changed.append(stamp.update_signature(traits))
+            changed.append(stamp.update_signature(signature))
         return any(changed)
 
     def prepare(self, settings: Settings) -> ReducePlan:

@@ -75,18 +75,18 @@ class Watch:
         Raises:
             StateError: ``.data`` of a sharded parameter was assigned.
         """
-        findings = Changes([], [], {}, [])
+        changes = Changes([], [], {}, [])
         for param in params:
             sharded, unsharded = param.sharded, param.unsharded
             trainable = param.trainable
             if sharded.requires_grad is not trainable or (
                 unsharded is not None and unsharded.requires_grad is not trainable
             ):
-                findings.toggled.append(param)
+                changes.toggled.append(param)
             if unsharded is not None and unsharded.dtype is not param.unsharded_dtype:
-                findings.cast.append(param)
+                changes.cast.append(param)
             if torch_dtensor.local_tensor(sharded) is not param.local:
-                findings.replaced[param] = sharded
+                changes.replaced[param] = sharded
             for site in param.sites:
                 found: Tensor | None = site.module._parameters.get(site.name)
                 if found is sharded:
@@ -95,16 +95,16 @@ class Watch:
                     if found is None or (
                         found is not unsharded and found is not param.post_forward
                     ):
-                        findings.replaced[param] = found
+                        changes.replaced[param] = found
                 else:
-                    findings.stand_ins.append(StandIn(site, param, found))
-        self.stand_ins = findings.stand_ins
+                    changes.stand_ins.append(StandIn(site, param, found))
+        self.stand_ins = changes.stand_ins
         shells = self._shells_now()
         if shells != self._shells:
             for param, seen, now in zip(params, self._shells, shells, strict=True):
-                if seen != now and param not in findings.replaced:
+                if seen != now and param not in changes.replaced:
                     refuse_assigned_data(param)
-        return findings
+        return changes
 
     def _shells_now(self) -> list[int]:
         """Return what identifies the empty storage of each DTensor, which ``.data = ...`` changes.
@@ -154,9 +154,7 @@ def refuse_assigned_data(param: FSDPParam) -> None:
 
 def own_rows(param: FSDPParam, whole: Tensor, rank: int) -> Tensor:
     """View this rank's rows of a whole parameter; an extended one copies them."""
-    whole = whole.detach()
-    if isinstance(whole, DTensor):
-        whole = torch_dtensor.local_tensor(whole)
+    whole = torch_dtensor.local_part(whole.detach())
     if needs_extension(whole):
         return own_shard(whole, param, rank)
     return packing.shard_of(whole, param.placement.layout, rank)

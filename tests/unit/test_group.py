@@ -293,6 +293,21 @@ def test_reshard_of_sharded_parameters_does_nothing() -> None:
     assert states(ranks) == {SHARDED}
 
 
+def test_what_a_release_decided_holds_on_ranks_that_keep_the_memory() -> None:
+    """A part that backward reads on no rank is not gathered there, freed or not."""
+    ranks = linear(2)
+    for group in ranks.groups:
+        group.early.become_part("part").is_called = True
+    ranks.gather()
+    kept = ranks.modules[1].weight.view(-1)
+    ranks.each(lambda group: group.release_early(skips_backward=True))
+    assert states(ranks) == {SHARDED, UNSHARDED}
+    ranks.each(lambda group: group.release_early(skips_backward=False))
+    assert [group.early.skips_backward for group in ranks.groups] == [True, True]
+    assert not any(group.is_unsharded for group in ranks.groups)
+    assert same_bits(kept, ranks.original.weight.view(-1))
+
+
 def test_events_carry_the_name_and_the_bytes() -> None:
     ranks = linear(2)
     seen: list[events.Event] = []
