@@ -82,7 +82,7 @@ class GradientBuffer:
         self._storages += [summed.untyped_storage() for summed, _ in self._sums]
         self._numbers = list(map(torch_tensors.number_of, self._storages))
         local = view = only = None  # or they would count as holders
-        self._lent: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._lent: dict[tuple[int, int, int], Tensor] = {}  # by storage, offset and size
         self._held = self._references()
         self._sizes = [storage.nbytes() for storage in self._storages]
         self._enter()
@@ -97,8 +97,6 @@ class GradientBuffer:
         for storage in self._storages:
             _buffers.pop(storage.data_ptr(), None)
             storage.resize_(0)
-        self._lent.clear()  # they are found by their address
-        self._held = self._references()
         self.is_released = True
 
     def reclaim(self) -> None:
@@ -126,15 +124,15 @@ class GradientBuffer:
     def lend(self, first: Tensor, numel: int) -> Tensor:
         """View ``[numel]`` elements from the local part of gradient ``first`` on.
 
-        The view is the buffer's own and made once: whoever keeps it (and not this buffer) beyond
-        the moment would read the values of later steps.
+        The view is the buffer's own and made once, and it stays when memory is released: whoever
+        keeps it (and not this buffer) beyond the moment would read the values of later steps.
         """
         local = torch_dtensor.local_tensor(first)
-        key = (local.data_ptr(), numel, local.dtype)
+        at = local.untyped_storage().data_ptr()
+        index = [storage.data_ptr() for storage in self._storages].index(at)
+        key = (index, int(local.storage_offset()), numel)
         if key not in self._lent:
             self._lent[key] = local.as_strided((numel,), (1,))
-            at = local.untyped_storage().data_ptr()
-            index = [storage.data_ptr() for storage in self._storages].index(at)
             self._held[index] += 1
         return self._lent[key]
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
+from tests._meshes import DEVICE, random_numbers
 from tests._models import CASES, Block, Case, each_block, floats, loss_of, seeded, stack
 from tests._parity import ROWS, bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks_that_share as ranks
@@ -245,7 +246,7 @@ class FeedForward(nn.Module):
 @ranks(4)
 def test_tensor_parallel_parameters() -> None:
     """Tensor-parallel parameters on a 2-D mesh step beside sharded ones on a 1-D mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
     models, optimizers = [], []
     for make in (torch.optim.AdamW, lambda p, **kw: fsdp2.optim.local(torch.optim.AdamW, p, **kw)):
         torch.manual_seed(0)
@@ -259,7 +260,7 @@ def test_tensor_parallel_parameters() -> None:
         # one group a mesh: torch's own foreach and fused take one mesh a call, the loop any
         optimizers.append(make(model.parameters(), lr=0.1))
     for step in range(3):
-        batch = torch.randn(4, 13, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(4, 13, generator=random_numbers(step))
         for model, optimizer in zip(models, optimizers, strict=True):
             model(batch).square().mean().backward()
             optimizer.step()
@@ -309,6 +310,26 @@ def test_gradient_buffers_are_used_again() -> None:
         twins.plain_optimizer.zero_grad()
         gc.collect()
     assert addresses[0] == addresses[1] == addresses[2] == addresses[3]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@ranks(2)
+def test_gradients_whose_memory_was_given_back(fused: bool) -> None:
+    """What a forward does on a device: gradients come back to the same tensors, and are stepped."""
+    twins = Twins(PADDED, lr=0.1, fused=fused)
+    for _ in range(3):
+        twins.backward()
+        for _, optimizer in twins.pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+        for module in twins.ours.modules():
+            unit = fsdp2.fully_shard.state(module)
+            for group in () if unit is None else unit.own_groups:
+                buffer = group.reducer._buffer
+                assert buffer is not None
+                assert buffer.is_free
+                buffer.release()
+    twins.check()
 
 
 @ranks(3)
@@ -731,7 +752,7 @@ def test_whole_parameters_are_gathered_again() -> None:
     twins = Twins(PADDED, options={"reshard_after_forward": False}, lr=0.1)
     twins.step(2)
     for model, _ in twins.pairs:
-        model(torch.randn(4, 13, generator=torch.Generator().manual_seed(0)))
+        model(torch.randn(4, 13, generator=random_numbers(0)))
     twins.step(2)
     for model, _ in twins.pairs:
         model.set_reshard_after_backward(False)  # type: ignore[operator]
