@@ -280,7 +280,7 @@ class Runtime:
         ):
             self.pass_event()  # the reduction is a collective, in which every rank takes part
         for group in unit.groups:
-            if parts is None or not parts.is_reduced(group):
+            if not self._tells_of_more(group):
                 self._reduce(group)
 
     def _reduce(self, group: ParamGroup) -> None:
@@ -324,12 +324,21 @@ class Runtime:
         """True if ranks tell each other of late gradients: on a device this is waited for."""
         return self.context.streams.async_op or self.root.settings.overlap.synchronizes
 
+    def _will_agree(self, parts: Parts) -> bool:
+        """True if ranks exchange what they know of the parts at the end of this backward."""
+        if parts.is_off or self.backward.with_graph or not parts.all_sync:
+            return False
+        return (self._agrees or not parts.are_known) and torch_modes.has_real_memory()
+
+    def _tells_of_more(self, group: ParamGroup) -> bool:
+        """True of a part that this backward reduced, if an exchange tells what came later."""
+        parts = self.parts
+        return parts is not None and parts.is_reduced(group) and self._will_agree(parts)
+
     def _agree(self) -> None:
         """Learn what all ranks know of the parts; reduce again what was late somewhere."""
         parts = self.parts
-        if parts is None or parts.is_off or self.backward.with_graph or not parts.all_sync:
-            return
-        if (self._agrees or not parts.are_known) and torch_modes.has_real_memory():
+        if parts is not None and self._will_agree(parts):
             for part in parts.agree(self.context.streams):
                 self._reduce(part.group)
 
@@ -368,7 +377,7 @@ class Runtime:
         A rank on which none of its parameters was used reduces zeros: others may have gradients.
         """
         for group in unit.groups:
-            if self.parts is None or not self.parts.is_reduced(group):
+            if not self._tells_of_more(group):
                 owes = has_run or group.reducer.unreduced.is_owed
                 if group.reducer.has_local_gradients or (group.settings.reduce_grads and owes):
                     return True

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2._base import events
 from fsdp2._base.events import Event
+from fsdp2._engine.runtime import Runtime
 from fsdp2._param_group.reduction import Reduction
 from tests._models import Batch, Case, loss_of, seeded
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
@@ -387,6 +388,41 @@ def test_ranks_may_differ_in_their_use_of_a_part(rank: int, world_size: int) -> 
             gradients_of(pair, *others, "twice")
         assert moves(seen, "reduce")["head"] == 1
     pair.train(steps=1)
+
+
+@ranks(2)
+def test_late_gradients_of_parts_where_ranks_do_not_tell() -> None:
+    """As on a device: the second backward reduces the unit after each of its two modules."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.large = nn.Linear(WIDTH, VOCAB)
+            self.back = nn.Linear(VOCAB, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.back(torch.tanh(self.large(self.inner(x)))))
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(13, WIDTH), Wide(), Wide())
+
+    reference, x = seeded(build), torch.randn(6, 13)
+    model = copy.deepcopy(reference)
+    for module in (model[1].inner, model[2].inner):
+        fsdp2.fully_shard(module)
+    fsdp2.fully_shard([model[1], model[2]])
+    fsdp2.fully_shard(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runtime, "_agrees", False)
+        for _ in range(3):
+            for m, rows in ((model, x.chunk(2)[dist.get_rank()]), (reference, x)):
+                loss = loss_of(m(rows))
+                loss.backward(retain_graph=True)
+                loss.backward()
+            assert_same_gradients(model, reference, 1e-5)
+            model.zero_grad()
+            reference.zero_grad()
 
 
 @ranks(2)
