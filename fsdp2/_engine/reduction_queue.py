@@ -78,9 +78,10 @@ class ReductionQueue:
                 reduction.advance()
             for reduction in self._running:
                 reduction.finish()
-        self.drop()
+        while self._running:
+            self._running.popleft().wait()
 
     def drop(self) -> None:
         """Wait for what is in flight; gradients that are not set by then never are."""
         while self._running:
-            self._running.popleft().wait()
+            self._running.popleft().abandon()

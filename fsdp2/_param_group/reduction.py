@@ -514,11 +514,15 @@ class Reduction:
 
     def wait(self) -> None:
         """Make the gradients safe to use by compute, and free the buffers."""
+        if self._grads is not None:
+            assert self._flight is not None
+            self._flight.synchronize()
+            self._deliver()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Free the buffers once nothing uses them; gradients that are not set by then never are."""
         if self._flight is not None:
-            if self._waits_for_copy:
-                self._flight.synchronize()
-                self._deliver()
-            else:
-                self._flight.wait()
+            self._flight.wait()
         self._inputs = []
-        self._flight = self._reduced = self._held = None
+        self._flight = self._reduced = self._held = self._grads = None

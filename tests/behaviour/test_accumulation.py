@@ -14,6 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
+from fsdp2._param_group.reduction import Reduction
 from tests._models import CASES, WIDTH, Case, floats, loss_of, seeded
 from tests._parity import (
     Pair,
@@ -128,6 +129,25 @@ def test_the_replicate_axis_may_be_reduced_last(name: str) -> None:
             ops = [str(op) for op in comm.get_comm_counts()]
             assert any("allreduce" in op or "all_reduce" in op for op in ops) is (micro == 2)
             expected.backward()
+        pair.step()
+    pair.check()
+
+
+@ranks(4)
+def test_partial_sums_that_the_host_looks_at_late() -> None:
+    """As on a device where a gradient misses: nothing is there to be set before the replicas."""
+    pair = Pair("stack", mesh=make_mesh(2, 2))
+    begin = Reduction.__init__
+
+    def look_late(reduction: Reduction, *args: Any) -> None:
+        begin(reduction, *args)
+        reduction._waits_for_copy = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reduction, "__init__", look_late)
+        for last in (False, True):
+            pair.model.set_requires_all_reduce(last)
+            pair.backward()
         pair.step()
     pair.check()
 

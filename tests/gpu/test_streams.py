@@ -31,6 +31,7 @@ class Blob(nn.Module):
         self.column = nn.Parameter(torch.randn(517, 301).t())
         self.small = nn.Parameter(torch.randn(3))
         self.scalar = nn.Parameter(torch.randn(()))
+        self.nothing = nn.Parameter(torch.randn(0, 7))
 
 
 LOOPBACKS: dict[str, dict[str, Any]] = {
@@ -233,7 +234,7 @@ def test_partial_sums_never_wait_for_the_device() -> None:
             ranks.reshard()
             ranks.reduce(Settings(all_reduce_grads=part == 3, reduce_unused=True))
         for group in ranks.groups:
-            for param, times in zip(group.params, (2, 4, 4, 4), strict=True):
+            for param, times in zip(group.params, (2, 4, 4, 4, 4), strict=True):
                 grads.append((param.sharded.grad, times))
                 param.sharded.grad = None
 
@@ -245,6 +246,24 @@ def test_partial_sums_never_wait_for_the_device() -> None:
         step()
     for grad, times in grads:
         assert torch.equal(local_of(grad), torch.full_like(local_of(grad), times))
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_partial_sum_with_a_gradient_that_misses_sets_nothing() -> None:
+    ranks = simulate("2 replicas of 2")
+    for part in range(2):
+        order_gathers(ranks)
+        ranks.gather()
+        for module in ranks.modules:
+            module.large.grad = torch.ones_like(module.large)
+        ranks.reshard()
+        ranks.reduce(Settings(all_reduce_grads=part == 1))
+        for group in ranks.groups:
+            assert (group.params[0].sharded.grad is None) is (part == 0)
+            assert [p.sharded.grad for p in group.params[1:]] == [None] * 4
+    for group in ranks.groups:
+        grad = local_of(group.params[0].sharded.grad)
+        assert torch.equal(grad, torch.full_like(grad, 2))
 
 
 @pytest.mark.usefixtures("four_ranks")
