@@ -105,6 +105,8 @@ class _GatherShard(torch.autograd.Function):
     ) -> Tensor:
         ctx.call = (param, data, wire, settings)
         item = GatherItem(param.placement.layout, local.dtype, local.dtype)
+        if item.shard.numel == 0:  # nor would CUDA's kernels take nothing at all
+            return local.new_empty(item.shard.shape)
         layout = GatherLayout.plan([item], data.shard.size)
         buffer = ShardBuffer(layout, data.shard, local.device)
         buffer.shards[0].copy_(local)
@@ -120,6 +122,9 @@ class _GatherShard(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         param, data, wire, settings = ctx.call
+        if grad.numel() == 0:
+            empty = grad.new_empty(param.placement.layout.shard_shape(data.shard.rank))
+            return empty, None, None, None, None
         layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype)
         scale = GradientScale.choose(data.size, grad.dtype, settings.divide_by, settings.only_sums)
         packed = wire.allocate((layout.size, layout.numel), grad.dtype, grad.device)

@@ -124,7 +124,8 @@ class Packed:
     """What one all-gather carries: the first padded shards of the send buffer, in its order.
 
     ``sizes`` are in wire elements. With ``is_one_split`` one kernel unpacks everything that was
-    gathered: no gap, only rank-major items.
+    gathered: no gap, only rank-major items, and anything at all (CUDA's kernel ends the process
+    where there is nothing to split: torch 2.11.0).
     """
 
     order: tuple[int, ...]
@@ -281,7 +282,7 @@ class GatherLayout:
         padded = [self.padded_nbytes(index) for index in indices]
         rank_major = all(self.items[index].shard.is_rank_major for index in indices)
         sizes = tuple(one // self.wire_dtype.itemsize for one in padded)
-        is_one_split = rank_major and sum(padded) == nbytes
+        is_one_split = rank_major and sum(padded) == nbytes > 0
         return Packed(tuple(indices), nbytes, sizes, is_one_split)
 
     @cached_property

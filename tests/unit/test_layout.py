@@ -223,6 +223,11 @@ def test_a_plan_of_one_dtype_has_no_gap_and_one_split_unpacks_it() -> None:
     assert layout.gather_nbytes == 4 * (5 * 29 + 3 + 5)
 
 
+def test_a_plan_of_nothing_is_not_split() -> None:
+    """CUDA's kernel divides by what there is to split, and ends the process."""
+    assert not GatherLayout.plan([fp32((0, 29), 3), fp32((0,), 3)], 3).packed.is_one_split
+
+
 def test_a_cast_halves_what_is_sent() -> None:
     item = GatherItem(plain((8, 4), 2), torch.float32, torch.bfloat16)
     layout = GatherLayout.plan([item], 2)
