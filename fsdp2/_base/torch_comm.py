@@ -27,17 +27,21 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 """Public names; torch 2.13 renamed them and warns at each use of the old ones."""
 
 
-def is_gloo(group: dist.ProcessGroup) -> bool:
-    """True if a group's collectives on host memory are gloo's."""
-    known = _on_gloo.get(group)
-    if known is None:
-        backends = dist.get_backend_config(group).split(",")
-        known = any(backend in ("gloo", "cpu:gloo") for backend in backends)
-        _on_gloo[group] = known
-    return known
+def is_gloo(group: dist.ProcessGroup, kind: str = "cpu") -> bool:
+    """True if a group's collectives on the memory of a kind of device are gloo's.
+
+    On a device gloo has fewer of them. What it has not it takes for operations on host memory:
+    sends, receives and functional collectives end the process (torch 2.11.0).
+    """
+    backends = _backends.get(group)
+    if backends is None:
+        backends = _backends[group] = frozenset(dist.get_backend_config(group).split(","))
+    return f"{kind}:gloo" in backends or "gloo" in backends
 
 
-_on_gloo: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+_backends: weakref.WeakKeyDictionary[dist.ProcessGroup, frozenset[str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 EXIT_PAUSE_S = 0.02
 
@@ -57,7 +61,7 @@ def pause_at_exit() -> None:
 
 def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
     """Issue what is inside as one operation, where a device's backend can. No public way exists."""
-    if group is None or not capabilities(device).coalesces:
+    if group is None or not capabilities(device).coalesces or is_gloo(group, device.type):
         return contextlib.nullcontext()
     manager: AbstractContextManager[Any] = vars(dist)["_coalescing_manager"](group, device)
     return manager

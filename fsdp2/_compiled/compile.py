@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from fsdp2._base import torch_compiler
+from fsdp2._base import torch_comm, torch_compiler
 from fsdp2._base.arguments import check_flag, check_mapping, check_module, translated, wrong_type
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.events import IDLE
@@ -299,6 +299,12 @@ def check_group(group: ParamGroup, name: str) -> None:
         found = "a custom all-gather or reduce-scatter was set"
     elif group.reducer.hook is not None:
         found = "an all-reduce hook was set"
+    elif any(
+        axis.pg is not None and torch_comm.is_gloo(axis.pg, group.device.type)
+        for axis in (group.data.shard, group.data.replicate)
+        if group.device.type != "cpu"
+    ):
+        found = f"gloo has no functional collectives for memory of {group.device}"
     elif any(param.placement.data_axes for param in group.params):
         found = "dp_mesh_dims was given, so its parameters are DTensors on the data axes too"
     if found is not None:

@@ -428,11 +428,17 @@ def _exchange(buffer: Tensor, nbytes: int, axis: MeshAxis, *, to_first: bool) ->
     peers = ranks[1:] if is_first else ranks[:1]
     start = nbytes if is_first else 0
     parts = buffer[start : start + len(peers) * nbytes].view(len(peers), nbytes)
-    act = dist.irecv if is_first is to_first else dist.isend
+    receives = is_first is to_first
+    assert axis.pg is not None
+    through_host = not parts.is_cpu and torch_comm.is_gloo(axis.pg, parts.device.type)
+    carried = parts.cpu() if through_host else parts
+    act = dist.irecv if receives else dist.isend
     with carrying():
-        sent = [dist.P2POp(act, p, peer, axis.pg) for p, peer in zip(parts, peers, strict=True)]
+        sent = [dist.P2POp(act, p, peer, axis.pg) for p, peer in zip(carried, peers, strict=True)]
         for work in dist.batch_isend_irecv(sent):
             work.wait()
+    if through_host and receives:
+        parts.copy_(carried)
 
 
 def _make_whole(held: LocalShard, target: Target) -> Tensor:
