@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+DEVICE = os.environ.get("FSDP2_TEST_DEVICE", "cpu")
+"""Where bodies make their models, batches and meshes: docs/testing.md, "On a GPU"."""
 
 _made: dict[tuple[tuple[int, ...], tuple[str, ...] | None], DeviceMesh] = {}
 
 
 def shared_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return the CPU mesh of this shape and these names."""
+    """Return the mesh of this shape and these names."""
     key = (shape, names)
     if key not in _made:
-        _made[key] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        _made[key] = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
     return _made[key]
+
+
+def use_device() -> None:
+    """Let a rank make its tensors on the device of the bodies; ranks share the first of a kind."""
+    if DEVICE != "cpu":
+        torch.accelerator.set_device_index(0)
+        torch.empty(0, device=DEVICE)  # else torch gives each rank a device of its own
+        torch.set_default_device(DEVICE)
+
+
+def random_numbers(seed: int) -> torch.Generator:
+    """Return a source of random numbers on the device of the bodies."""
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def forget_meshes() -> None:

@@ -125,7 +125,7 @@ def assert_same(
     Of a `DTensor` each rank compares the part that it holds: to gather hundreds of parameters by
     `full_tensor` costs more than to train them.
     """
-    expected = whole(expected)
+    expected = whole(expected).to(actual.device)  # of states some are on the host
     assert actual.dtype == expected.dtype, f"{what}: {actual.dtype} is not {expected.dtype}"
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
     largest = expected.abs().max().item() if _has_tolerance(expected) else 0.0

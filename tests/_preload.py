@@ -21,6 +21,7 @@ import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 import torch.testing
 
+from tests._meshes import DEVICE
 from tests._rank import PRELOADED
 
 
@@ -38,7 +39,7 @@ show_values_in_asserts()
 for name in ("tests._parity", *filter(None, os.environ.get(PRELOADED, "").split(","))):
     importlib.import_module(name)
 
-if {"tests._traced", "tests.behaviour.test_composition"} & set(sys.modules):
+if DEVICE == "cpu" and {"tests._traced", "tests.behaviour.test_composition"} & set(sys.modules):
     # The first call of a compiler loads 600 modules and builds its tables: two seconds a rank.
     def warm(*, backend: str) -> None:
         compiled = torch.compile(torch.nn.Linear(2, 2), backend=backend)

@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from tests._meshes import forget_meshes
+from tests._meshes import DEVICE, forget_meshes, use_device
 from tests._reach import Entered
 from tests._where import Stopwatch
 
@@ -92,6 +92,7 @@ def serve(conn: multiprocessing.connection.Connection, log_path: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    use_device()
     arrival = "start"
     while True:
         try:
@@ -197,7 +198,7 @@ def _check_left_as_found(world: Any) -> None:
         assert dist.group.WORLD is world, "the body replaced the default process group"
     assert torch.is_grad_enabled(), "the body left gradients disabled"
     assert torch.get_default_dtype() is torch.float32, "the body left another default dtype"
-    assert torch.get_default_device().type == "cpu", "the body left another default device"
+    assert torch.get_default_device().type == DEVICE, "the body left another default device"
 
 
 def _clean_up(task: Task, reply: Reply, watch: Stopwatch) -> Reply:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fsdp2
+from tests._meshes import DEVICE
 from tests._models import CASES
 from tests._parity import Pair, assert_sharded
 from tests._pool import ranks
@@ -97,7 +98,7 @@ def test_the_idiom_for_large_models() -> None:
         fsdp2.fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     del optimizer
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     for own, other in zip(model.parameters(), pair.model.parameters(), strict=True):
         with torch.no_grad():
             own.copy_(other)

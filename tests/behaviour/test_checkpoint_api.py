@@ -39,6 +39,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
 from fsdp2 import checkpoint
+from tests._meshes import DEVICE, random_numbers
 from tests._models import VOCAB, WIDTH, Batch, Case, seeded
 from tests._parity import bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks
@@ -97,7 +98,7 @@ def simple_optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batch(step: int) -> Tensor:
-    return torch.randint(0, VOCAB, (12, 5), generator=torch.Generator().manual_seed(step))
+    return torch.randint(0, VOCAB, (12, 5), generator=random_numbers(step))
 
 
 class Trained:
@@ -224,7 +225,7 @@ def test_a_full_state_loads_onto_meta(rank: int) -> None:
 @ranks(4)
 def test_tensor_parallel_states(rank: int) -> None:
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
     plain = nn.Sequential(nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH))
     model = nn.Sequential(nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH))
     for layer, dim in zip(model, (0, 1), strict=True):

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
+from tests._meshes import DEVICE
 from tests._models import CASES, WIDTH, Case, each_block, floats, loss_of, seeded, stack
 from tests._parity import ROWS, make_mesh, names_of, shard, whole
 from tests._pool import ranks
@@ -151,7 +152,7 @@ def tensor_parallel_and_more(mesh: DeviceMesh) -> nn.Module:
         model.parallel, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
     )
     fsdp2.fully_shard(model.parallel, mesh=mesh["data"])
-    fsdp2.fully_shard(model.sharded, mesh=init_device_mesh("cpu", (4,)))
+    fsdp2.fully_shard(model.sharded, mesh=init_device_mesh(DEVICE, (4,)))
     fsdp2.fully_shard(model.hybrid, mesh=make_mesh(2, 2))
     return model
 
@@ -175,7 +176,7 @@ class Gathers(TorchDispatchMode):
 @ranks(4)
 def test_any_mix_of_meshes() -> None:
     """TP x FSDP, FSDP over all ranks, HSDP and plain parameters give one norm."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
     model = tensor_parallel_and_more(mesh)
     batch = torch.ones(4, 13)
     model(batch).square().mean().backward()
@@ -199,7 +200,7 @@ def test_one_collective_on_one_mesh() -> None:
 @ranks(4)
 def test_axes_of_a_mesh_by_hand() -> None:
     """Shards over two axes, replicas over one, and partial gradients count each element once."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("a", "b"))
     placements: list[list[Any]] = [
         [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(0)],
         [Shard(1), Replicate()], [Replicate(), Replicate()],

@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests._meshes import random_numbers
 from tests._models import CASES, Stack, loss_of, seeded
 from tests._parity import Pair, assert_same, make_mesh, shard, whole
 from tests._pool import ranks
@@ -71,7 +72,7 @@ def test_a_hook_on_replicas_and_with_other_scales() -> None:
             setting(model)
             if hooked:
                 fsdp2.register_comm_hook(model, summing)
-            x = torch.randn(2, 13, generator=torch.Generator().manual_seed(dist.get_rank()))
+            x = torch.randn(2, 13, generator=random_numbers(dist.get_rank()))
             for _ in range(2):
                 loss_of(model(x)).backward()
             grads.append([whole(p.grad) for p in model.parameters()])  # type: ignore[arg-type]
@@ -83,7 +84,7 @@ def one_gradient(hook: Any, scale: float, mesh: Any, steps: int = 1) -> list[Ten
     model = shard(seeded(CASES["one_row"].build), CASES["one_row"], mesh=mesh)
     if hook is not None:
         fsdp2.register_comm_hook(model, hook)
-    x = torch.randn(2, 13, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = torch.randn(2, 13, generator=random_numbers(dist.get_rank()))
     total: list[Tensor] = []
     for _ in range(steps):
         (loss_of(model(x)) * scale).backward()
@@ -115,7 +116,7 @@ def test_compression(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_errors_are_fed_back(dtype: torch.dtype) -> None:
     """Over many steps the sum of what is sent is the sum of the gradients, to one rounding."""
-    packed = torch.randn(13, 29, generator=torch.Generator().manual_seed(0))
+    packed = torch.randn(13, 29, generator=random_numbers(0))
     errors = []
     for feedback in (False, True):
         hook, state = fsdp2.Compress(dtype, error_feedback=feedback), {}  # type: ignore[var-annotated]

@@ -38,7 +38,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import fsdp2
 from fsdp2 import checkpoint
-from tests._meshes import shared_mesh
+from tests._meshes import DEVICE, random_numbers, shared_mesh
 from tests._models import VOCAB, WIDTH, seeded
 from tests._parity import assert_sharded, bits, global_mean, names_of, whole
 from tests._pool import RunOnRanks, make_request
@@ -196,7 +196,7 @@ class Run:
 
     def batch(self, step: int) -> Tensor:
         """Return this rank's rows of the global batch of a step."""
-        generator = torch.Generator().manual_seed(step)
+        generator = random_numbers(step)
         ids = torch.randint(0, VOCAB, (12, 5), generator=generator)
         if self.data is None:
             return ids
@@ -720,7 +720,7 @@ def test_from_the_meta_device_by_broadcast(layout: str, emptied: bool) -> None:
     model, optim = detached(source, ON_RANK_0)
     run = Run(layout, model=on_meta(scalar=False))
     if emptied:
-        run.model.to_empty(device="cpu")
+        run.model.to_empty(device=DEVICE)
     set_model_state_dict(run.model, model, options=FROM_RANK_0)
     run.model.head[1].weight = run.model.embed.weight  # broken by `to_empty` and by assignment
     for block in run.model.blocks:
@@ -787,7 +787,7 @@ def test_from_the_meta_device_from_a_file(tmp_path: Path) -> None:
     source = trained("3")
     save(source, str(tmp_path))
     run = Run("3", model=on_meta())
-    run.model.to_empty(device="cpu")
+    run.model.to_empty(device=DEVICE)
     run.model.head[1].weight = run.model.embed.weight
     run.optimizer = run.make_optimizer()
     for block in run.model.blocks:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2._base.arguments import described
+from tests._meshes import DEVICE
 from tests._models import CASES, WIDTH, Block, Stack, each_block, floats, loss_of, seeded
 from tests._parity import Pair, make_mesh, shard
 from tests._pool import ranks
@@ -155,10 +156,10 @@ def test_a_mesh_of_too_many_dims() -> None:
     model = Stack()
     with refused(fsdp2.ConfigError, "mesh", "3", unchanged=model):
         fsdp2.fully_shard(
-            model, mesh=init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
+            model, mesh=init_device_mesh(DEVICE, (1, 2, 2), mesh_dim_names=("a", "b", "c"))
         )
     with refused(fsdp2.ConfigError, "name", unchanged=model):
-        fsdp2.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+        fsdp2.fully_shard(model, mesh=init_device_mesh(DEVICE, (2, 2)))
     trains(model)
 
 

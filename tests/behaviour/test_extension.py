@@ -23,6 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests._meshes import DEVICE
 from tests._parity import make_mesh
 from tests._pool import ranks
 from tests._slow import slow, with_slow
@@ -498,7 +499,7 @@ def test_tied_extended_parameters() -> None:
 @ranks(4)
 def test_beside_tensor_parallel() -> None:
     """A tensor-parallel parameter whose local tensor is extended is gathered by the extension."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     whole = _weight(Int8Weight, 14, WIDTH)
     assert isinstance(whole, Int8Weight)
@@ -860,9 +861,9 @@ def test_whole_values_of_a_bare_subclass_are_refused_by_name(
     with torch.device("meta"):
         model = shard(make(kind=Bare))
     with refused(fsdp2.UnsupportedError, "0.up", "to_empty"):
-        fsdp2.materialize(model, "cpu", init=lambda module: None)
+        fsdp2.materialize(model, DEVICE, init=lambda module: None)
     assert type(model[0].up._local_tensor) is Bare
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     extend(model).load_state_dict(new().state_dict())
     step(model)
 
@@ -1004,7 +1005,7 @@ def test_from_the_meta_device() -> None:
     shard(model)
     assert isinstance(model[0].up._local_tensor, Int8Weight)
     assert model[0].up._local_tensor.codes.is_meta
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     model.load_state_dict(shard(make()).state_dict())
     x = torch.ones(2, WIDTH)
     torch.testing.assert_close(model(x), make()(x))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fsdp2
 from fsdp2 import ShardPlacementResult
+from tests._meshes import DEVICE
 from tests._models import CASES, VOCAB, WIDTH, seeded
 from tests._parity import bits, make_mesh, shard
 from tests._pool import ranks
@@ -91,7 +92,7 @@ def test_models(name: str) -> None:
 def test_tensor_parallel_parameters_are_whole(rows: int) -> None:
     """Rows over both axes, even or not; columns over one; replicated over one."""
     torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
     whole = [torch.randn(rows, WIDTH) for _ in range(4)] + [torch.randn(rows)]
     module = nn.ParameterList()
     for tensor, placement in zip(
@@ -113,7 +114,7 @@ def test_one_rank_gets_and_gives_what_lies_over_two_axes(rank: int) -> None:
     """Shards are collected along one axis, then along the other, and handed out in turn."""
     for shape in ((2, 2), (1, 4), (4, 1)):
         torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("data", "tensor"))
         module = nn.ParameterList()
         whole = [torch.randn(13, WIDTH), torch.randn(12, WIDTH), torch.randn(29)]
         for tensor, dim in zip(whole, (0, 1, 0), strict=True):
@@ -135,8 +136,8 @@ def test_one_rank_gets_and_gives_what_lies_over_two_axes(rank: int) -> None:
 @ranks(4)
 def test_parameters_on_meshes_of_their_own(rank: int) -> None:
     """A mesh of the same ranks, a slice of it, and ranks that are no axis of it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    other = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
+    other = init_device_mesh(DEVICE, (4,))
     model, reference = seeded(Odd), seeded(Odd)
     chosen = {id(model.large): other, id(model.turned): mesh["shard"]}
 

@@ -27,6 +27,7 @@ import fsdp2
 from fsdp2 import checkpoint
 from fsdp2._base import torch_comm
 from fsdp2.optim import EMA
+from tests._meshes import DEVICE
 from tests._pool import ranks
 from tests._slow import with_slow
 
@@ -69,7 +70,7 @@ def materialize(w: World) -> None:
     with torch.device("meta"):
         model = Net()
     fsdp2.fully_shard(model)
-    fsdp2.materialize(model, "cpu")
+    fsdp2.materialize(model, DEVICE)
 
 
 def check_order(w: World) -> None:
@@ -317,7 +318,7 @@ def materialize_interrupted(w: World, is_victim: bool) -> None:
             interrupt()
         module.reset_parameters()  # type: ignore[operator]  # a Linear's
 
-    fsdp2.materialize(model, "cpu", init)
+    fsdp2.materialize(model, DEVICE, init)
 
 
 def full_params_interrupted(w: World, is_victim: bool) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp2
+from tests._meshes import DEVICE
 from tests._models import HIDDEN, VOCAB, WIDTH
 from tests._parity import bits, make_mesh, names_of, whole
 from tests._pool import ranks
@@ -72,7 +73,7 @@ def one_process(tied: bool = False) -> Net:
     torch.manual_seed(5)
     if not tied:
         return Net()
-    model = on_meta().to_empty(device="cpu").tie()
+    model = on_meta().to_empty(device=DEVICE).tie()
     for module in (model.embed, *(m for t in model.tables for m in (t.inner, t))):
         module.reset_parameters()
     for module in (model.norm, model.conv, model.head):
@@ -102,7 +103,7 @@ def test_values_are_those_of_one_process(
     after = torch.rand(3)
     model = sharded(on_meta(tied), make_mesh(*mesh))
     torch.manual_seed(5 + (dist.get_rank() if sync else 0))
-    assert fsdp2.materialize(model, "cpu", sync_from_rank0=sync) is model
+    assert fsdp2.materialize(model, DEVICE, sync_from_rank0=sync) is model
     assert torch.equal(torch.rand(3), after)
     assert_same_values(model, expected)
     names = names_of(model)
@@ -123,14 +124,14 @@ def test_columns_tensor_parallel_and_plain_models(rank: int) -> None:
     for placement in (lambda p: Shard(1) if p.dim() > 1 else None, None):
         torch.manual_seed(5)
         model = sharded(on_meta(), make_mesh(), shard_placement_fn=placement)
-        assert_same_values(fsdp2.materialize(model, "cpu"), expected)
+        assert_same_values(fsdp2.materialize(model, DEVICE), expected)
     torch.manual_seed(5)
-    assert_same_values(fsdp2.materialize(on_meta(), "cpu"), expected)
+    assert_same_values(fsdp2.materialize(on_meta(), DEVICE), expected)
 
 
 @ranks(4)
 def test_tensor_parallel() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, 12), nn.Linear(12, HIDDEN))
     for layer, dim in zip(model, (0, 1), strict=True):
@@ -138,7 +139,7 @@ def test_tensor_parallel() -> None:
         layer.weight = nn.Parameter(made)
     fsdp2.fully_shard(model, mesh=mesh["data"])
     torch.manual_seed(3)
-    fsdp2.materialize(model, "cpu")
+    fsdp2.materialize(model, DEVICE)
     torch.manual_seed(3)
     expected = nn.Sequential(nn.Linear(WIDTH, 12), nn.Linear(12, HIDDEN))
     found = dict(fsdp2.full_params(model, max_bytes=10**6))
@@ -163,7 +164,7 @@ def test_init_is_called_for_each_module_that_needs_it(rank: int) -> None:
     model.norm.running_mean = torch.full((WIDTH,), 7.0)
     fsdp2.fully_shard(model.head, mesh=make_mesh())
     sharded(model, make_mesh())
-    fsdp2.materialize(model, "cpu", init)
+    fsdp2.materialize(model, DEVICE, init)
     assert called == ["Embedding", *["Linear", "FSDPTable"] * 2, "BatchNorm1d", "Conv1d"]
     assert torch.equal(whole(model.head.weight), kept)
     assert model.norm.running_mean.tolist() == [7.0] * WIDTH
@@ -180,13 +181,13 @@ def test_sync_from_rank0_makes_what_was_real_equal_too(rank: int) -> None:
     for table in model.tables:
         fsdp2.fully_shard(table, mesh=make_mesh())
     fsdp2.fully_shard(model, mesh=make_mesh(), ignored_params={ignored})
-    fsdp2.materialize(model, "cpu", sync_from_rank0=True)
+    fsdp2.materialize(model, DEVICE, sync_from_rank0=True)
     assert model.scale.tolist() == [0.0] * 3
     assert model.extra.tolist() == [0.0] * 2
     replicated = nn.Linear(5, 3)
     nn.init.constant_(replicated.weight, float(rank))
     fsdp2.fully_shard(replicated, mesh=make_mesh(2, 1))
-    fsdp2.materialize(replicated, "cpu", sync_from_rank0=True)
+    fsdp2.materialize(replicated, DEVICE, sync_from_rank0=True)
     assert replicated.weight.to_local().unique().tolist() == [0.0]
 
 
@@ -232,7 +233,7 @@ def test_wrong_inits_name_the_module_on_every_rank(rank: int) -> None:
             model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, 3))
         fsdp2.fully_shard(model, mesh=make_mesh())
         with pytest.raises(error, match=message):
-            fsdp2.materialize(model, "cpu", init)
+            fsdp2.materialize(model, DEVICE, init)
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -252,10 +253,10 @@ def test_what_cannot_be_initialised_is_listed(rank: int) -> None:
         model, rotary = nn.Sequential(Bare(), nn.Linear(2, 2), Bare()), nn.Sequential(Rotary())
     fsdp2.fully_shard(model, mesh=make_mesh())
     with pytest.raises(fsdp2.ConfigError, match=r"on 0 \(Bare\), 2 \(Bare\)"):
-        fsdp2.materialize(model, "cpu")
+        fsdp2.materialize(model, DEVICE)
     fsdp2.fully_shard(rotary, mesh=make_mesh())
     with pytest.raises(fsdp2.ConfigError, match=r"0 \(Rotary\) did not write buffer angles"):
-        fsdp2.materialize(rotary, "cpu")
+        fsdp2.materialize(rotary, DEVICE)
 
     class Greedy(nn.Module):
         def __init__(self) -> None:
@@ -276,18 +277,18 @@ def test_what_cannot_be_initialised_is_listed(rank: int) -> None:
 
     for name in ("normal_", "kaiming_uniform_"):
         with pytest.raises(fsdp2.UnsupportedError, match=rf"\(Greedy\) wrote \({name}\)"):
-            fsdp2.materialize(greedy_with(getattr(nn.init, name)), "cpu")
-    zeroed = fsdp2.materialize(greedy_with(nn.init.zeros_), "cpu")  # a constant is right on shards
+            fsdp2.materialize(greedy_with(getattr(nn.init, name)), DEVICE)
+    zeroed = fsdp2.materialize(greedy_with(nn.init.zeros_), DEVICE)  # a constant is right on shards
     assert not whole(zeroed.inner.weight).any()
     with pytest.raises(fsdp2.UnsupportedError, match=r"\(Greedy\) wrote \(zeros?_\)"):
-        fsdp2.materialize(greedy_with(nn.init.zeros_), "cpu", sync_from_rank0=True)
+        fsdp2.materialize(greedy_with(nn.init.zeros_), DEVICE, sync_from_rank0=True)
     with torch.device("meta"):
         other = nn.Sequential(nn.Linear(3, 3))
     if rank == 1:
         other = nn.Sequential(nn.Linear(3, 3))
     fsdp2.fully_shard(other, mesh=make_mesh())
     with pytest.raises(fsdp2.ConfigError, match=r"0.bias on meta on rank 0, and not on rank 1"):
-        fsdp2.materialize(other, "cpu")
+        fsdp2.materialize(other, DEVICE)
     with pytest.raises(fsdp2.ConfigError, match="expected device to be a"):
         fsdp2.materialize(model, "cuda")
 
@@ -301,7 +302,7 @@ def test_peak_memory_is_the_shards_and_the_largest_module(world_size: int) -> No
         fsdp2.fully_shard(layer, mesh=make_mesh())
     fsdp2.fully_shard(model, mesh=make_mesh())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        fsdp2.materialize(model, "cpu")
+        fsdp2.materialize(model, DEVICE)
     live = highest = 0
     assert profiler.profiler is not None
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
@@ -320,5 +321,5 @@ def test_what_was_frozen_on_meta_stays_frozen() -> None:
     model.embed.requires_grad_(False)
     model.tables[0].row.requires_grad_(False)  # type: ignore[union-attr]
     frozen = {name for name, p in names_of(model).items() if not p.requires_grad}
-    fsdp2.materialize(sharded(model, make_mesh()), "cpu")
+    fsdp2.materialize(sharded(model, make_mesh()), DEVICE)
     assert {name for name, p in names_of(model).items() if not p.requires_grad} == frozen

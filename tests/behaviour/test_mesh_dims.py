@@ -30,7 +30,7 @@ import fsdp2
 from fsdp2 import DataParallelMeshDims
 from fsdp2._comm.mesh import DataMesh
 from tests._local_sgd import LocalSGD
-from tests._meshes import shared_mesh
+from tests._meshes import DEVICE, random_numbers, shared_mesh
 from tests._parity import assert_same, names_of
 from tests._pool import ranks_that_share as ranks
 from tests._slow import exhaustive, slow, with_slow
@@ -176,7 +176,7 @@ def my_rows(batch: Tensor, mesh: DeviceMesh, setup: Setup) -> Tensor:
 
 
 def batch_of(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
+    generator = random_numbers(step)
     return torch.randn(ROWS, 13, generator=generator, dtype=torch.float64)
 
 
@@ -302,7 +302,7 @@ def test_parameters_are_on_the_full_mesh_during_forward() -> None:
 @ranks(4)
 def test_replicate_alone_sends_gradients_only() -> None:
     """Plain data parallelism: whole parameters, one all-reduce a unit, no gather."""
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    mesh = init_device_mesh(DEVICE, (4,), mesh_dim_names=("data",))
     model, original = build(), build()
     dims = DataParallelMeshDims(replicate="data")
     for module in (*model, model):
@@ -336,7 +336,7 @@ def test_plain_parameters_are_taken_where_every_dim_is_data(rank: int, name: str
     """Where no dim is left over, plain parameters are sharded and stay plain in forward."""
     shape, dims, placements = PLAIN[name]
     shape = (shape,) if isinstance(shape, int) else shape
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("a", "b")[: len(shape)])
     model, reference = build(), build()
     for module in (*model, model):
         fsdp2.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
@@ -491,7 +491,7 @@ def test_copies_train_alike() -> None:
 @ranks(4)
 def test_smaller_meshes_of_different_slices_do_not_mix(rank: int) -> None:
     """Ranks beside each other on a dim that is not data-parallel gather from their own slice."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
     for data in (
         DataMesh.of(mesh["data"]),
         DataMesh.named(mesh, DataParallelMeshDims(shard="data")),
@@ -519,9 +519,9 @@ def refused(
 @ranks(2)
 def test_what_cannot_be_is_said_at_once() -> None:
     """Wrong names, meshes and placements raise ConfigError in fully_shard, and change nothing."""
-    named = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
-    long = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "tensor", "b"))
-    bare = init_device_mesh("cpu", (2, 1))
+    named = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("data", "tensor"))
+    long = init_device_mesh(DEVICE, (1, 2, 1), mesh_dim_names=("a", "tensor", "b"))
+    bare = init_device_mesh(DEVICE, (2, 1))
     data = DataParallelMeshDims(shard="data")
     refused("'dta'.*Name some of", mesh=named, dp_mesh_dims=DataParallelMeshDims(shard="dta"))
     refused("has no names", mesh=bare, dp_mesh_dims=data)

@@ -22,6 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2 import ShardPlacementResult
 from tests._local_sgd import LocalSGD
+from tests._meshes import DEVICE, random_numbers
 from tests._parity import assert_same, names_of
 from tests._pool import ranks
 from tests._slow import slow, with_slow
@@ -115,7 +116,7 @@ def choose(model: nn.Module, info: Any, placement: Any = None) -> Callable[..., 
 
 
 def batch_of(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
+    generator = random_numbers(step)
     return torch.randn(ROWS, 13, generator=generator, dtype=torch.float64)
 
 
@@ -163,8 +164,8 @@ def unit_of(module: nn.Module) -> Any:
 
 def meshes() -> tuple[DeviceMesh, DeviceMesh]:
     """Return the mesh of all four ranks, and a mesh of two by two for the experts."""
-    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (4,), mesh_dim_names=("data",)), pairs
+    pairs = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(DEVICE, (4,), mesh_dim_names=("data",)), pairs
 
 
 def make(how: str = "one_unit", **kwargs: Any) -> nn.Module:
@@ -208,7 +209,7 @@ def test_experts_on_a_mesh_of_their_own(rank: int, how: str, choice: bool | int 
 @ranks(4)
 def test_expert_parallel(rank: int, how: str, dim: int) -> None:
     """Each expert-parallel rank owns other experts; dividing by all ranks gives the global mean."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "experts"))
     everybody = mesh._flatten("all")
     model = build()
     for layer in model:
@@ -242,7 +243,7 @@ def test_a_group_averages_over_its_own_ranks() -> None:
 
     Two expert-parallel ranks feed each expert, so its gradient is twice the global mean.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "experts"))
     model, reference = build()[0], build()[0]
     for name, param in list(model.experts.named_parameters()):
         spread = distribute_tensor(param.detach(), mesh["experts"], [Shard(0)], src_data_rank=None)
@@ -430,8 +431,8 @@ def test_mixed_precision() -> None:
 @ranks(2)
 def test_what_is_no_mesh_is_said_at_once() -> None:
     """A wrong mesh_info raises ConfigError that names the parameter, and changes nothing."""
-    long = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
-    data = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    long = init_device_mesh(DEVICE, (1, 2, 1), mesh_dim_names=("a", "b", "c"))
+    data = init_device_mesh(DEVICE, (2,), mesh_dim_names=("data",))
     cases: list[tuple[Any, str]] = [
         ("edp", r"0\.experts\.up: .*mesh_info='edp'"),
         (long, r"0\.experts\.up: .*mesh of 3 dims"),

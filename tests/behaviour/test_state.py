@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fsdp2
+from tests._meshes import DEVICE
 from tests._models import CASES, WIDTH, Case, loss_of, seeded
 from tests._parity import (
     Pair,
@@ -158,7 +159,7 @@ def test_from_the_meta_device(name: str) -> None:
     pair = Pair(name)
     model = shard(on_meta(pair.case), pair.case)
     assert all(p.is_meta and isinstance(p, DTensor) for p in model.parameters())
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     assert_sharded(model)
     full = pair.reference.state_dict()
     if name == "tied_lm":
@@ -199,7 +200,7 @@ def test_from_the_meta_device_by_assignment(name: str) -> None:
 def test_initialisation_on_shards() -> None:
     """`nn.init` functions work on the DTensors, and what they write is what the forward sees."""
     case = CASES["stack"]
-    model = shard(on_meta(case), case).to_empty(device="cpu")
+    model = shard(on_meta(case), case).to_empty(device=DEVICE)
     with torch.no_grad():
         for parameter in model.parameters():
             nn.init.constant_(parameter, 0.25)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp2
+from tests._meshes import DEVICE
 from tests._models import CASES, HIDDEN, WIDTH, seeded
 from tests._parity import Pair, assert_same, assert_sharded, bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks
@@ -122,7 +123,7 @@ def test_gradients_are_whole_and_written_back() -> None:
 
 @ranks(4)
 def test_tensor_parallel_parameters_are_whole() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("data", "tensor"))
     model, plain = seeded(lambda: nn.Linear(WIDTH, 14)), seeded(lambda: nn.Linear(WIDTH, 14))
     model.weight = nn.Parameter(
         distribute_tensor(model.weight.detach(), mesh["tensor"], [Shard(0)])

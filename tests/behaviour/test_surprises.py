@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from tests._meshes import random_numbers
 from tests._parity import make_mesh
 from tests._pool import ranks
 from tests._slow import slow
@@ -51,7 +52,7 @@ def build(**kwargs: Any) -> tuple[Net, Net]:
 
 def batch(seed: int) -> Tensor:
     """The same on every rank, so the mean over ranks is each rank's own gradient."""
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(3, WIDTH, generator=random_numbers(seed))
 
 
 def compare(model: nn.Module, reference: nn.Module) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import fsdp2
+from tests._meshes import DEVICE
 from tests._parity import bits, make_mesh
 from tests._pool import ranks
 from tests.behaviour.test_full_params import Odd
@@ -56,7 +57,7 @@ def test_what_cannot_be_made_right_is_refused(rank: int) -> None:
     with pytest.raises(fsdp2.ConfigError, match=message):
         fsdp2.sync_from_rank0(model)
     with pytest.raises(fsdp2.ConfigError, match=message):
-        fsdp2.materialize(model, "cpu", sync_from_rank0=True)
+        fsdp2.materialize(model, DEVICE, sync_from_rank0=True)
     for parameter, shard in zip(model.parameters(), shards, strict=True):
         assert torch.equal(parameter.to_local(), shard)
     with pytest.raises(fsdp2.ConfigError, match=r"ranks have different models.*bias"):
@@ -71,7 +72,7 @@ def test_what_cannot_be_made_right_is_refused(rank: int) -> None:
 def test_replicas_that_are_sharded_over_one_rank_are_made_equal(rank: int) -> None:
     torch.manual_seed(rank)
     model = fsdp2.fully_shard(nn.Sequential(nn.Linear(13, 29)), mesh=make_mesh(2, 1))
-    fsdp2.materialize(model, "cpu", sync_from_rank0=True)
+    fsdp2.materialize(model, DEVICE, sync_from_rank0=True)
     torch.manual_seed(0)
     expected = nn.Linear(13, 29)
     assert torch.equal(model[0].weight.to_local(), expected.weight)

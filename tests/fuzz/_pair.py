@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from tests._local_sgd import LocalSGD
+from tests._meshes import random_numbers
 from tests._parity import assert_same, names_of
 from tests.fuzz._layers import Net, build
 from tests.fuzz._program import Call, Op, Program
@@ -39,7 +40,7 @@ class Pair:
         self.reference = build(program.model, program.seed)
         shard(self.model, self.setup)
         self.meshes = {p.device_mesh for p in self.model.parameters() if isinstance(p, DTensor)}
-        self.random = torch.Generator().manual_seed(program.seed)
+        self.random = random_numbers(program.seed)
         singles = any(b.kind == "single" for b in program.model.layers())
         self.rtol = 2e-4 if singles or self.setup.precision != "same" else 1e-9
         self.scale = 1.0  # of the sharded model's gradients over the mean

@@ -304,6 +304,29 @@ def test_permuted_gradients_of_one_rank_come_out_in_order(
         )
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["stack", "one_row", "tied_lm"])
+def test_steps_on_local_shards(mesh: DeviceMesh, name: str, fused: bool) -> None:
+    """Gradients lie in memory that was given back in between."""
+    case = CASES[name]
+    reference = seeded(case.build).to(here())
+    model = shard(seeded(case.build).to(here()), case, mesh)
+    options = {"lr": 0.01, "eps": 1e-4, "fused": fused}
+    optimizers = (
+        fsdp2.optim.local(torch.optim.AdamW, model.parameters(), **options),
+        torch.optim.AdamW(reference.parameters(), **options),
+    )
+    torch.manual_seed(3)
+    for step in range(5):
+        args, kwargs = batch_of(case)
+        losses = [loss_of(m(*args, **kwargs)) for m in (model, reference)]
+        assert_same(losses[0], losses[1], f"loss {step}", 1e-4)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_an_exception_in_backward_and_training_on(mesh: DeviceMesh) -> None:
     case = CASES["stack"]
     reference = seeded(case.build).to(here())
@@ -327,6 +350,37 @@ def test_an_exception_in_backward_and_training_on(mesh: DeviceMesh) -> None:
     expected = dict(reference.named_parameters())
     for key, parameter in model.named_parameters():
         assert_same(local_of(parameter.grad), expected[key].grad, f"{key}.grad")
+
+
+def test_a_gradient_of_a_backward_that_failed_is_not_set_later(mesh: DeviceMesh) -> None:
+    """The host looks late at what nobody had a gradient for; what it finds then is dropped."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(13, 13), nn.Linear(13, 13)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    model = nn.Sequential(nn.Linear(13, 13), Half(), Half()).to(here())
+    for block in model:
+        fsdp2.fully_shard(block, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    x = torch.ones(3, 13, device=here())
+    handle = model[0].register_forward_hook(
+        lambda module, given, output: output.register_hook(fail) and None
+    )
+    with pytest.raises(ArithmeticError):
+        loss_of(model(x)).backward()
+    handle.remove()
+    model.zero_grad()
+    with torch.no_grad():
+        model(x)
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == []
 
 
 def test_memory_returns(mesh: DeviceMesh) -> None:
@@ -360,19 +414,17 @@ def test_cleared_gradients_take_no_memory_in_a_forward(mesh: DeviceMesh) -> None
         fsdp2.fully_shard(block, mesh=mesh)
     fsdp2.fully_shard(model, mesh=mesh)
     x = torch.ones(1, width, device=here())
+    loss_of(nn.Linear(width, width, device=here())(x)).backward()  # cuBLAS's memory is there
     seen: list[int] = []
     model[0].register_forward_hook(lambda *_: seen.append(torch.cuda.memory_allocated()))
-    losses = []
     for _ in range(4):
-        loss = loss_of(model(x))
-        losses.append(loss)
-        loss.backward()
-        held = local_of(model[1].weight.grad).clone()
+        loss_of(model(x)).backward()
         model.zero_grad()
     assert seen[1] - seen[0] < width * width * 4  # not the gradients of six layers
     assert seen[3] == seen[1]
     loss_of(model(x)).backward()
     kept = model[1].weight.grad
+    held = local_of(kept).clone()
     model.zero_grad()
     loss_of(model(2 * x)).backward()
     assert torch.equal(local_of(kept), held)
