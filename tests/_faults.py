@@ -807,4 +807,36 @@ FAULTS = [
         "Ctrl-C between two collectives of a save leaves the other ranks in the second one, and the next operation meets theirs.",
         near=("behaviour/test_lost_ranks.py", "unit/test_interrupts.py"),
     ),
+    Fault(
+        "lent-views-dropped-at-release",
+        "fsdp2/_param_group/gradient_buffer.py",
+        """\
+            storage.resize_(0)
+        self.is_released = True
+""",
+        """\
+            storage.resize_(0)
+        self._lent.clear()
+        self._held = self._references()
+        self.is_released = True
+""",
+        "On a device fsdp2.optim.local no longer steps parameters whose gradients' memory was given back by a forward.",
+        near=("behaviour/test_optim.py",),
+    ),
+    Fault(
+        "late-gradient-of-part-lost",
+        "fsdp2/_engine/runtime.py",
+        "return parts is not None and parts.is_reduced(group) and self._will_agree(parts)",
+        "return parts is not None and parts.is_reduced(group)",
+        "Where ranks do not exchange what they know of parts (on a device), gradients that come after a part's reduction are lost: the second backward through a retained graph.",
+        near=("behaviour/test_memory.py",),
+    ),
+    Fault(
+        "partial-sum-delivered",
+        "fsdp2/_param_group/reduction.py",
+        "        if self._grads is not None:\n            assert self._flight is not None\n",
+        "        if self._waits_for_copy:\n            assert self._flight is not None\n",
+        "On a device a backward without the sum over replicas raises a ValueError if a gradient misses, or if shards are offloaded.",
+        near=("behaviour/test_accumulation.py",),
+    ),
 ]
