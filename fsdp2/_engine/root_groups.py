@@ -33,8 +33,9 @@ from torch.distributed import ReduceOp
 
 from fsdp2._base import torch_autograd, torch_compiler, torch_modes
 from fsdp2._comm.collectives import Wire
-from fsdp2._comm.consistency import STAMP_NUMEL, Stamp
+from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh, MeshAxis
+from fsdp2._comm.operation_ids import STAMP_NUMEL
 from fsdp2._comm.streams import Streams
 from fsdp2._engine.unit import Unit
 from fsdp2._param_group.early_release import Readers

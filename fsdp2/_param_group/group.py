@@ -40,8 +40,9 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import BACKWARD, IDLE
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, Settings
 from fsdp2._comm.collectives import Wire
-from fsdp2._comm.consistency import GATHER_STAMP_NUMEL, Signature, Stamp
+from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh
+from fsdp2._comm.operation_ids import GATHER_STAMP_NUMEL, Signature
 from fsdp2._comm.streams import InFlight, StepContext, Streams
 from fsdp2._param_group import packing
 from fsdp2._param_group.buffers import FullBuffer, PostForward, ShardBuffer

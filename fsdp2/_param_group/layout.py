@@ -21,7 +21,7 @@ from functools import cached_property
 
 import torch
 
-from fsdp2._comm.consistency import GATHER_STAMP_NUMEL, STAMP_NUMEL
+from fsdp2._comm.operation_ids import GATHER_STAMP_NUMEL, STAMP_NUMEL
 
 ALIGN_NBYTES = 16
 """Start of a dtype segment, and of every unsharded parameter, in its flat buffer."""

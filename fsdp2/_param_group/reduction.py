@@ -31,8 +31,8 @@ from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.collectives import GradientScale, Wire
-from fsdp2._comm.consistency import STAMP_NUMEL, Signature
 from fsdp2._comm.mesh import DataMesh
+from fsdp2._comm.operation_ids import STAMP_NUMEL, Signature
 from fsdp2._comm.streams import InFlight, Streams
 from fsdp2._param_group import packing
 from fsdp2._param_group.collective_ids import CollectiveIds

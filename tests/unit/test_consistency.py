@@ -9,17 +9,15 @@ import torch
 from torch import Tensor
 
 from fsdp2._base.errors import StateError
-from fsdp2._comm.consistency import (
-    CONTEXT,
+from fsdp2._comm.consistency import CONTEXT, GAVE_UP, Agreement, Operation, Sent
+from fsdp2._comm.mesh import MeshAxis
+from fsdp2._comm.operation_ids import DTYPES as SENT
+from fsdp2._comm.operation_ids import (
     GATHER_STAMP_NUMEL,
-    GAVE_UP,
     NUMBER_BITS,
     STAMP_BITS,
     STAMP_NUMEL,
     TRAIT_BITS,
-    Agreement,
-    Operation,
-    Sent,
     Signature,
     code_of,
     digits_of,
@@ -27,8 +25,6 @@ from fsdp2._comm.consistency import (
     number_of,
     number_of_digits,
 )
-from fsdp2._comm.consistency import DTYPES as SENT
-from fsdp2._comm.mesh import MeshAxis
 
 NUMBERS = [1, 2, 3, 255, 256, 1000, (1 << STAMP_BITS) - 1]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
