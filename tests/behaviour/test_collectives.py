@@ -9,10 +9,12 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
+from fsdp2._base import torch_comm
 from tests._models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
 from tests._parity import Pair, make_mesh, shard
 from tests._pool import ranks
@@ -201,3 +203,13 @@ def test_a_lone_unit() -> None:
     with CommDebugMode() as comm:
         step().backward()
     assert kinds(comm) == {"allgather": 1, "reducescatter": 1}
+
+
+@ranks(2)
+def test_gloo_is_known_by_kinds_of_devices() -> None:
+    """On a device it has no sends, and no collectives for graphs: others are used, or none."""
+    assert torch_comm.is_gloo(dist.group.WORLD, "cpu")
+    assert torch_comm.is_gloo(dist.group.WORLD, "cuda")
+    only_host = dist.new_group(backend="cpu:gloo")
+    assert torch_comm.is_gloo(only_host)
+    assert not torch_comm.is_gloo(only_host, "cuda")
