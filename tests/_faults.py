@@ -826,8 +826,8 @@ FAULTS = [
     Fault(
         "late-gradient-of-part-lost",
         "fsdp2/_engine/runtime.py",
-        "return parts is not None and parts.is_reduced(group) and self._will_agree(parts)",
-        "return parts is not None and parts.is_reduced(group)",
+        "return parts.is_reduced(group) and self._will_agree(parts)",
+        "return parts.is_reduced(group)",
         "Where ranks do not exchange what they know of parts (on a device), gradients that come after a part's reduction are lost: the second backward through a retained graph.",
         near=("behaviour/test_memory.py",),
     ),

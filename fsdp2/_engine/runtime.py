@@ -280,7 +280,7 @@ class Runtime:
         ):
             self.pass_event()  # the reduction is a collective, in which every rank takes part
         for group in unit.groups:
-            if not self._tells_of_more(group):
+            if parts is None or not self._tells_of_more(parts, group):
                 self._reduce(group)
 
     def _reduce(self, group: ParamGroup) -> None:
@@ -330,10 +330,9 @@ class Runtime:
             return False
         return (self._agrees or not parts.are_known) and torch_modes.has_real_memory()
 
-    def _tells_of_more(self, group: ParamGroup) -> bool:
+    def _tells_of_more(self, parts: Parts, group: ParamGroup) -> bool:
         """True of a part that this backward reduced, if an exchange tells what came later."""
-        parts = self.parts
-        return parts is not None and parts.is_reduced(group) and self._will_agree(parts)
+        return parts.is_reduced(group) and self._will_agree(parts)
 
     def _agree(self) -> None:
         """Learn what all ranks know of the parts; reduce again what was late somewhere."""
@@ -377,7 +376,7 @@ class Runtime:
         A rank on which none of its parameters was used reduces zeros: others may have gradients.
         """
         for group in unit.groups:
-            if not self._tells_of_more(group):
+            if self.parts is None or not self._tells_of_more(self.parts, group):
                 owes = has_run or group.reducer.unreduced.is_owed
                 if group.reducer.has_local_gradients or (group.settings.reduce_grads and owes):
                     return True
