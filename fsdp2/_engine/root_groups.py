@@ -13,7 +13,8 @@ collectives, so it has the same number on every rank. At the end of a backward t
 maximum of what they saw, and in later ones a part is reduced, and released, at that event,
 whatever is there: reduce is constant. A rank whose backward took another way may have a gradient
 that came later. It says so in the same exchange, all ranks reduce the part once more, and from then
-on later. So the event decides about memory and overlap; never about the result.
+on later. So the event decides about memory and overlap; never about the result. Where no exchange
+follows (on a device, once all is known) nothing is reduced early, and a part counts as any group.
 
 [Note: read by nobody]
 The same exchange carries whether something on a rank still referred to a part's parameters after

@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2._base import torch_comm
+from fsdp2._compiled.compile import check_group
 from tests._models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
 from tests._parity import Pair, make_mesh, shard
 from tests._pool import ranks
@@ -213,3 +214,15 @@ def test_gloo_is_known_by_kinds_of_devices() -> None:
     only_host = dist.new_group(backend="cpu:gloo")
     assert torch_comm.is_gloo(only_host)
     assert not torch_comm.is_gloo(only_host, "cuda")
+
+
+@ranks(2)
+def test_a_model_over_gloo_on_a_device_is_not_compiled_whole() -> None:
+    """Its collectives would end the process."""
+    model = fsdp2.fully_shard(seeded(Block))
+    (group,) = fsdp2.fully_shard.state(model).own_groups
+    check_group(group, "block")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(group), "device", torch.device("cuda"))
+        with pytest.raises(fsdp2.UnsupportedError, match=r"block: .*gloo has no functional"):
+            check_group(group, "block")
