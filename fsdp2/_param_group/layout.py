@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 import torch
 
@@ -35,6 +36,17 @@ def align(nbytes: int, to: int = ALIGN_NBYTES) -> int:
     return -(-nbytes // to) * to
 
 
+def chunk_of(length: int, count: int, place: int) -> tuple[int, int]:
+    """Return the first row of a chunk, and how many it has.
+
+    Chunks are those of ``torch.chunk``, which is what DTensor's ``Shard(dim)`` means: the first is
+    the largest, and the last ones may have fewer rows, or none.
+    """
+    chunk = -(-length // count)
+    start = min(place * chunk, length)
+    return start, min(chunk, length - start)
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the row-major stride of a shape."""
     stride, step = [], 1
@@ -44,12 +56,25 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return a stride if a tensor with it has no holes and no overlaps, else a row-major one."""
+    row_major, expected = contiguous_stride(shape), 1
+    for size, step in sorted(zip(shape, stride, strict=True), key=itemgetter(1)):
+        if size != 1 and step != expected:
+            return row_major
+        expected *= max(size, 1)
+    # of a dim of one row any stride will do, and of a tensor without elements all of them
+    pairs = zip(shape, stride, row_major, strict=True)
+    if 0 in shape or all(size == 1 or step == other for size, step, other in pairs):
+        return row_major
+    return tuple(stride)
+
+
 @dataclass(frozen=True)
 class ShardLayout:
     """How one tensor of ``shape`` splits over ``size`` ranks along ``dim``.
 
-    Shards are the chunks of ``torch.chunk`` (which is what DTensor's ``Shard(dim)`` means), so the
-    last ranks may hold fewer rows, or none. ``dim=None`` replicates: every rank holds all of it.
+    Shards are chunks (see ``chunk_of``). ``dim=None`` replicates: every rank holds all of it.
     ``stride`` is the unsharded tensor's; shards are contiguous.
     """
 
@@ -61,12 +86,12 @@ class ShardLayout:
     @cached_property
     def chunk(self) -> int:
         """Rows of a padded shard."""
-        return 0 if self.dim is None else -(-self.shape[self.dim] // self.size)
+        return self.rows(0)
 
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of a padded shard, which is the same on every rank."""
-        return self._with_rows(self.chunk)
+        return self.shard_shape(0)
 
     @cached_property
     def padded_numel(self) -> int:
@@ -92,21 +117,16 @@ class ShardLayout:
 
     def start(self, rank: int) -> int:
         """First row of a rank's shard."""
-        return 0 if self.dim is None else min(rank * self.chunk, self.shape[self.dim])
+        return 0 if self.dim is None else chunk_of(self.shape[self.dim], self.size, rank)[0]
 
     def rows(self, rank: int) -> int:
         """Rows of a rank's shard; 0 for the ranks behind the last row."""
-        if self.dim is None:
-            return 0
-        return max(0, min(self.chunk, self.shape[self.dim] - rank * self.chunk))
+        return 0 if self.dim is None else chunk_of(self.shape[self.dim], self.size, rank)[1]
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        return self.shape if self.dim is None else self._with_rows(self.rows(rank))
-
-    def _with_rows(self, rows: int) -> tuple[int, ...]:
         if self.dim is None:
             return self.shape
-        return (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], self.rows(rank), *self.shape[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -321,7 +341,8 @@ def full_nbytes(item: GatherItem, full_sizes: Sequence[int] = ()) -> int:
     if shard.is_rank_major:
         row_numel = math.prod(shard.shape[1:])
         for size in (shard.size, *full_sizes):
-            numel = max(numel, size * -(-shard.shape[0] // size) * row_numel)
+            _, chunk = chunk_of(shard.shape[0], size, 0)
+            numel = max(numel, size * chunk * row_numel)
     return numel * item.compute_dtype.itemsize
 
 

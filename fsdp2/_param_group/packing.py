@@ -19,6 +19,7 @@ from fsdp2._param_group.layout import (
     Packed,
     ReduceLayout,
     ShardLayout,
+    chunk_of,
     contiguous_stride,
 )
 
@@ -57,7 +58,7 @@ def shard_of(tensor: Tensor, shard: ShardLayout, rank: int) -> Tensor:
     """View a rank's rows of an unsharded tensor."""
     if shard.dim is None:
         return tensor
-    return tensor.narrow(shard.dim, shard.start(rank), shard.rows(rank))
+    return tensor.narrow(shard.dim, *chunk_of(shard.shape[shard.dim], shard.size, rank))
 
 
 def shard_copy(whole: Tensor, shard: ShardLayout, rank: int) -> Tensor:

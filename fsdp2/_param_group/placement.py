@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fsdp2._base import torch_dtensor
 from fsdp2._base.errors import ConfigError
 from fsdp2._comm.mesh import OWN, SHARD, DataMesh, mesh_of
-from fsdp2._param_group.layout import ShardLayout, contiguous_stride
+from fsdp2._param_group.layout import ShardLayout, dense_stride
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> Par
             if torch_dtensor.shards_dim(placements[right], dim):
                 factor *= own.mesh.size(right)
         placements[axis] = Shard(dim) if factor == 1 else torch_dtensor.strided_shard(dim, factor)
-    layout = ShardLayout(tuple(local.shape), _dense_stride(local), dim, data.shard.size)
+    layout = ShardLayout(
+        tuple(local.shape), dense_stride(local.shape, local.stride()), dim, data.shard.size
+    )
     stride = layout.stride if spec is None else tuple(param.stride())
     return ParamPlacement(
         layout, own.mesh, tuple(placements), tuple(param.shape), stride, spec, own.data_axes
@@ -227,15 +229,3 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
             f"{tensor_parallel} and the data mesh {data}, which cannot be joined ({error}). Slice "
             "both from one init_device_mesh(...) call."
         ) from error
-
-
-def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the tensor's stride if it fills its memory without gap or overlap, else row-major."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda s: s[1]):
-        if size != 1 and stride != expected:
-            return contiguous_stride(tensor.shape)
-        expected *= size if size > 0 else 1
-    if all(size == 1 for size in tensor.shape) or tensor.is_contiguous():
-        return contiguous_stride(tensor.shape)
-    return tuple(tensor.stride())

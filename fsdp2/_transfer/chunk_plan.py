@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fsdp2._param_group.layout import align
+from fsdp2._param_group.layout import align, chunk_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Blocks:
     """How a tensor of ``shape`` is cut over the axes of a grid.
 
     ``counts`` are the sizes of the axes; ``cuts`` are pairs (axis, dim), in the order in which a
-    dim is cut: each one takes the chunks of ``torch.chunk`` of what the cuts before it left.
+    dim is cut: each one takes the chunks (see ``chunk_of``) of what the cuts before it left.
     """
 
     shape: tuple[int, ...]
@@ -64,10 +64,8 @@ class Blocks:
         """Return what the rank at ``place`` (a coordinate for each axis) holds."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
         for axis, dim in self.cuts:
-            chunk = -(-sizes[dim] // self.counts[axis])
-            first = min(place[axis] * chunk, sizes[dim])
+            first, sizes[dim] = chunk_of(sizes[dim], self.counts[axis], place[axis])
             starts[dim] += first
-            sizes[dim] = min(chunk, sizes[dim] - first)
         return Region(tuple(starts), tuple(sizes))
 
     @cached_property

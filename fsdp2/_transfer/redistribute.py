@@ -26,6 +26,7 @@ from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.interrupts import kept_interrupts, take_interrupt
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import Grid, carrying, named, wire_device
+from fsdp2._param_group.layout import dense_stride
 from fsdp2._transfer.chunk_plan import Blocks, Bucket, Item, Region, part_of, plan, within
 
 
@@ -444,14 +445,11 @@ def _exchange(buffer: Tensor, nbytes: int, axis: MeshAxis, *, to_first: bool) ->
 def _make_whole(held: LocalShard, target: Target) -> Tensor:
     device = target.device or held.local.device
     return torch.empty_strided(
-        held.shape, _dense(held.shape, held.stride), dtype=target.dtype_of(held), device=device
+        held.shape,
+        dense_stride(held.shape, held.stride),
+        dtype=target.dtype_of(held),
+        device=device,
     )
-
-
-def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Return a stride if a tensor with it has no holes and no overlaps, else a row-major one."""
-    found = torch.empty(0, dtype=torch.uint8, device="meta").as_strided(tuple(shape), tuple(stride))
-    return tuple(torch.empty_like(found, memory_format=torch.preserve_format).stride())
 
 
 # From whole tensors to shards.
