@@ -128,9 +128,11 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
     Raises:
         ConfigError: it cannot, or the shard has no extension and can get none.
     """
-    kind = type(whole).__name__
-    try:
-        shard = packing.shard_copy(whole, param.placement.layout, rank)
+    kind, layout = type(whole).__name__, param.placement.layout
+    try:  # by operations that the subclass may define itself
+        shard = whole.new_zeros(layout.shard_shape(rank))
+        if layout.rows(rank):
+            shard.copy_(whole.chunk(layout.size, dim=0)[rank])
     except Exception as error:
         raise ConfigError(
             f"{param.fqn}: is a {kind}, of which no shard can be made: {type(error).__name__}: "

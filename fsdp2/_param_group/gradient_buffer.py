@@ -68,8 +68,7 @@ class GradientBuffer:
                 self._copies.append((local, view))
             spec, like = param.spec, param.like
             if dtype is not param.storage_dtype:
-                mesh, placements = spec.mesh, spec.placements
-                spec = torch_dtensor.make_spec(mesh, placements, spec.shape, spec.stride, dtype)
+                spec = param.placement.sharded_spec(dtype)
                 like = torch.empty(local.shape, dtype=dtype, device=device)
             self._grads.append(torch_dtensor.new_dtensor(local, spec, like=like))
         only = next(iter(self._flats.values())) if len(self._flats) == 1 else None

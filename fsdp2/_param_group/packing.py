@@ -61,14 +61,6 @@ def shard_of(tensor: Tensor, shard: ShardLayout, rank: int) -> Tensor:
     return tensor.narrow(shard.dim, *chunk_of(shard.shape[shard.dim], shard.size, rank))
 
 
-def shard_copy(whole: Tensor, shard: ShardLayout, rank: int) -> Tensor:
-    """Let a tensor subclass copy a rank's rows, through operations that it may define itself."""
-    rows = whole.new_zeros(shard.shard_shape(rank))
-    if shard.rows(rank):
-        rows.copy_(whole.chunk(shard.size, dim=0)[rank])
-    return rows
-
-
 def cast_shards(shards: Tensor, send: Tensor, layout: GatherLayout) -> None:
     """Fill the send buffer from the shard buffer: one kernel for each dtype pair."""
     for segment in layout.segments:

@@ -155,7 +155,7 @@ class FSDPParam:
         self.keeps_reduced_dtype = False  # the sharded gradient is not cast to storage_dtype
         self.machine = StateMachine()  # the group's
         self.uses: list[nn.Module] = []  # modules of other units that contain its module, too
-        self.attributes = _own_attributes(original)
+        self.attributes = own_attributes(original)
         original.__dict__[_MARK] = original.__dict__[_STANDS_FOR] = OwnerMark(self)
         self.sharded: nn.Parameter = original
         self.shown: nn.Parameter | None = original  # what the group registered last
@@ -273,7 +273,7 @@ class FSDPParam:
         assert isinstance(new, nn.Parameter)
         self.sharded = self.shown = new
         if not isinstance(new, DTensor):
-            self.attributes = _own_attributes(new)
+            self.attributes = own_attributes(new)
         if new.requires_grad is not self.trainable:
             self.toggle()
 
@@ -298,7 +298,7 @@ class FSDPParam:
         return param
 
 
-def _own_attributes(param: nn.Parameter) -> dict[str, Any]:
+def own_attributes(param: nn.Parameter) -> dict[str, Any]:
     """Return what the user set on a parameter. A wrapper keeps its own parts in the same place."""
     dispatches = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if dispatches and not isinstance(param, DTensor):

@@ -108,10 +108,9 @@ def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> Par
             if torch_dtensor.shards_dim(placements[right], dim):
                 factor *= own.mesh.size(right)
         placements[axis] = Shard(dim) if factor == 1 else torch_dtensor.strided_shard(dim, factor)
-    layout = ShardLayout(
-        tuple(local.shape), dense_stride(local.shape, local.stride()), dim, data.shard.size
-    )
-    stride = layout.stride if spec is None else tuple(param.stride())
+    shape, stride = tuple(local.shape), dense_stride(local.shape, local.stride())
+    layout = ShardLayout(shape, stride, dim, data.shard.size)
+    stride = stride if spec is None else tuple(param.stride())
     return ParamPlacement(
         layout, own.mesh, tuple(placements), tuple(param.shape), stride, spec, own.data_axes
     )

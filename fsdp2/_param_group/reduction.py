@@ -69,12 +69,6 @@ class Unreduced:
         self.is_waiting = False  # one of the two, or gradients on unsharded parameters
         self.is_owed = False  # a backward ran without sync, with a gradient here or not
 
-    def erase_stamps(self, layout: ReduceLayout) -> None:
-        """Drop the stamps of what waits: the next reduction has other ones."""
-        for waiting in (self.accumulated, self.partial):
-            if waiting is not None:
-                waiting[..., waiting.shape[-1] - (layout.numel - layout.stamp_start) :] = 0
-
     def rearrange(self, old: ReduceLayout, new: ReduceLayout) -> None:
         """Lie as another layout says."""
         self.accumulated = packing.rearranged(self.accumulated, old, new)
@@ -133,8 +127,10 @@ class Reducer:
 
     def erase_stamps(self) -> None:
         """Drop the stamps of gradients that wait: the next reduction has other ones."""
-        if self._layout is not None:
-            self.unreduced.erase_stamps(self._layout)
+        layout = self._layout
+        for waiting in (self.unreduced.accumulated, self.unreduced.partial):
+            if layout is not None and waiting is not None:
+                waiting[..., waiting.shape[-1] - (layout.numel - layout.stamp_start) :] = 0
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
@@ -185,7 +181,7 @@ class Reducer:
             self.unreduced.rearrange(self._layout, layout)
         self._layout = layout
         if is_renumbered:
-            self.unreduced.erase_stamps(layout)
+            self.erase_stamps()
         return ReducePlan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
 
     def _number(self, layout: ReduceLayout) -> bool:
@@ -236,7 +232,7 @@ class Reducer:
         layout = plan.layout
         if not self._number(layout):
             return plan
-        self.unreduced.erase_stamps(layout)
+        self.erase_stamps()
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
         complete = packing.tail(codes, layout, plan.grad_dtype, self._residence.compute)
         return replace(plan, codes=codes, complete=complete)

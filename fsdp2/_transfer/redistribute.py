@@ -328,7 +328,11 @@ class _Gathering(_Moves):
         """Allocate what a bucket needs here, and all that it needs."""
         for chunk in bucket.chunks if self.target.takes(self.first(bucket).grid) else ():
             if chunk.index not in self.whole:
-                self.whole[chunk.index] = _make_whole(self.helds[chunk.index], self.target)
+                held = self.helds[chunk.index]
+                dtype, device = self.target.dtype_of(held), self.target.device or held.local.device
+                stride = dense_stride(held.shape, held.stride)
+                whole = torch.empty_strided(held.shape, stride, dtype=dtype, device=device)
+                self.whole[chunk.index] = whole
         self._room(bucket)
 
     def _room(self, bucket: Bucket) -> Tensor | None:
@@ -440,16 +444,6 @@ def _exchange(buffer: Tensor, nbytes: int, axis: MeshAxis, *, to_first: bool) ->
             work.wait()
     if through_host and receives:
         parts.copy_(carried)
-
-
-def _make_whole(held: LocalShard, target: Target) -> Tensor:
-    device = target.device or held.local.device
-    return torch.empty_strided(
-        held.shape,
-        dense_stride(held.shape, held.stride),
-        dtype=target.dtype_of(held),
-        device=device,
-    )
 
 
 # From whole tensors to shards.

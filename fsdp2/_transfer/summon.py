@@ -28,7 +28,7 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import Unit, unit_of
-from fsdp2._param_group.param import SUMMONED, OwnerMark, Site
+from fsdp2._param_group.param import SUMMONED, OwnerMark, Site, own_attributes
 from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, LocalShard, Target, gather
 
 WHO = "summon_full_params"
@@ -70,10 +70,7 @@ class _Summoned:
         if self.sharded.grad is None:
             dtype = grad.dtype if self.sharded.grad_dtype is None else self.sharded.dtype
             made = torch.empty_like(self.held.local, dtype=dtype)
-            placed = torch_dtensor.spec_of(self.sharded)  # type: ignore[arg-type]  # a DTensor
-            like = self.sharded.shape, self.sharded.stride()
-            spec = torch_dtensor.make_spec(placed.mesh, placed.placements, *like, dtype)
-            self.sharded.grad = torch_dtensor.new_dtensor(made, spec)
+            self.sharded.grad = torch_dtensor.dtensor_like(self.sharded, made)  # type: ignore[arg-type]  # a DTensor
         with torch.no_grad():
             torch_dtensor.local_tensor(self.sharded.grad).copy_(block)
 
@@ -232,8 +229,7 @@ def _gather(
     for index, tensor in _received(helds, target, grids):
         item = found[index]
         whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
-        kept = vars(item.sharded).items()
-        vars(whole).update({k: v for k, v in kept if not k.startswith("_fsdp2")})
+        vars(whole).update(own_attributes(item.sharded))
         whole.__dict__[SUMMONED] = item
         item.whole = whole
     if not with_grads:
