@@ -16,17 +16,16 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base import torch_dtensor, torch_modes
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._base.policy import Settings
-from fsdp2._comm.collectives import GradientScale, Wire
-from fsdp2._comm.mesh import DataMesh
 from fsdp2._param_group import packing
 from fsdp2._param_group.buffers import ShardBuffer
 from fsdp2._param_group.gradient_buffer import local_gradient
 from fsdp2._param_group.layout import GatherItem, GatherLayout, ReduceLayout
 from fsdp2._param_group.param import FSDPParam
+from fsdp2._param_group.reduction import Reducer
 
 
 def whole_tensor(
-    stand_in: Tensor, param: FSDPParam, data: DataMesh, wire: Wire, settings: Settings
+    stand_in: Tensor, param: FSDPParam, reducer: Reducer, settings: Settings
 ) -> Tensor:
     """Return the unsharded form of a tensor that is registered in the place of ``param``.
 
@@ -44,7 +43,7 @@ def whole_tensor(
                 "Pass a tensor of the whole shape, or change the parameter itself."
             )
         local = stand_in.to_local()
-        whole: Tensor = _GatherShard.apply(local, param, data, wire, settings)  # type: ignore[no-untyped-call]  # torch's own
+        whole: Tensor = _GatherShard.apply(local, param, reducer, settings)  # type: ignore[no-untyped-call]  # torch's own
         whole = whole.to(param.compute_dtype)
         if placement.tensor_parallel is None:
             return whole
@@ -96,37 +95,30 @@ class _GatherShard(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        local: Tensor,
-        param: FSDPParam,
-        data: DataMesh,
-        wire: Wire,
-        settings: Settings,
+        ctx: Any, local: Tensor, param: FSDPParam, reducer: Reducer, settings: Settings
     ) -> Tensor:
-        ctx.call = (param, data, wire, settings)
+        ctx.call, axis = (param, reducer, settings), reducer.data.shard
         item = GatherItem(param.placement.layout, local.dtype, local.dtype)
         if item.shard.numel == 0:  # nor would CUDA's kernels take nothing at all
             return local.new_empty(item.shard.shape)
-        layout = GatherLayout.plan([item], data.shard.size)
-        buffer = ShardBuffer(layout, data.shard, local.device)
+        layout = GatherLayout.plan([item], axis.size)
+        buffer = ShardBuffer(layout, axis, local.device)
         buffer.shards[0].copy_(local)
-        gathered, send = buffer.gather(wire, async_op=False).buffers
         full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
-        targets = packing.gather_targets(full, layout, layout.whole.order)
-        packing.unpack(gathered, layout, layout.whole, targets)
-        replicated = packing.gather_targets(full, layout, layout.replicated)
-        packing.unpack_replicated(send, layout, replicated)
+        buffer.bind(full)
+        buffer.unpack(*buffer.gather(reducer.wire, async_op=False).buffers)
         return packing.full_tensors(full, layout)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        param, data, wire, settings = ctx.call
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        param, reducer, settings = ctx.call
+        data, wire = reducer.data, reducer.wire
         if grad.numel() == 0:
             empty = grad.new_empty(param.placement.layout.shard_shape(data.shard.rank))
-            return empty, None, None, None, None
+            return empty, None, None, None
         layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype)
-        scale = GradientScale.choose(data.size, grad.dtype, settings.divide_by, settings.only_sums)
+        scale = reducer.scale_for(grad.dtype, settings)
         packed = wire.allocate((layout.size, layout.numel), grad.dtype, grad.device)
         behind = packing.tail((), layout, grad.dtype, grad.device)
         packing.pack_gradients([grad], layout, data.shard.rank, behind, packed)
@@ -139,7 +131,7 @@ class _GatherShard(torch.autograd.Function):
             wire.all_reduce(reduced, scale.op, data.replicate, async_op=False)
         reduced.mul_(scale.after)
         if layout.slotted[0]:
-            return packing.sum_of_slots(reduced, layout, 0), None, None, None, None
+            return packing.sum_of_slots(reduced, layout, 0), None, None, None
         local = packing.gradient_view(reduced, layout, 0, data.shard.rank)
         local = local.clone(memory_format=torch.contiguous_format)  # not in the wire's memory
-        return local, None, None, None, None
+        return local, None, None, None

@@ -480,7 +480,7 @@ class ParamGroup:
                     registered[name] = form
         if self.watch.stand_ins and state is UNSHARDED:
             for item in self.watch.place_stand_ins():
-                whole = whole_tensor(item.tensor, item.param, self.data, self.wire, self.settings)
+                whole = whole_tensor(item.tensor, item.param, self.reducer, self.settings)
                 item.site.put(whole)
 
     def unshard(self) -> None:

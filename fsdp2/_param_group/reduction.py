@@ -88,7 +88,7 @@ class Reducer:
     ) -> None:
         self._params = params
         self._residence = residence
-        self._data = data
+        self.data = data
         self._reduce_dtype = reduce_dtype
         self.ids = ids
         self._plan: ReducePlan | None = None  # None: to be made, what it depends on changed
@@ -160,7 +160,7 @@ class Reducer:
         if grad_dtype.is_complex:
             dtype = torch.promote_types(dtype, torch.complex64)
         shards = [param.placement.layout for param in members]
-        size = self._data.shard.size
+        size = self.data.shard.size
         wire_dtype = dtype if size == 1 else self.wire.gradient_dtype or dtype
         # A zero-copy gradient is sent as autograd left it: nothing was added up, nothing is cast.
         as_it_is = len(dtypes) == 1 and grad_dtype == dtype == wire_dtype != torch.float16
@@ -204,7 +204,7 @@ class Reducer:
     def prepare(self, settings: Settings) -> ReducePlan:
         """Return the plan, with the scale that the settings ask for."""
         scaled, plan = self._scaled_for, self._plan
-        is_partial = self._data.replicate.size > 1 and not settings.all_reduce_grads
+        is_partial = self.data.replicate.size > 1 and not settings.all_reduce_grads
         if is_partial is not self._is_partial:
             self._is_partial, scaled = is_partial, None
             if plan is not None:
@@ -212,19 +212,19 @@ class Reducer:
         if scaled is None or plan is None or scaled[0] is not plan or scaled[1] is not settings:
             plan = self.plan()
             self._scaled_for = (plan, settings)
-            layout, data = plan.layout, self._data
-            self.scale = GradientScale.choose(
-                data.size,
-                layout.wire_dtype,
-                settings.divide_by,
-                settings.only_sums or self.wire.only_sums,
-            )
-            joined = 1.0 if self.scale.op == ReduceOp.AVG else data.size * self.scale.before
+            layout = plan.layout
+            self.scale = scale = self.scale_for(layout.wire_dtype, settings)
+            joined = 1.0 if scale.op == ReduceOp.AVG else self.data.size * scale.before
             scaled_codes = [code * joined for code in plan.codes]
             codes = torch.tensor(scaled_codes, dtype=layout.dtype, device="cpu")
             self.joined_codes = bytes(codes.view(torch.uint8).tolist())
             self._tell_stamps(layout)
         return plan
+
+    def scale_for(self, dtype: torch.dtype, settings: Settings) -> GradientScale:
+        """Say how gradients that travel in a dtype are divided."""
+        only_sums = settings.only_sums or self.wire.only_sums
+        return GradientScale.choose(self.data.size, dtype, settings.divide_by, only_sums)
 
     @torch.inference_mode(False)
     def _renumbered(self, plan: ReducePlan) -> ReducePlan:
@@ -296,7 +296,7 @@ class Reducer:
     ) -> list[Tensor]:
         """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones."""
         layout, device, waiting = plan.layout, self._residence.compute, self.unreduced.accumulated
-        shape, rank = (layout.size, layout.packed_numel), self._data.shard.rank
+        shape, rank = (layout.size, layout.packed_numel), self.data.shard.rank
         # What the wire allocates must not outlive a reduction; sums are in the reduce dtype.
         if is_sent and (waiting is None or layout.wire_dtype == layout.dtype):
             packed = self.wire.allocate(shape, layout.wire_dtype, device)
@@ -348,7 +348,7 @@ class Reducer:
         if buffer is not None and buffer.is_released:
             buffer.reclaim()
         elif buffer is None or not buffer.is_free:
-            plan, rank = self.plan(), self._data.shard.rank
+            plan, rank = self.plan(), self.data.shard.rank
             buffer = GradientBuffer(plan.layout, plan.members, rank, self._residence)
             self._buffer = buffer
         buffer.is_filling = True
@@ -380,7 +380,7 @@ class Reduction:
     ) -> None:
         self.owner = owner
         self._plan = plan
-        self._data = owner._data
+        self._data = owner.data
         self._look = look
         self._all_reduce = all_reduce
         self._streams = streams

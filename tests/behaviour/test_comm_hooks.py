@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from tests._meshes import random_numbers
 from tests._models import CASES, Stack, loss_of, seeded
-from tests._parity import Pair, assert_same, make_mesh, shard, whole
+from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh, shard, whole
 from tests._pool import ranks
 from tests._slow import slow, with_slow
 
@@ -78,6 +78,24 @@ def test_a_hook_on_replicas_and_with_other_scales() -> None:
             grads.append([whole(p.grad) for p in model.parameters()])  # type: ignore[arg-type]
         for plain, ours in zip(*grads, strict=True):
             torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [slow((4,)), (2, 2)])
+@ranks(4)
+def test_a_hook_carries_the_gradients_of_stand_ins(shape: tuple[int, ...]) -> None:
+    """What stands in for a shard in `functional_call` is reduced by the hook, and divided once."""
+    pair = Pair("stack", mesh=make_mesh(*shape))
+    state: dict[str, int] = {}
+    fsdp2.register_comm_hook(pair.model, summing, state)
+    batch = pair.batch()
+    outputs = []
+    for model, x in ((pair.model, pair.local(batch).args), (pair.reference, batch.args)):
+        scaled = {name: parameter * 0.5 for name, parameter in model.named_parameters()}
+        outputs.append(torch.func.functional_call(model, scaled, x))
+    for output in outputs:
+        output.square().mean().backward()
+    assert_same_gradients(pair.model, pair.reference, 2e-6)
+    assert state["calls"] >= len(list(pair.model.parameters()))
 
 
 def one_gradient(hook: Any, scale: float, mesh: Any, steps: int = 1) -> list[Tensor]:
