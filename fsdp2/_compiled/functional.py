@@ -91,9 +91,10 @@ class TracedGroup:
         self.waits = plan.neighbours is not None
         self.flats = tuple(
             nn.Parameter(
-                packing.typed(buffer.flat, r.start, r.numel, r.storage_dtype), requires_grad=False
+                packing.typed(buffer.flat, s.shard_start, s.numel, s.storage_dtype),
+                requires_grad=False,
             )
-            for r in plan.regions
+            for s in buffer.layout.segments
         )
         self.sink = self._make_sink(plan.reduce)
         self.slots = tuple(
@@ -111,8 +112,7 @@ class TracedGroup:
         data, reduction = group.data, reducer.plan()
         scale, smaller = reducer.scale, group.post_forward.mesh
         neighbours = None
-        is_cut = any(not item.shard.is_replicated for item in layout.items if not item.is_stamp)
-        if smaller is not None and not keeps and is_cut:
+        if smaller is not None and not keeps and layout.gather_nbytes:
             alone = data.replicate.size == 1
             neighbours = Neighbours(
                 smaller.shard.size,
@@ -122,7 +122,6 @@ class TracedGroup:
             )
         return TracedPlan(
             layout=layout,
-            count=len(group.params),
             rank=data.shard.rank,
             shard_group=_name_of(data.shard),
             replicate_group=_name_of(data.replicate),

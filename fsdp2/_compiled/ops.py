@@ -19,7 +19,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,22 +30,8 @@ from fsdp2._param_group.layout import (
     GatherLayout,
     ReduceLayout,
     ShardLayout,
-    align,
     contiguous_stride,
 )
-
-
-@dataclass(frozen=True)
-class FlatRun:
-    """Neighbours in the shard buffer with one storage and one compute dtype: one graph input."""
-
-    start: int  # in bytes
-    numel: int
-    storage_dtype: torch.dtype
-    compute_dtype: torch.dtype
-    is_replicated: bool
-    items: tuple[int, ...]
-    offsets: tuple[int, ...]  # of the items, in elements
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,6 @@ class TracedPlan:
     """Everything that the functions below know about a group. Equal plans have one key."""
 
     layout: GatherLayout
-    count: int
     rank: int
     shard_group: str
     replicate_group: str
@@ -81,34 +65,10 @@ class TracedPlan:
     def size(self) -> int:
         return self.layout.size
 
-    @cached_property
-    def regions(self) -> tuple[FlatRun, ...]:
-        """Runs of padded shards in the shard buffer; sharded and replicated ones apart."""
-        items, starts = self.layout.items, self.layout.shard_offsets
-
-        def kind(index: int) -> tuple[bool, torch.dtype, torch.dtype]:
-            item = items[index]
-            return item.shard.is_replicated, item.storage_dtype, item.compute_dtype
-
-        order = sorted(range(self.count), key=lambda i: (items[i].shard.is_replicated, starts[i]))
-        regions = []
-        for (is_replicated, storage, compute), group in itertools.groupby(order, key=kind):
-            members, width = tuple(group), storage.itemsize
-            start = starts[members[0]]
-            offsets = tuple((starts[i] - start) // width for i in members)
-            numel = offsets[-1] + items[members[-1]].shard.padded_numel
-            regions.append(FlatRun(start, numel, storage, compute, is_replicated, members, offsets))
-        return tuple(regions)
-
     @property
     def sends_each(self) -> bool:
         """True if every parameter has collectives of its own."""
         return not self.bucketed and self.size > 1 and self.neighbours is None
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """Dtype of the all-gather: the compute dtype if there is one, else bytes."""
-        return self.layout.wire_dtype
 
 
 plans: dict[str, TracedPlan] = {}
@@ -160,7 +120,7 @@ def unshard(
     Args:
         sink: the leaf that takes the reduced gradients; None if no parameter is trainable.
         waiting: what ``outer_gather`` returned, if the group waits on a smaller mesh.
-        flats: one tensor for each region of the plan.
+        flats: one tensor for each segment of the layout.
     """
     plan = plans[key]
     if sink is None:
@@ -187,45 +147,44 @@ class _Unshard(torch.autograd.Function):
 
 
 def _to_send(plan: TracedPlan, flats: Sequence[Tensor]) -> Tensor:
-    """Return the sharded regions in compute dtype, one behind the other, ``[C]``."""
-    parts = []
-    for region, flat in zip(plan.regions, flats, strict=True):
-        if region.is_replicated:
-            continue
-        part = flat.to(region.compute_dtype)
-        if plan.wire_dtype == torch.uint8:
+    """Return what the send buffer of the layout has to send, ``[C]``."""
+    layout, parts = plan.layout, []
+    pairs = zip(layout.segments, flats, strict=True)
+    sharded = [(segment, flat) for segment, flat in pairs if not segment.is_replicated]
+    ends = [*(segment.send_start for segment, _ in sharded[1:]), layout.gather_nbytes]
+    for (segment, flat), end in zip(sharded, ends, strict=True):
+        part = flat.to(segment.compute_dtype)
+        if layout.wire_dtype == torch.uint8:
             part = part.view(torch.uint8)
-            part = _padded(part, align(part.numel()))
-        parts.append(part)
+        parts.append(_padded(part, (end - segment.send_start) // part.itemsize))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _unshard(
     plan: TracedPlan, waiting: Tensor | None, flats: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    wholes: list[Tensor | None] = [None] * plan.count
+    layout = plan.layout
+    wholes: list[Tensor | None] = [None] * len(layout.items)
     gathered = None if plan.sends_each else _gather(plan, waiting, flats)
-    column = 0
-    for region, flat in zip(plan.regions, flats, strict=True):
-        if region.is_replicated:
-            own = flat.to(region.compute_dtype, copy=True)
-            for index, start in zip(region.items, region.offsets, strict=True):
-                shard = plan.layout.items[index].shard
-                wholes[index] = _with_stride(own[start : start + shard.numel], shard)
-            continue
-        width = region.compute_dtype.itemsize if plan.wire_dtype == torch.uint8 else 1
-        for index, start in zip(region.items, region.offsets, strict=True):
-            shard = plan.layout.items[index].shard
+    for segment, flat in zip(layout.segments, flats, strict=True):
+        own = flat.to(segment.compute_dtype, copy=True) if segment.is_replicated else None
+        end = 0
+        for index in segment.indices:
+            item, shard = layout.items[index], layout.items[index].shard
+            start, end = end, end + shard.padded_numel
+            if item.is_stamp:
+                continue
+            if own is not None:
+                wholes[index] = _with_stride(own[start:end], shard)
+                continue
             if gathered is None:
-                padded = _gather_one(plan, flat[start : start + shard.padded_numel], region)
+                padded = _gather_one(plan, flat[start:end], item.compute_dtype)
             else:
-                begin = column + start * width
-                padded = gathered[:, begin : begin + shard.padded_numel * width]
-            if plan.wire_dtype != region.compute_dtype:
-                padded = padded.contiguous().view(region.compute_dtype)
+                at, width = layout.send_offsets[index], layout.wire_dtype.itemsize
+                padded = gathered[:, at // width : (at + layout.padded_nbytes(index)) // width]
+            if layout.wire_dtype != item.compute_dtype:
+                padded = padded.contiguous().view(item.compute_dtype)
             wholes[index] = _join(padded, shard)
-        used = region.numel * width
-        column += used if plan.wire_dtype != torch.uint8 else align(used)
     return tuple(whole for whole in wholes if whole is not None)
 
 
@@ -237,18 +196,18 @@ def _gather(plan: TracedPlan, waiting: Tensor | None, flats: Sequence[Tensor]) -
         rows = _all_gather(waiting.view(-1), inner.size, inner.inner_group)
         rows = rows.view(inner.size, plan.size // inner.size, -1)
         return rows.transpose(0, 1).reshape(plan.size, -1)
-    if all(region.is_replicated for region in plan.regions):
-        return flats[0].new_empty((plan.size, 0), dtype=plan.wire_dtype)
+    if plan.layout.gather_nbytes == 0:
+        return flats[0].new_empty((plan.size, 0), dtype=plan.layout.wire_dtype)
     sent = _to_send(plan, flats)
     if plan.size == 1:
         return sent.clone().view(1, -1)
     return _all_gather(sent, plan.size, plan.shard_group)
 
 
-def _gather_one(plan: TracedPlan, one: Tensor, region: FlatRun) -> Tensor:
+def _gather_one(plan: TracedPlan, one: Tensor, dtype: torch.dtype) -> Tensor:
     """Return every rank's padded shard of one parameter, in wire dtype."""
-    sent = one.to(region.compute_dtype, copy=True)  # of its own: compilers bucket such ones
-    if plan.wire_dtype == torch.uint8:
+    sent = one.to(dtype, copy=True)  # of its own: compilers bucket such ones
+    if plan.layout.wire_dtype == torch.uint8:
         sent = sent.view(torch.uint8)
     return _all_gather(sent, plan.size, plan.shard_group) if sent.numel() else sent.view(1, 0)
 

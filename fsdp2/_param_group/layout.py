@@ -156,13 +156,18 @@ class Packed:
 
 @dataclass(frozen=True)
 class CastSegment:
-    """A run of padded shards with one (storage dtype, compute dtype), for one kernel. In bytes."""
+    """A run of padded shards with one (storage dtype, compute dtype), for one kernel.
+
+    It starts at bytes of the shard buffer and of the send buffer, and has no gap.
+    """
 
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
+    is_replicated: bool
     shard_start: int
     send_start: int
     numel: int
+    indices: tuple[int, ...]
 
     def casts_as(self, item: GatherItem) -> bool:
         """True if an item's padded shard could follow in the same kernel."""
@@ -230,11 +235,12 @@ class GatherLayout:
         shard_end = send_end = packed_nbytes = gather_nbytes = 0
         is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
         for run in runs:
-            first = items[run[0]]
+            first, indices = items[run[0]], tuple(run)
             last = segments[-1] if segments else None
             if last and not is_mixed and is_zero_copy(first) and last.casts_as(first):
                 segments.pop()  # zero-copy ones right behind packed ones: still one kernel
                 shard_start, send_start, numel = last.shard_start, last.send_start, last.numel
+                indices = (*last.indices, *run)
             else:
                 shard_end, send_end = align(shard_end), align(send_end)
                 shard_start, send_start, numel = shard_end, send_end, 0
@@ -245,7 +251,13 @@ class GatherLayout:
                 numel += items[index].shard.padded_numel
             segments.append(
                 CastSegment(
-                    first.storage_dtype, first.compute_dtype, shard_start, send_start, numel
+                    first.storage_dtype,
+                    first.compute_dtype,
+                    first.shard.is_replicated,
+                    shard_start,
+                    send_start,
+                    numel,
+                    indices,
                 )
             )
             if not first.shard.is_replicated:
