@@ -170,7 +170,8 @@ def _unshard(
         own = flat.to(segment.compute_dtype, copy=True) if segment.is_replicated else None
         end = 0
         for index in segment.indices:
-            item, shard = layout.items[index], layout.items[index].shard
+            item = layout.items[index]
+            shard = item.shard
             start, end = end, end + shard.padded_numel
             if item.is_stamp:
                 continue
@@ -216,15 +217,10 @@ def _join(padded: Tensor, shard: ShardLayout) -> Tensor:
     """Join padded shards ``[W, padded_numel]``, by the rule of ``packing``."""
     dim = shard.dim
     assert dim is not None
-    if shard.numel == 0:
-        return _with_stride(padded.reshape(-1)[:0], shard)
-    if dim == 0:
+    if dim == 0 or shard.numel == 0:
         return _with_stride(padded.reshape(-1)[: shard.numel], shard)
-    full, rest = divmod(shard.shape[dim], shard.chunk)
-    parts = [padded[rank].view(shard.padded_shape) for rank in range(full)]
-    if rest:
-        shape = shard.shard_shape(full)
-        parts.append(padded[full, : math.prod(shape)].view(shape))
+    shapes = [shard.shard_shape(rank) for rank in range(shard.size) if shard.rows(rank)]
+    parts = [padded[rank, : math.prod(shape)].view(shape) for rank, shape in enumerate(shapes)]
     return _with_stride(torch.cat(parts, dim).view(-1), shard)
 
 

@@ -115,6 +115,12 @@ class ShardLayout:
         """True if all padded shards, one after another, are the tensor followed by padding."""
         return self.dim == 0 and self.stride == contiguous_stride(self.shape)
 
+    def goes_alone(self, dtype: torch.dtype, nbytes: int | None) -> bool:
+        """True if it is rank-major and has so many bytes that it may be zero-copy; None: never."""
+        if nbytes is None or self.size == 1 or not self.is_rank_major:
+            return False
+        return self.numel * dtype.itemsize >= max(1, nbytes)
+
     def start(self, rank: int) -> int:
         """First row of a rank's shard."""
         return 0 if self.dim is None else chunk_of(self.shape[self.dim], self.size, rank)[0]
@@ -169,11 +175,6 @@ class CastSegment:
     numel: int
     indices: tuple[int, ...]
 
-    def casts_as(self, item: GatherItem) -> bool:
-        """True if an item's padded shard could follow in the same kernel."""
-        dtypes = (self.storage_dtype, self.compute_dtype)
-        return dtypes == (item.storage_dtype, item.compute_dtype)
-
 
 @dataclass(frozen=True)
 class GatherLayout:
@@ -214,13 +215,11 @@ class GatherLayout:
         the same full buffer: room is left for the padding of each. Rank-major parameters of at
         least ``zero_copy_nbytes`` are zero-copy; None: none is.
         """
+        is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
 
         def is_zero_copy(item: GatherItem) -> bool:
-            if zero_copy_nbytes is None or size == 1 or not item.shard.is_rank_major:
-                return False
-            if item.is_stamp:
-                return False
-            return item.shard.numel * item.compute_dtype.itemsize >= max(1, zero_copy_nbytes)
+            may_be = item.shard.goes_alone(item.compute_dtype, zero_copy_nbytes)
+            return may_be and not item.is_stamp
 
         def sort_key(index: int) -> tuple[bool, bool, int, str, str]:
             item = items[index]
@@ -228,42 +227,40 @@ class GatherLayout:
             kind = item.shard.is_replicated, is_zero_copy(item)
             return *kind, -compute.itemsize, str(compute), str(storage)
 
+        def segment_key(index: int) -> tuple[object, ...]:
+            """Zero-copy ones right behind packed ones are one kernel with them."""
+            is_replicated, goes_alone, *dtypes = sort_key(index)
+            return is_replicated, goes_alone and is_mixed, *dtypes
+
         order = sorted(range(len(items)), key=sort_key)
-        runs = [list(run) for _, run in itertools.groupby(order, key=sort_key)]
         offsets_in_shard, offsets_in_send = [0] * len(items), [0] * len(items)
         segments: list[CastSegment] = []
-        shard_end = send_end = packed_nbytes = gather_nbytes = 0
-        is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
-        for run in runs:
-            first, indices = items[run[0]], tuple(run)
-            last = segments[-1] if segments else None
-            if last and not is_mixed and is_zero_copy(first) and last.casts_as(first):
-                segments.pop()  # zero-copy ones right behind packed ones: still one kernel
-                shard_start, send_start, numel = last.shard_start, last.send_start, last.numel
-                indices = (*last.indices, *run)
-            else:
-                shard_end, send_end = align(shard_end), align(send_end)
-                shard_start, send_start, numel = shard_end, send_end, 0
-            for index in run:
+        shard_end = send_end = 0
+        for _, run in itertools.groupby(order, key=segment_key):
+            indices = tuple(run)
+            first = items[indices[0]]
+            storage, compute = first.storage_dtype, first.compute_dtype
+            shard_start = shard_end = align(shard_end)
+            send_start = send_end = align(send_end)
+            for index in indices:
                 offsets_in_shard[index], offsets_in_send[index] = shard_end, send_end
-                shard_end += items[index].shard.padded_numel * first.storage_dtype.itemsize
-                send_end += items[index].shard.padded_numel * first.compute_dtype.itemsize
-                numel += items[index].shard.padded_numel
-            segments.append(
-                CastSegment(
-                    first.storage_dtype,
-                    first.compute_dtype,
-                    first.shard.is_replicated,
-                    shard_start,
-                    send_start,
-                    numel,
-                    indices,
-                )
-            )
-            if not first.shard.is_replicated:
-                gather_nbytes = align(send_end) if is_mixed else send_end
-                if not is_zero_copy(first):
-                    packed_nbytes = gather_nbytes
+                shard_end += items[index].shard.padded_numel * storage.itemsize
+                send_end += items[index].shard.padded_numel * compute.itemsize
+            numel = sum(items[index].shard.padded_numel for index in indices)
+            kind = storage, compute, first.shard.is_replicated
+            segments.append(CastSegment(*kind, shard_start, send_start, numel, indices))
+
+        def end_in_send(indices: Sequence[int]) -> int:
+            if not indices:
+                return 0
+            last = items[indices[-1]]
+            nbytes = last.shard.padded_numel * last.compute_dtype.itemsize
+            end = offsets_in_send[indices[-1]] + nbytes
+            return align(end) if is_mixed else end
+
+        sharded = [index for index in order if not items[index].shard.is_replicated]
+        packed = [index for index in sharded if not is_zero_copy(items[index])]
+        gather_nbytes = end_in_send(sharded)
         full_ends = [0, *itertools.accumulate(align(full_nbytes(i, full_sizes)) for i in items)]
         return GatherLayout(
             size=size,
@@ -273,10 +270,10 @@ class GatherLayout:
             shard_offsets=tuple(offsets_in_shard),
             send_offsets=tuple(offsets_in_send),
             full_offsets=tuple(full_ends[:-1]),
-            zero_copy=tuple(index for index in order if is_zero_copy(items[index])),
+            zero_copy=tuple(sharded[len(packed) :]),
             shard_nbytes=max(shard_end, gather_nbytes),
             send_nbytes=max(send_end, gather_nbytes),
-            packed_nbytes=packed_nbytes,
+            packed_nbytes=end_in_send(packed),
             gather_nbytes=gather_nbytes,
             full_nbytes=full_ends[-1],
         )
@@ -400,14 +397,11 @@ class ReduceLayout:
         """
         sent_as = wire_dtype or dtype
 
-        def is_zero_copy(shard: ShardLayout) -> bool:
-            if zero_copy_nbytes is None or size == 1 or not shard.is_rank_major:
-                return False
-            if shard.numel * sent_as.itemsize < max(1, zero_copy_nbytes):
-                return False
-            return shard.shape[0] % size == 0
-
-        zero_copy = [position for position, shard in enumerate(shards) if is_zero_copy(shard)]
+        zero_copy = [
+            position
+            for position, shard in enumerate(shards)
+            if shard.goes_alone(sent_as, zero_copy_nbytes) and shard.shape[0] % size == 0
+        ]
         offsets, slotted, end = [0] * len(shards), [False] * len(shards), 0
         for position in zero_copy:
             offsets[position] = end
