@@ -42,7 +42,7 @@ from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, S
 from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._comm.operation_ids import GATHER_STAMP_NUMEL, Signature
+from fsdp2._comm.operation_ids import Signature
 from fsdp2._comm.streams import InFlight, StepContext, Streams
 from fsdp2._param_group import packing
 from fsdp2._param_group.buffers import FullBuffer, PostForward, ShardBuffer
@@ -55,7 +55,7 @@ from fsdp2._param_group.extension import (
     smaller_mesh_refused,
 )
 from fsdp2._param_group.functional_call import whole_tensor
-from fsdp2._param_group.layout import GatherItem, GatherLayout, ShardLayout
+from fsdp2._param_group.layout import GatherItem, GatherLayout
 from fsdp2._param_group.param import (
     SHARDED,
     SHARDED_POST_FORWARD,
@@ -318,12 +318,8 @@ class ParamGroup:
         """Plan a layout with room for a stamp, if there is one, behind the parameters."""
         zero_copy = self.wire.zero_copy_nbytes
         layout = GatherLayout.plan(items, size, others, zero_copy)
-        stamp_item = layout.stamp_item
-        if stamp_item is None and not items:  # all parameters are extended
-            bytes_only = ShardLayout((size * GATHER_STAMP_NUMEL,), (1,), 0, size)
-            stamp_item = GatherItem(bytes_only, torch.uint8, torch.uint8, is_stamp=True)
-        if stamp is not None and stamp_item is not None:
-            layout = GatherLayout.plan([*items, stamp_item], size, others, zero_copy)
+        if stamp is not None and layout.stamp_item is not None:
+            layout = GatherLayout.plan([*items, layout.stamp_item], size, others, zero_copy)
         return layout
 
     def _register_ids(self, buffer: ShardBuffer) -> None:

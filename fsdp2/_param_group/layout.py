@@ -321,12 +321,18 @@ class GatherLayout:
 
     @cached_property
     def stamp_item(self) -> GatherItem | None:
-        """A padded shard for the stamp beside the widest sharded ones; None without any."""
-        if self.gather_nbytes == 0 or self.size == 1:
+        """A padded shard for the stamp beside the widest sharded ones; None without any.
+
+        Without any item at all (they are extended) it is one of bytes.
+        """
+        if self.size == 1 or (self.items and self.gather_nbytes == 0):
             return None
-        first = self.items[self.order[0]]
+        dtypes = torch.uint8, torch.uint8
+        if self.items:
+            first = self.items[self.order[0]]
+            dtypes = first.storage_dtype, first.compute_dtype
         shard = ShardLayout((self.size * GATHER_STAMP_NUMEL,), (1,), 0, self.size)
-        return GatherItem(shard, first.storage_dtype, first.compute_dtype, is_stamp=True)
+        return GatherItem(shard, *dtypes, is_stamp=True)
 
     def has_full_of(self, other: GatherLayout) -> bool:
         """True if unsharded parameters lie in the full buffer as they do in another layout's."""

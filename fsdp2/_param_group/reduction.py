@@ -60,19 +60,14 @@ class ReducePlan:
         return self.grad_dtype == self.layout.dtype and len(self.dtypes) < 2
 
 
+@dataclass(eq=False)
 class Unreduced:
     """Gradients of a group that wait for a reduction."""
 
-    def __init__(self) -> None:
-        self.accumulated: Tensor | None = None  # [W, packed], in the reduce dtype
-        self.partial: Tensor | None = None  # reduced over shards, not over replicas [numel]
-        self.is_waiting = False  # one of the two, or gradients on unsharded parameters
-        self.is_owed = False  # a backward ran without sync, with a gradient here or not
-
-    def rearrange(self, old: ReduceLayout, new: ReduceLayout) -> None:
-        """Lie as another layout says."""
-        self.accumulated = packing.rearranged(self.accumulated, old, new)
-        self.partial = packing.rearranged(self.partial, old, new)
+    accumulated: Tensor | None = None  # [W, packed], in the reduce dtype
+    partial: Tensor | None = None  # reduced over shards, not over replicas [numel]
+    is_waiting: bool = False  # one of the two, or gradients on unsharded parameters
+    is_owed: bool = False  # a backward ran without sync, with a gradient here or not
 
 
 class Reducer:
@@ -177,8 +172,9 @@ class Reducer:
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
         complete = packing.tail(codes, layout, grad_dtype, self._residence.compute)
         self._buffer = None
-        if self._layout is not None:
-            self.unreduced.rearrange(self._layout, layout)
+        waiting, old = self.unreduced, self._layout or layout
+        waiting.accumulated = packing.rearranged(waiting.accumulated, old, layout)
+        waiting.partial = packing.rearranged(waiting.partial, old, layout)
         self._layout = layout
         if is_renumbered:
             self.erase_stamps()
