@@ -63,7 +63,7 @@ class Runtime:
         self.root = root
         self.units = units
         self._several = [unit for unit in units if len(unit.modules) > 1]  # may run in part
-        groups = [group for unit in units for group in unit.own_groups]
+        self._groups = [group for unit in units for group in unit.own_groups]
         self.context = StepContext(root.streams or streams_for(root.device))
         self.schedule: Schedule[Unit] = Schedule()  # who followed whom in the last forward
         self.forward_root: Unit | None = None  # whose forward began outside of any other
@@ -72,7 +72,7 @@ class Runtime:
         self.order = Order()  # of the running forward
         self.last_units: tuple[Unit, ...] = ()  # that ran before this point, the last one first
         self.parts: Parts | None = None  # None: the tree has no large part of a root
-        sizes = [sum(param.nbytes for param in group.params) for group in groups]
+        sizes = [sum(param.nbytes for param in group.params) for group in self._groups]
         self.reductions = ReductionQueue(self.context, max(sizes, default=0) >= SMALL_NBYTES)
         self._prefetched: list[Unit] = []  # gathers that somebody may not have used
 
@@ -87,9 +87,8 @@ class Runtime:
         if event is None:
             self.context.streams.order_after_compute("gather")
             if not self.context.streams.async_op:
-                for unit in self.units:
-                    for group in unit.own_groups:
-                        group.reducer.release_gradients()
+                for group in self._groups:
+                    group.reducer.release_gradients()
         else:  # an optimizer beside the compute may still read gradients that nobody holds
             self.context.streams.order_after_event("gather", event)
         self.context.phase = FORWARD
@@ -111,13 +110,16 @@ class Runtime:
         else:
             following = self.schedule.upcoming(depth)
         for other in following:  # its own forward will look at what is registered
-            self._prefetch(other.groups, other)
+            self._prefetch(other)
 
-    def _prefetch(self, groups: Iterable[ParamGroup], unit: Unit) -> None:
+    def _prefetch(self, unit: Unit) -> None:
         if unit.calls.active:  # it has what it needs, and reads what counts as released early
             return
-        for group in groups:
-            if group.early.skips_backward and self.context.phase is BACKWARD:
+        is_backward = self.context.phase is BACKWARD
+        for group in unit.groups:
+            if is_backward and (
+                group.early.skips_backward or not group.settings.unshard_in_backward
+            ):
                 continue
             if events.listeners and group.gathering is None and not group.is_unsharded:
                 events.emit("prefetch", unit.fqn, self.context.phase)
@@ -269,8 +271,7 @@ class Runtime:
             following = previous[: unit.settings.overlap.prefetch]
         for other in following:
             if other is not unit:
-                groups = [g for g in other.groups if g.settings.unshard_in_backward]
-                self._prefetch(groups, other)
+                self._prefetch(other)
 
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""
@@ -464,12 +465,11 @@ class Runtime:
         """Return to a clean state. See [Note: a step is a transaction]."""
         if events.listeners:
             events.emit("recover", self.root.fqn, self.context.phase)
-        groups = [group for unit in self.units for group in unit.own_groups]
-        stamps = [stamp for group in groups for stamp in group.ids.all]
+        stamps = [stamp for group in self._groups for stamp in group.ids.all]
         broken = next((s.broken for s in stamps if s.broken is not None), None)
         if broken is not None:  # what is in flight may never end
             self.fail()
-            for group in groups:
+            for group in self._groups:
                 group.forget_step()
             raise StateError(broken)
         self.reductions.drop()
