@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp2._api.settings import units_in
+from fsdp2._api.settings import refuse_during_step, units_in
 from fsdp2._base import torch_dtensor, torch_tensors
 from fsdp2._base.arguments import (
     check_dtype,
@@ -25,7 +25,6 @@ from fsdp2._base.arguments import (
     wrong_value,
 )
 from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.events import IDLE
 from fsdp2._base.fitting import require_representable
 from fsdp2._base.names import cleaned, named_parameters
 from fsdp2._base.torch_dtensor import local_part
@@ -91,15 +90,10 @@ class EMA:
         Raises:
             StateError: called during a forward or a backward of the model.
         """
-        for unit in units_in(self.model, recurse=True):
+        units = units_in(self.model, recurse=True)
+        for unit in units:
             unit.reshard_if_idle()
-            if unit.runtime is not None:
-                phase = unit.runtime.context.phase
-                if phase is not IDLE:
-                    raise StateError(
-                        f"EMA: called during the {phase} of {unit.runtime.root.fqn or '<root>'}. "
-                        "Call it between steps."
-                    )
+        refuse_during_step("EMA", units)
         values: dict[str, Tensor] = {**named_parameters(self.model)}
         if self._include_buffers:
             values.update(cleaned(dict(self.model.named_buffers())))
@@ -182,14 +176,11 @@ class EMA:
         with torch.no_grad():
             pairs = self._pairs()
             kept = [value.clone() for _, value in pairs]
-            self._is_swapped = True
-            try:
+        self._is_swapped = True
+        try:
+            with torch.no_grad():
                 for average, value in pairs:
                     value.copy_(average)
-            except BaseException:
-                self._put_back(kept)
-                raise
-        try:
             yield
         finally:
             self._put_back(kept)
