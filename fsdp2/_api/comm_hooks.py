@@ -12,8 +12,7 @@ floating-point dtype, leaves them intact.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from fsdp2._base.arguments import (
     wrong_value,
 )
 from fsdp2._base.errors import ConfigError
-from fsdp2._comm.collectives import DefaultReduceScatter, GradientScale, ReduceScatter
+from fsdp2._comm.collectives import DefaultReduceScatter, GradientScale, ReduceScatter, TorchMemory
 
 Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
 
@@ -162,16 +161,11 @@ def register_comm_hook(
         group.rewire()
 
 
-class Hooked(ReduceScatter):
+class Hooked(TorchMemory, ReduceScatter):
     """A hook in the place of a collective."""
 
     def __init__(self, hook: Hook, state: Any) -> None:
         self._hook, self._state = hook, state
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(math.prod(size), dtype=dtype, device=device).view(size)
 
     def __call__(
         self,

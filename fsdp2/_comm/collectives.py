@@ -78,13 +78,17 @@ class ReduceScatter(Comm):
         """
 
 
-class DefaultAllGather(AllGather):
-    """torch.distributed's, or direct sends where these are better; on torch's own memory."""
+class TorchMemory:
+    """Mixed into a collective: buffers come from torch's own allocator."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
+
+
+class DefaultAllGather(TorchMemory, AllGather):
+    """torch.distributed's, or direct sends where these are better."""
 
     def __call__(
         self,
@@ -105,13 +109,8 @@ class DefaultAllGather(AllGather):
         return work
 
 
-class DefaultReduceScatter(ReduceScatter):
-    """torch.distributed's, or an exchange where that is better; on memory of torch's allocator."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
+class DefaultReduceScatter(TorchMemory, ReduceScatter):
+    """torch.distributed's, or an exchange where that is better."""
 
     def __call__(
         self,
