@@ -762,8 +762,8 @@ FAULTS = [
     Fault(
         "load-full-ids-by-model-order",
         "fsdp2/checkpoint/_change.py",
-        'return rekey(state, "name", model=model, optimizer=optimizer)',
-        'return rekey(state, "name", model=model)',
+        'return rekey(dict(named), "name", model=model, optimizer=optimizer)',
+        'return rekey(dict(named), "name", model=model)',
         "load_full_state of an optimizer state under ids takes them in the order of model.parameters(): with param groups in another order, states go to wrong parameters (or an error about shapes).",
         near=("behaviour/test_checkpoint_api.py",),
     ),

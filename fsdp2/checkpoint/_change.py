@@ -36,12 +36,10 @@ from fsdp2._base.names import clean, named_modules, named_parameters
 from fsdp2._transfer.materialize import allocate
 from fsdp2._transfer.redistribute import Grids
 from fsdp2.checkpoint._optimizer_state import (
-    keys_of,
     load_named,
     matched_groups,
     names_in_groups,
     rekey,
-    with_clean_names,
 )
 from fsdp2.checkpoint._state import is_extra, model_tensors
 
@@ -101,14 +99,7 @@ def optimizer_part(
             f"{what}: an optimizer was passed, and the state has no 'optimizer'. Leave it out, or "
             "load a state that was taken with one."
         )
-    return by_name(dict(named), model, optimizer)
-
-
-def by_name(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state, which may be under ids, under clean names."""
-    if keys_of(state) == "id":
-        return rekey(state, "name", model=model, optimizer=optimizer)
-    return with_clean_names(state)
+    return rekey(dict(named), "name", model=model, optimizer=optimizer)
 
 
 def refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:

@@ -35,10 +35,10 @@ from fsdp2._base.names import clean, named_parameters
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._transfer.redistribute import Grids, LocalShard
-from fsdp2.checkpoint._change import StateManifest, by_name
+from fsdp2.checkpoint._change import StateManifest
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2.checkpoint._load import Source, load_full
-from fsdp2.checkpoint._optimizer_state import map_state
+from fsdp2.checkpoint._optimizer_state import map_state, rekey
 from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbours, sync
 from fsdp2.checkpoint._reading import Reader
 from fsdp2.checkpoint._saved import METADATA, Entry, Saved, read
@@ -383,7 +383,7 @@ class _Content(Source):
             name: {key: _lists(value) for key, value in fields.items()}
             for name, fields in tree.get("state", {}).items()
         }
-        named = by_name(loaded, model, optimizer)
+        named = rekey(loaded, "name", model=model, optimizer=optimizer)
 
         def note(name: str, key: str, value: Tensor) -> Tensor:
             if id(value) in on_meta:
