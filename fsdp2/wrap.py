@@ -26,7 +26,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2._api.checks import has_forward
+from fsdp2._api.checks import is_container
 from fsdp2._api.fully_shard import check_call, fully_shard
 from fsdp2._api.ignored import Ignored
 from fsdp2._base import torch_modules
@@ -41,7 +41,7 @@ from fsdp2._base.arguments import (
 from fsdp2._base.errors import ConfigError, ConfigTypeError
 from fsdp2._base.names import children_first
 from fsdp2._comm.mesh import default_device_type, default_mesh, require_process_group
-from fsdp2._comm.process_mesh import carrying, operation
+from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.unit import unit_of
 
 __all__ = ["hybrid_mesh", "shard_model", "strategy"]
@@ -158,7 +158,7 @@ def _choose(module: nn.Module, choice: Choice, ignored: Ignored, chosen: Chosen)
     """Take a module, or what is in it if it has no forward. See [Note: what a policy picks]."""
     if module in ignored.modules or not any(p not in ignored for p in module.parameters()):
         return
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not has_forward(module):
+    if is_container(module):
         for child in module.children():
             _choose(child, choice, ignored, chosen)
     elif module not in chosen or choice:
@@ -329,11 +329,10 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
     require_process_group("hybrid_mesh")
     size = dist.get_world_size()
     if ranks_per_node is None:
-        nodes: list[Any] = [None] * size
-        with operation("hybrid_mesh"), carrying():
-            launched = [os.environ.get(name) for name in ("GROUP_RANK", "SLURM_NODEID")]
-            named = (node for node in launched if node is not None)
-            dist.all_gather_object(nodes, next(named, socket.gethostname()))
+        launched = [os.environ.get(name) for name in ("GROUP_RANK", "SLURM_NODEID")]
+        named = (node for node in launched if node is not None)
+        with operation("hybrid_mesh"):
+            nodes = Grid.world().collect(next(named, socket.gethostname()))
     else:
         if size % ranks_per_node:
             raise ConfigError(

@@ -40,7 +40,7 @@ def check_modules(module: object) -> list[nn.Module]:
         modules.append(candidate)
     modules = _outermost(modules)
     for target in modules:
-        if isinstance(target, nn.ModuleList | nn.ModuleDict) and not has_forward(target):
+        if is_container(target):
             raise ConfigError(
                 f"fully_shard: {type(target).__name__} has no forward, so nothing would gather "
                 "its parameters. Apply fully_shard to each of its modules, or to its parent."
@@ -58,8 +58,10 @@ def check_modules(module: object) -> list[nn.Module]:
     return modules
 
 
-def has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+def is_container(module: nn.Module) -> bool:
+    """True for a list or a dict of modules without a forward, which would gather parameters."""
+    is_several = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    return is_several and type(module).forward is nn.Module.forward
 
 
 def _outermost(modules: Sequence[Any]) -> list[nn.Module]:

@@ -109,9 +109,9 @@ def check_function(who: str, name: str, value: object, expected: str = "a functi
     return value
 
 
-def check_mapping(who: str, name: str, value: object, hint: str = "") -> Mapping[Any, Any]:
+def check_mapping(who: str, name: str, value: object) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
-        raise wrong_type(who, name, "a dict", value, hint)
+        raise wrong_type(who, name, "a dict", value)
     return value
 
 
