@@ -83,7 +83,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     @torch_compiler.inlined_or_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.__dict__.get(UNIT_ATTRIBUTE)
-        if unit is not None and unit.runner is not None and unit.runner.is_traced:
+        if unit is not None and unit.runner is not None:
             return unit.runner.call(super().__call__, args, kwargs)
         return self._call_eagerly(unit, args, kwargs)
 
@@ -93,8 +93,6 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     ) -> Any:
         if unit is None:  # an empty instance, see __new__
             return super().__call__(*args, **kwargs)
-        if unit.runner is not None:
-            return unit.runner.call(super().__call__, args, kwargs)
         depth = len(unit.calls.running)
         try:
             compiled = torch_compiler.compiled_call(self)

@@ -189,8 +189,8 @@ class Again:
 
     backward: FunctionalBackward
     traced: TracedUnit
-    is_traced = False
 
+    @torch_compiler.never_traced
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.backward.call(self.traced, run, args, kwargs)
 

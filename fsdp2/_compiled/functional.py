@@ -216,8 +216,6 @@ def _name_of(axis: Any) -> str:
 class TracedUnit:
     """What a unit does in a functional step. See [Note: the functional step]."""
 
-    is_traced = True
-
     def __init__(self, unit: Unit, bucketed: bool = True) -> None:
         self.unit = unit
         self.bucketed = bucketed

@@ -60,7 +60,7 @@ from fsdp2._base.containers import map_tensors, visit_tensors
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import FORWARD
 from fsdp2._engine.runtime import Runtime, attach
-from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, unit_of
+from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit
 from fsdp2._engine.unit_order import Visit
 
 
@@ -282,8 +282,7 @@ def forward_raised(unit: Unit, depth: int) -> None:
 class _AsItIs:
     """Runs a module inside of another of its unit, whose hooks made the parameters whole."""
 
-    is_traced = False
-
+    @torch_compiler.never_traced
     def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run(*args, **kwargs)
 
@@ -341,9 +340,9 @@ class ForwardMethod:
     @torch_compiler.inlined_or_eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.module.__dict__[UNIT_ATTRIBUTE]
-        if unit.runner is not None and unit.runner.is_traced:
+        if unit.runner is not None:
             return unit.runner.call(self._run, args, kwargs)
-        return self._call_eagerly(args, kwargs)
+        return self._call_eagerly(unit, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.replaced is not None:
@@ -351,15 +350,11 @@ class ForwardMethod:
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
     @torch_compiler.never_traced
-    def _call_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module, unit = self.module, unit_of(self.module)
-        assert unit is not None
-        if unit.runner is not None:
-            return unit.runner.call(self._run, args, kwargs)
+    def _call_eagerly(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         depth = len(unit.calls.running)
         try:
             args, kwargs = pre_forward(unit, args, kwargs)
-            return post_forward(unit, module, self._run(*args, **kwargs))
+            return post_forward(unit, self.module, self._run(*args, **kwargs))
         except BaseException:
             forward_raised(unit, depth)
             raise

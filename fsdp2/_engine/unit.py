@@ -49,9 +49,10 @@ class Tree(Protocol):
 
 
 class Runner(Protocol):
-    """What runs a unit's modules in place of the engine's hooks, for a while."""
+    """What runs a unit's modules in place of the engine's hooks, for a while.
 
-    is_traced: bool  # a compiler may trace the call
+    A compiler that traces the module traces ``call`` too, unless that is ``never_traced``.
+    """
 
     def call(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
