@@ -161,8 +161,6 @@ class Grid:
 
     def any_is(self, flag: bool) -> bool:
         """True if the flag is set on some rank: one number for each axis travels."""
-        if all(axis.size == 1 for axis in self.axes):
-            return flag
         for axis in self.axes:
             if axis.size > 1:
                 assert axis.pg is not None

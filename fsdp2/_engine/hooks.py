@@ -150,7 +150,8 @@ def _enter(unit: Unit) -> None:
     if unit.runtime is None:
         attach(unit)
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
-    if unit.owner is not None and unit.own_groups and not unit.is_gathered_above:
+    owner = unit.owner
+    if owner is not None and unit.own_groups and not (owner.calls.running or owner.in_backward):
         raise StateError(
             f"{unit.fqn}: is conditional, and was called outside of the module above it, "
             "which gathers its parameters. Call it from that module's forward, or apply "
@@ -165,7 +166,7 @@ def _enter(unit: Unit) -> None:
         group.unshard()
     for group in unit.groups:
         group.wait_for_unshard()
-    if not recomputing and unit.owner is None:
+    if not recomputing and owner is None:
         runtime.prefetch_forward(unit)
 
 

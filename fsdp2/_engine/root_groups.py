@@ -146,11 +146,6 @@ class Parts:
         """True if it is known of every part whether backward reads it."""
         return all(part.agreed_reads != UNKNOWN for part in self._of.values())
 
-    def knows_unread(self, group: ParamGroup) -> bool:
-        """True if backward reads the group on no rank, as far as all ranks know."""
-        part = self._of.get(group)
-        return part is not None and part.agreed_reads == UNREAD and not self.is_off
-
     def note_reduced(self, group: ParamGroup) -> None:
         part = self._of.get(group)
         if part is not None:
@@ -170,7 +165,8 @@ class Parts:
         if part is not None and with_grad and part.agreed_reads != READ:
             part.note_reads()
             keeps = settings.reshard_after_forward is False or settings.overlap.keeps_parts
-            if not keeps and settings.reshard_after_backward and self.knows_unread(group):
+            is_unread = part.agreed_reads == UNREAD and not self.is_off  # on every rank
+            if is_unread and not keeps and settings.reshard_after_backward:
                 group.release_early(skips_backward=True)
         readers.ran_without_grad = False
 

@@ -179,12 +179,6 @@ class Unit:
         for unit in units:
             unit.owner, unit.groups = self, []
 
-    @property
-    def is_gathered_above(self) -> bool:
-        """True if the unit above, which moves this one's groups, has made them whole."""
-        owner = self.owner
-        return owner is None or bool(owner.calls.running) or owner.in_backward
-
     def keeps_after_forward(self, with_grad: bool) -> bool:
         """True if parameters stay unsharded after a forward.
 
