@@ -632,8 +632,8 @@ FAULTS = [
     Fault(
         "loaded-local-state-shares-memory",
         "fsdp2/checkpoint/_load.py",
-        "return torch_dtensor.dtensor_like(like, value.clone())",
-        "return torch_dtensor.dtensor_like(like, value)",
+        "return torch_dtensor.placed_like(like, value.clone())",
+        "return torch_dtensor.placed_like(like, value)",
         "After load_local_state the optimizer steps in the memory of the state that was loaded: going back to the same state a second time restores trained moments.",
         near=("behaviour/test_checkpoint_api.py",),
     ),

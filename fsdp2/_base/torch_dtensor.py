@@ -88,8 +88,10 @@ def spec_like(tensor: DTensor, dtype: torch.dtype) -> DTensorSpec:
     return make_spec(spec.mesh, spec.placements, tensor.shape, tensor.stride(), dtype)
 
 
-def dtensor_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """Wrap a local tensor, of any dtype, as a part of a tensor that is placed as another."""
+def placed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of a local part, of any dtype, that is placed as another."""
+    if not isinstance(tensor, DTensor):
+        return local
     return new_dtensor(local, spec_like(tensor, local.dtype))
 
 

@@ -222,19 +222,17 @@ def state_like(param: Tensor, current: object, told: Tensor, is_number: bool) ->
         like = current
     if isinstance(like, DTensor) and like.shape == told.shape:
         local = torch.empty_like(torch_dtensor.local_tensor(like), dtype=told.dtype)
-        return torch_dtensor.dtensor_like(like, local)
+        return torch_dtensor.placed_like(like, local)
     device = param.device if told.dim() else torch.device("cpu")
     return torch.empty(told.shape, dtype=told.dtype, device=device)
 
 
 def room_for(tensor: Tensor) -> Tensor:
     """Return an empty tensor placed as another, with memory though that one may have none."""
-    if not isinstance(tensor, DTensor):
-        kept = torch.device("cpu") if tensor.is_meta else tensor.device
-        return torch.empty_like(tensor.detach(), device=kept)
-    local = torch_dtensor.local_tensor(tensor).detach()
-    kept = torch.device(tensor.device_mesh.device_type) if local.is_meta else local.device
-    return torch_dtensor.dtensor_like(tensor, torch.empty_like(local, device=kept))
+    local = local_of(tensor)
+    real = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+    made = torch.empty_like(local, device=real if local.is_meta else local.device)
+    return torch_dtensor.placed_like(tensor, made)
 
 
 def with_memory(what: str, model: nn.Module, grids: Grids) -> dict[str, Tensor]:

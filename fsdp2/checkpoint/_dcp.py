@@ -300,7 +300,7 @@ def load(
             "system, and nobody may save there meanwhile. Nothing was changed."
         )
     with Reader(saved, verify=verify, trust=trust) as reader:
-        content = _Content(reader, model, optimizer, model_key, optim_key)
+        content = _Content(reader, model_key, optim_key)
         load_full("load", model, optimizer, content, from_rank0=False, strict=strict)
         return content.extra
 
@@ -308,17 +308,8 @@ def load(
 class _Content(Source):
     """What a checkpoint has for a model, for an optimizer, and beside (``extra``)."""
 
-    def __init__(
-        self,
-        reader: Reader,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        model_key: str | None,
-        optim_key: str,
-    ) -> None:
+    def __init__(self, reader: Reader, model_key: str | None, optim_key: str) -> None:
         self._reader = reader
-        self._model = model
-        self._optimizer = optimizer
         self._optim_key = optim_key
         self._depth = 1 if model_key is None else 2
         self._in_model: dict[str, list[Entry]] = {}
@@ -334,10 +325,10 @@ class _Content(Source):
         shapes = {n: e[0].shape for n, e in own.items() if _is_one(e) and not is_extra(n)}
         return StateManifest(shapes, {name: None for name in own if name not in shapes})
 
-    def with_optimizer(self, told: StateManifest) -> StateManifest:
-        if self._optimizer is None:
-            return told
-        return replace(told, optimizer=self._optimizer_state(self._model, self._optimizer))
+    def with_optimizer(
+        self, told: StateManifest, model: nn.Module, optimizer: Optimizer
+    ) -> StateManifest:
+        return replace(told, optimizer=self._optimizer_state(model, optimizer))
 
     def with_objects(self, told: StateManifest, extra: Mapping[str, Any]) -> StateManifest:
         own = {n: e for n, e in self._in_model.items() if n in extra and is_extra(n)}

@@ -102,7 +102,9 @@ class Source:
         """Tell what there is: of what has to be read for that, names only."""
         raise NotImplementedError
 
-    def with_optimizer(self, told: StateManifest) -> StateManifest:
+    def with_optimizer(
+        self, told: StateManifest, model: nn.Module, optimizer: Optimizer
+    ) -> StateManifest:
         """Tell of the optimizer too, once the names fit."""
         return told
 
@@ -180,8 +182,8 @@ def load_full(
         is_in_memory = not grids.main.any_is(not source.is_in_memory)
         with grids.main.together(what):
             keys = compare(what, told, tensors, extra, strict)
-            told = source.with_optimizer(told)
             if optimizer is not None:
+                told = source.with_optimizer(told, model, optimizer)
                 assert told.optimizer is not None
                 check_optimizer(what, model, optimizer, told.optimizer, strict)
             told = source.with_objects(told, extra)
@@ -392,7 +394,7 @@ def _wrapped(
                 "parameter is not. Use the sharded state. Nothing was changed."
             )
         _require_same_place(what, full, grids.hold(name, like), layout, value)
-        return torch_dtensor.dtensor_like(like, value.clone())
+        return torch_dtensor.placed_like(like, value.clone())
 
     return map_state(wrap, state)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2._api.settings import refuse_during_step, units_in
-from fsdp2._base import torch_dtensor, torch_tensors
+from fsdp2._base import torch_tensors
 from fsdp2._base.arguments import (
     check_dtype,
     check_flag,
@@ -27,7 +27,7 @@ from fsdp2._base.arguments import (
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.fitting import require_representable
 from fsdp2._base.names import cleaned, named_parameters
-from fsdp2._base.torch_dtensor import local_part
+from fsdp2._base.torch_dtensor import local_part, placed_like
 from fsdp2._comm.process_mesh import Grid, carrying, operation
 from fsdp2._transfer.redistribute import Grids
 
@@ -104,10 +104,7 @@ class EMA:
         dtype = value.dtype
         if self._dtype is not None and _is_averaged(value):
             dtype = self._dtype
-        if not isinstance(value, DTensor):
-            return value.detach().to(dtype, copy=True)
-        local = torch_dtensor.local_tensor(value).detach().to(dtype, copy=True)
-        return torch_dtensor.dtensor_like(value, local)
+        return placed_like(value, local_part(value).detach().to(dtype, copy=True))
 
     @torch.no_grad()
     def update(self) -> None:
