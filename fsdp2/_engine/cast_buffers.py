@@ -97,7 +97,7 @@ class CastBuffers:
 
     def _before_load(self, module: nn.Module, *_: Any) -> None:
         for member in self.members:
-            if member.module is module and member.original() is not None:
+            if member.module is module:
                 member.restore()
 
     def _after_load(self, module: nn.Module, _keys: Any) -> None:

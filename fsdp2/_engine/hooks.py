@@ -151,7 +151,7 @@ def _enter(unit: Unit) -> None:
         attach(unit)
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
     owner = unit.owner
-    if owner is not None and unit.own_groups and not (owner.calls.running or owner.in_backward):
+    if owner is not None and unit.own_groups and not (owner.calls.running or owner.calls.active):
         raise StateError(
             f"{unit.fqn}: is conditional, and was called outside of the module above it, "
             "which gathers its parameters. Call it from that module's forward, or apply "
@@ -276,7 +276,7 @@ def forward_raised(unit: Unit, depth: int) -> None:
     unit.calls.ran.clear()
     if runtime.forward_root is unit:
         runtime.fail()
-    elif not unit.in_backward:
+    elif not unit.calls.active:
         unit.reshard_unless_gathering()
 
 

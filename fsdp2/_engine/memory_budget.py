@@ -75,10 +75,7 @@ def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
             f"be whole at a time take {needs[0]} without any overlap. Allow that, or apply "
             "fully_shard to smaller modules."
         )
-    return max(
-        (overlap for overlap, need in zip(LADDER, needs, strict=True) if need <= memory),
-        key=LADDER.index,
-    )
+    return [overlap for overlap, need in zip(LADDER, needs, strict=True) if need <= memory][-1]
 
 
 def bytes_needed(units: Sequence[Unit], overlap: Overlap) -> int:

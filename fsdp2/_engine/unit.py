@@ -113,11 +113,6 @@ class Unit:
     def is_root(self) -> bool:
         return self.runtime is not None and self.runtime.root is self
 
-    @property
-    def in_backward(self) -> bool:
-        """True between the pre-backward and the post-backward of one of its calls."""
-        return self.calls.active > 0
-
     def configure(self, **changes: Any) -> None:
         """Replace settings; a misspelt name is a TypeError."""
         self.settings = dataclasses.replace(self.settings, **changes)
