@@ -41,7 +41,7 @@ from fsdp2.checkpoint._load import Source, load_full
 from fsdp2.checkpoint._optimizer_state import map_state, rekey
 from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbours, sync
 from fsdp2.checkpoint._reading import Reader
-from fsdp2.checkpoint._saved import METADATA, Entry, Saved, read
+from fsdp2.checkpoint._saved import METADATA, Entry, read
 from fsdp2.checkpoint._state import check, is_extra, model_tensors, sharded_state
 
 OLD = "old"
@@ -290,10 +290,8 @@ def load(
     check_key("load", "optim_key", optim_key)
     require_idle(model, "load")
     main = Grids([*model_tensors(model)[0].values()]).main
-    saved: Saved | None = None
     with main.together("load"):
         saved = read(find(path), verify=verify, trust=trust)
-    assert saved is not None
     if len(set(main.collect(saved.digest))) > 1:
         raise StateError(
             f"load: ranks see different checkpoints at {path}. All ranks must see one file "

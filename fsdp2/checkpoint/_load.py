@@ -172,7 +172,6 @@ def load_full(
         tensors, extra = model_tensors(model)
         grids = Grids([*tensors.values()])
         has_state = grids.main.is_first or not from_rank0
-        told: StateManifest | None = None
         with grids.main.together(what):
             told = source.describe() if has_state else None
         if from_rank0:
@@ -267,7 +266,6 @@ def _optimizer_rooms(
         return made
 
     ours = {name: fields for name, fields in told["state"].items() if name in params}
-    state: dict[str, dict[str, Any]] = {}
     with grids.main.together(what):
         state = map_state(make_room, ours)
     return {"state": state, "param_groups": told["param_groups"]}, helds
@@ -326,8 +324,6 @@ def _load_parts(
         grids = Grids([*tensors.values()])
         pairs: list[tuple[Tensor, Tensor]] = []
         named: dict[str, Any] | None = None
-        keys = IncompatibleKeys([], [])
-        extras: dict[str, Any] = {}
         with grids.main.together(what):
             told = tell(what, state)
             given = cleaned(state["model"])

@@ -209,7 +209,6 @@ class EMA:
         """
         is_sharded = any(isinstance(average, DTensor) for average in self._averages.values())
         main = Grids([*self._averages.values()]).main if is_sharded else Grid(())
-        values: dict[str, Tensor] = {}
         with main.together("EMA.load_state_dict"):
             values = self._checked(state_dict)
         with carrying():
