@@ -3,15 +3,22 @@
 #   . scripts/_setup.sh; use_environment test|dev      sets $python
 #   add_ecosystem                                      adds transformers and peft to it, or fails
 #
-# The environment is .venv in the root. Set FSDP2_PYTHON to use an interpreter of your own as it is.
+# The environment is .venv in the root. A script whose first argument is --torch VERSION gets one of that version of
+# torch in .venvs instead; the option is taken away from its arguments here, so every script has it. Set FSDP2_PYTHON
+# to use an interpreter of your own as it is.
 
 # Where there is no GPU, an exact version is asked for first: of a wider range pip takes the newest, which may
 # exist for CUDA only and fetch several gigabytes.
 torch_without_gpu="torch==2.13.0"
 torch_with_gpu="torch>=2.11"
+# The newest release of each version that --torch knows.
+torch_releases="2.11.0 2.12.1 2.13.0 2.14.1 2.15.0"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
+environment=.venv
+torch_asked="" # as the user wrote it: 2.15, or 2.15.0
+torch_release=""
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -20,24 +27,64 @@ fail() {
     exit 1
 }
 
+choose_torch() {
+    local release
+    for release in $torch_releases; do
+        if [ "$1" = "${release%.*}" ]; then
+            torch_release="$release"
+        elif [[ "$1" =~ ^"${release%.*}".[0-9]+$ ]]; then
+            torch_release="$1" # another release of a known version
+        fi
+    done
+    [ -n "$torch_release" ] ||
+        fail "--torch takes one of ${torch_releases// /, }, or the first two numbers of one; found '$1'"
+    torch_asked="$1"
+    environment=".venvs/torch-$torch_release"
+}
+
+# Sourced without arguments, a file sees those of the script, and its `shift` takes them from the script.
+case "${1:-}" in
+--torch)
+    choose_torch "${2:-}"
+    shift 2
+    ;;
+--torch=*)
+    choose_torch "${1#--torch=}"
+    shift
+    ;;
+esac
+
 use_environment() {
     local wanted="$1" system="${PYTHON:-python3}"
     if [ -n "${FSDP2_PYTHON:-}" ]; then
-        python="$FSDP2_PYTHON"
-        "$python" -c 'import torch' || fail "FSDP2_PYTHON is $python, and it cannot import torch"
-        export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+        use_interpreter "$FSDP2_PYTHON"
         return
     fi
-    python="$root/.venv/bin/python"
+    python="$root/$environment/bin/python"
     "$system" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
         fail "$system is missing or older than Python 3.10; set PYTHON to a newer one"
-    mkdir -p .venv
+    mkdir -p "$environment"
     if command -v flock >/dev/null; then
-        exec 9>.venv/.lock
+        exec 9>"$environment/.lock"
         flock 9 # another script may be setting up at this moment
     fi
     is_set_up "$wanted" || set_up "$wanted" "$system"
     exec 9>&-
+}
+
+use_interpreter() {
+    local found
+    python="$1"
+    found="$("$python" -c 'import torch; print(torch.__version__)')" ||
+        fail "FSDP2_PYTHON is $python, and it cannot import torch"
+    case "$found" in
+    "$torch_asked" | "$torch_asked"[.+]*) ;;
+    *)
+        [ -z "$torch_asked" ] || fail "FSDP2_PYTHON is $python, which has torch $found, and --torch asks for" \
+            "$torch_asked; unset FSDP2_PYTHON to have an environment made"
+        ;;
+    esac
+    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 fingerprint() { cat pyproject.toml scripts/_setup.sh | cksum; }
@@ -47,7 +94,7 @@ is_set_up() {
     local level
     [ -x "$python" ] || return 1
     for level in "$1" dev; do
-        [ "$(cat ".venv/.set-up-$level" 2>/dev/null)" = "$(fingerprint)" ] && return 0
+        [ "$(cat "$environment/.set-up-$level" 2>/dev/null)" = "$(fingerprint)" ] && return 0
     done
     return 1
 }
@@ -57,21 +104,34 @@ set_up() {
     if nvidia-smi -L >/dev/null 2>&1; then
         torch="$torch_with_gpu"
     fi
-    say "setting up .venv ($wanted)"
+    if [ -n "$torch_release" ]; then
+        torch="torch==$torch_release"
+    fi
+    say "setting up $environment ($wanted, $torch)"
     if ! "$python" -m pip --version >/dev/null 2>&1; then
-        "$system" -m venv .venv || fail "$system -m venv failed; is the venv module installed?"
+        "$system" -m venv "$environment" || fail "$system -m venv failed; is the venv module installed?"
     fi
     pip_install "$system" "$torch"
+    if command -v flock >/dev/null; then
+        exec 8<pyproject.toml
+        flock 8 # pip builds in the root, which is the same for all environments
+    fi
     pip_install "$system" -e ".[$wanted]"
-    fingerprint >".venv/.set-up-$wanted"
+    exec 8<&-
+    fingerprint >"$environment/.set-up-$wanted"
 }
 
 pip_install() {
     local system="$1" found
     shift
-    "$python" -m pip install --quiet --disable-pip-version-check "$@" && return
-    say "error: pip could not install $* into .venv; its messages are above."
-    if found="$("$system" -c 'import torch; print(torch.__version__)' 2>/dev/null)"; then
+    rm -f "$environment/pip.log"
+    "$python" -m pip install --quiet --disable-pip-version-check --log "$environment/pip.log" "$@" && return
+    say "error: pip could not install $* into $environment; its messages are above, more is in $environment/pip.log."
+    if grep -o 'The user requested (constraint).*' "$environment/pip.log" >&2; then # --quiet keeps this back
+        say "A constraint may be a cap in pip's configuration on this machine ('pip config list' shows where it is)."
+        say "PIP_CONFIG_FILE=/dev/null before the command lifts what such files say, for that command alone."
+    fi
+    if [ -z "$torch_asked" ] && found="$("$system" -c 'import torch; print(torch.__version__)' 2>/dev/null)"; then
         say "$system itself has torch $found: if pip cannot reach a package index here, run"
         say "this script again with FSDP2_PYTHON=$system to use that one as it is."
     fi
@@ -88,20 +148,20 @@ add_ecosystem() {
         return 1
     fi
     if command -v flock >/dev/null; then
-        exec 9>.venv/.lock
+        exec 9>"$environment/.lock"
         flock 9
     fi
-    if [ "$(cat .venv/.set-up-ecosystem 2>/dev/null)" != "$(fingerprint)" ]; then
-        say "adding transformers and peft to .venv"
+    if [ "$(cat "$environment/.set-up-ecosystem" 2>/dev/null)" != "$(fingerprint)" ]; then
+        say "adding transformers and peft to $environment"
         torch="$("$python" -c 'from importlib.metadata import version; print(version("torch"))')"
-        printf 'torch==%s\n' "$torch" >.venv/constraints.txt
-        if ! "$python" -m pip install --quiet --disable-pip-version-check -c .venv/constraints.txt \
+        printf 'torch==%s\n' "$torch" >"$environment/constraints.txt"
+        if ! "$python" -m pip install --quiet --disable-pip-version-check -c "$environment/constraints.txt" \
             -e ".[ecosystem]"; then
             exec 9>&-
             say "pip could not install them beside torch $torch; its messages are above"
             return 1
         fi
-        fingerprint >.venv/.set-up-ecosystem
+        fingerprint >"$environment/.set-up-ecosystem"
     fi
     exec 9>&-
 }
