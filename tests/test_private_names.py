@@ -9,7 +9,8 @@ import pytest
 from expecttest import assert_expected_inline
 
 from tests import _private_names, _probe_names, test_layers
-from tests._private_names import Row, Torch, Use, compare, table, unguarded, uses_in
+from tests._private_names import Row, Torch, compare, table, unguarded
+from tests._private_uses import Use, uses_in, uses_of_the_package
 
 SOURCE = """\
 import made._hidden.thing as thing
@@ -170,7 +171,7 @@ def test_environments(tmp_path: Path) -> None:
 
 def test_every_private_name_of_the_package_is_found() -> None:
     """What the rule about files sees, the report sees too."""
-    found = {part for use in _private_names.uses_of_the_package() for part in use.name.split(".")}
+    found = {part for use in uses_of_the_package() for part in use.name.split(".")}
     for file in test_layers.OF_TORCH:
         parts = {part for name in test_layers.torch_imports(file) for part in name.split(".")}
         private = {part for part in parts if test_layers.is_private(part)}
