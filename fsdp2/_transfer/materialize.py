@@ -214,7 +214,7 @@ def _with_memory(param: nn.Parameter, device: torch.device | None) -> nn.Paramet
     if isinstance(param, DTensor):
         kind = torch.device(param.device_mesh.device_type)
         local = torch.empty_like(torch_dtensor.local_tensor(param), device=device or kind)
-        return _like(param, torch_dtensor.dtensor_like(param, local))
+        return _like(param, torch_dtensor.placed_like(param, local))
     return _like(param, torch.empty_like(param, device=device or torch.device("cpu")))
 
 

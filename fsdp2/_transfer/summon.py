@@ -70,7 +70,7 @@ class _Summoned:
         if self.sharded.grad is None:
             dtype = grad.dtype if self.sharded.grad_dtype is None else self.sharded.dtype
             made = torch.empty_like(self.held.local, dtype=dtype)
-            self.sharded.grad = torch_dtensor.dtensor_like(self.sharded, made)  # type: ignore[arg-type]  # a DTensor
+            self.sharded.grad = torch_dtensor.placed_like(self.sharded, made)
         with torch.no_grad():
             torch_dtensor.local_tensor(self.sharded.grad).copy_(block)
 
