@@ -565,7 +565,7 @@ FAULTS = [
     Fault(
         "gather-by-hand-keeps-its-number",
         "fsdp2/_param_group/group.py",
-        "if self.gathering is not None:  # by hand, without a number",
+        "if self.gathering is not None:  # by hand, and by what the wire or its number was",
         "if False:",
         "unshard(async_op=True) before the first forward turns the check of the ranks' order off: a rank that goes another way hangs the others.",
         near=("behaviour/test_divergence.py",),

@@ -131,7 +131,7 @@ class ParamGroup:
 
     def rewire(self) -> None:
         """Take notice of what changed on the wire: every rank does so between the same steps."""
-        if self.gathering is not None:
+        if self.gathering is not None:  # by hand, and by what the wire or its number was
             self._drop_gather()
         for buffer in self._shard_buffers:
             self._register_ids(buffer)
@@ -160,8 +160,6 @@ class ParamGroup:
 
         Not earlier: whoever copies a model on one rank alone, and never runs it, takes no numbers.
         """
-        if self.gathering is not None:  # by hand, without a number
-            self._drop_gather()
         if self.wire.is_separate and self.wire.scatter_group is None:  # a copy of one that was
             self.separate_reductions(True)
         self.fqn = fqn

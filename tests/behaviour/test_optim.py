@@ -444,6 +444,20 @@ def test_closures_hooks_and_tensor_learning_rates() -> None:
     twins.check()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@ranks(2)
+def test_a_graph_of_before_a_step_is_refused(fused: bool) -> None:
+    """What saved the shards cannot be differentiated with their values after a step."""
+    twins = Twins(PADDED, lr=0.1, fused=fused)
+    twins.step(1)  # it makes the state, which is the class's own business
+    loss_of(twins.ours(torch.randn(4, 13))).backward()
+    penalties = [parameter.square().sum() for parameter in twins.ours.parameters()]
+    twins.optimizer.step()
+    for penalty in penalties:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            penalty.backward()
+
+
 @pytest.mark.parametrize("fused", with_slow([False, True], [True]))
 @ranks(2)
 def test_gradient_scaling(fused: bool) -> None:

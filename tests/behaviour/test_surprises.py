@@ -214,6 +214,20 @@ def test_freezing_while_parameters_are_whole() -> None:
 
 
 @ranks(2)
+def test_freezing_what_was_made_whole_by_hand() -> None:
+    """What is said of a whole parameter is said of its shard."""
+    model, reference = build()
+    model.unshard()
+    for module in (model, reference):
+        module.inp.requires_grad_(False)
+    model.reshard()
+    train_output = [m(batch(1)).square().sum().backward() for m in (model, reference)]
+    assert train_output == [None, None]
+    compare(model, reference)
+    assert not any(parameter.requires_grad for parameter in model.inp.parameters())
+
+
+@ranks(2)
 def test_values_swapped_between_forward_and_backward() -> None:
     """Averaged weights for an evaluation, then back, while a graph waits for its backward."""
     model, reference = build()
