@@ -217,14 +217,15 @@ class GatherLayout:
         """
         is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
 
-        def is_zero_copy(item: GatherItem) -> bool:
-            may_be = item.shard.goes_alone(item.compute_dtype, zero_copy_nbytes)
-            return may_be and not item.is_stamp
+        is_zero_copy = [
+            not item.is_stamp and item.shard.goes_alone(item.compute_dtype, zero_copy_nbytes)
+            for item in items
+        ]
 
         def sort_key(index: int) -> tuple[bool, bool, int, str, str]:
             item = items[index]
             compute, storage = item.compute_dtype, item.storage_dtype
-            kind = item.shard.is_replicated, is_zero_copy(item)
+            kind = item.shard.is_replicated, is_zero_copy[index]
             return *kind, -compute.itemsize, str(compute), str(storage)
 
         def segment_key(index: int) -> tuple[object, ...]:
@@ -259,7 +260,7 @@ class GatherLayout:
             return align(end) if is_mixed else end
 
         sharded = [index for index in order if not items[index].shard.is_replicated]
-        packed = [index for index in sharded if not is_zero_copy(items[index])]
+        packed = [index for index in sharded if not is_zero_copy[index]]
         gather_nbytes = end_in_send(sharded)
         full_ends = [0, *itertools.accumulate(align(full_nbytes(i, full_sizes)) for i in items)]
         return GatherLayout(
