@@ -41,9 +41,15 @@ for name in ("tests._parity", *filter(None, os.environ.get(PRELOADED, "").split(
 
 if DEVICE == "cpu" and {"tests._traced", "tests.behaviour.test_composition"} & set(sys.modules):
     # The first call of a compiler loads 600 modules and builds its tables: two seconds a rank.
+    # Autograd starts threads in a build with CUDA, and a process that has them cannot be forked.
+    may_train = torch.version.cuda is None
+
     def warm(*, backend: str) -> None:
         compiled = torch.compile(torch.nn.Linear(2, 2), backend=backend)
-        compiled(torch.ones(2, 2)).sum().backward()
+        with torch.set_grad_enabled(may_train):
+            loss = compiled(torch.ones(2, 2)).sum()
+        if may_train:
+            loss.backward()
         torch._dynamo.reset()
 
     warm(backend="aot_eager")

@@ -93,7 +93,7 @@ def fully_shard(
     Raises:
         ConfigError: an argument or a parameter cannot be used. Nothing was changed.
 
-    Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.13.
+    Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.15.
     """
     modules = check_modules(module)
     collected, smaller = check_call(
@@ -109,13 +109,14 @@ def fully_shard(
         ignored_states=ignored_states,
     )
     classes = {target: sharded_class(type(target)) for target in modules}
+    kept = {param for param, t in collected.own.items() if mp_policy.keeps_dtype_of(param, t.fqn)}
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
     device = collected.meshes[0].device
-    precision = Precision(mp_policy, modules)
+    precision = Precision(mp_policy.without_function(), modules)
     unit = Unit(tuple(modules), precision, settings, device, conditional)
-    params = _make_params(collected)
+    params = _make_params(collected, kept)
     hooked: list[tuple[nn.Module, Readers]] = []
     names = {part: name for top in modules for name, part in top.named_modules()}
 
@@ -208,10 +209,13 @@ def _state(module: nn.Module) -> Unit | None:
 fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor
 
 
-def _make_params(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
+def _make_params(
+    collected: Collected, kept: set[nn.Parameter]
+) -> dict[DataMesh, list[FSDPParam]]:
     params: dict[DataMesh, list[FSDPParam]] = {}
     for original, taken in collected.own.items():
         param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
+        param.keeps_dtype = original in kept
         params.setdefault(taken.data, []).append(param)
     return params
 

@@ -120,8 +120,17 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         register_names(self, own_unit(self))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        own_unit(self).reshard_if_idle()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
+        unit = own_unit(self)
+        unit.reshard_if_idle()
+        params = [param for group in unit.own_groups for param in group.params]
+        kept = {param: grad for param in params if (grad := param.set_gradient_aside()) is not None}
+        try:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
+        finally:
+            for param in params:
+                param.see_grad_dtype()
+            for param, grad in kept.items():
+                param.sharded.grad = grad.to(param.sharded.device)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a state of shards, as ``state_dict()`` returns it; or assign one.

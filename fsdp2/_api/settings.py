@@ -6,6 +6,7 @@ Owns every ``set_*`` method and its checks. A setting lies on the groups of the 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -110,8 +111,8 @@ class ControlSurface:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether backward reduces gradients. While it does not, they accumulate unsharded,
-        in the reduce dtype.
+        """Say whether backward reduces gradients. While it does not, they accumulate unsharded, in
+        ``grad`` of the unsharded parameters, in the reduce dtype of the policy or of the parameter.
         """
         flag = _flag("set_requires_gradient_sync", requires_gradient_sync)
         configure(self, recurse, reduce_grads=flag, all_reduce_grads=flag)
@@ -239,8 +240,14 @@ class ControlSurface:
         """Say whether a parameter that no rank used gets a gradient of zeros instead of None.
 
         Ranks may use different parameters of a unit in any case: every rank reduces all of them.
+
+        Raises:
+            ConfigError: a parameter with ``grad_dtype=None`` in a unit without a ``reduce_dtype``:
+                zeros have no dtype there. (The first forward says so if it is set later.)
         """
         flag = _flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for group in groups_in(self, recurse):
+            group.check_unused(dataclasses.replace(group.settings, reduce_unused=flag))
         configure(self, recurse, reduce_unused=flag)
 
     def set_all_reduce_hook(

@@ -1,10 +1,14 @@
 """What a user chooses: policies (frozen, for good) and settings (frozen, replaced at run time)."""
 
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.distributed.tensor import Placement
 
 from fsdp2._base.arguments import wrong_type
@@ -34,8 +38,11 @@ class MixedPrecisionPolicy:
             the all-gather. ``None`` keeps the dtype of each parameter. The sharded parameters, and
             the optimizer, always keep their own dtype.
         reduce_dtype: dtype in which gradients are reduced, and accumulated while gradient sync is
-            off. ``None`` means the dtype of the gradients; a group whose gradients have several
-            dtypes reduces in the one that holds them all (``torch.promote_types``).
+            off. ``None`` follows each parameter: its ``grad_dtype`` if that was set before the first
+            forward (``None`` there takes what backward computes), else its own dtype, whatever
+            ``param_dtype`` is. A group with several reduces in the one that holds them all
+            (``torch.promote_types``), and each gradient is stored in its own. Up to 0.1, and in
+            torch up to 2.14, ``None`` meant ``param_dtype``: name that dtype to have it so.
         output_dtype: dtype to which floating-point outputs of the forward are cast.
         cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, inside
             lists, tuples, named tuples, dicts and dataclasses too.
@@ -48,16 +55,21 @@ class MixedPrecisionPolicy:
         full_precision_in_eval: while every module of the unit is in evaluation mode, do not cast
             parameters, inputs and buffers. ``train()`` and ``eval()`` plan the unit again then.
 
-    The last four are keywords, and are not in torch's class.
+        param_dtype_override_fn: called once with each parameter, by ``fully_shard``. ``None`` or
+            ``param_dtype`` lets the parameter be as ``param_dtype`` says; its own dtype keeps it in
+            that. Inputs are cast to ``param_dtype`` in any case. Return the same on every rank.
+
+    The last five are keywords. All but ``param_dtype_override_fn`` are not in torch's class.
 
     Raises:
-        ConfigError: a dtype that is not of floating-point numbers; a flag that is no bool.
+        ConfigError: a dtype that is not of floating-point numbers; a flag that is no bool; no
+            function.
 
     Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
     gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
 
-    Source: the meaning of the same class in ``torch.distributed.fsdp``; the last four are those of
-    FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
+    Source: the meaning of the same class in ``torch.distributed.fsdp``, torch 2.15; the other four
+    keywords are those of FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
     """
 
     param_dtype: torch.dtype | None = None
@@ -68,6 +80,9 @@ class MixedPrecisionPolicy:
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
     keep_low_precision_grads: bool = field(default=False, kw_only=True)
     full_precision_in_eval: bool = field(default=False, kw_only=True)
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
     def __post_init__(self) -> None:
         for name in _DTYPES:
@@ -76,6 +91,31 @@ class MixedPrecisionPolicy:
             _require(dtype is None or is_one, self, name, "a floating-point dtype or None")
         for name in _FLAGS:
             _require(isinstance(getattr(self, name), bool), self, name, "a bool")
+        choose = self.param_dtype_override_fn
+        expected = "a function of a parameter or None"
+        _require(choose is None or callable(choose), self, "param_dtype_override_fn", expected)
+
+    def keeps_dtype_of(self, param: nn.Parameter, fqn: str) -> bool:
+        """Ask the user whether a parameter is computed in its own dtype, whatever the others are.
+
+        Raises:
+            ConfigError: the answer is another dtype, or none at all.
+        """
+        if self.param_dtype_override_fn is None:
+            return False
+        chosen = self.param_dtype_override_fn(param)
+        if chosen is not None and chosen not in (self.param_dtype, param.dtype):
+            raise ConfigError(
+                f"fully_shard: param_dtype_override_fn returned {chosen!r} for {fqn}. Return None, "
+                f"param_dtype ({self.param_dtype}) or the parameter's own dtype ({param.dtype})."
+            )
+        return chosen is not None and chosen is not self.param_dtype
+
+    def without_function(self) -> MixedPrecisionPolicy:
+        """Return the policy as it is once every parameter was asked about: it can be pickled."""
+        if self.param_dtype_override_fn is None:
+            return self
+        return replace(self, param_dtype_override_fn=None)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,16 @@ def is_packing_saved_tensors() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def own_grad_dtype(param: torch.Tensor) -> tuple[bool, torch.dtype | None]:
+    """Return whether somebody set ``grad_dtype`` on a leaf, and what it is.
+
+    Before torch 2.15 one that is set to the leaf's own dtype looks like none.
+    """
+    is_set = getattr(param, "_has_grad_dtype_override", None)
+    dtype = param.grad_dtype
+    return (dtype is not param.dtype if is_set is None else bool(is_set)), dtype
+
+
 version_of = attrgetter("_version")
 """How often a tensor was written in place; for ``map``: a step asks for hundreds."""
 

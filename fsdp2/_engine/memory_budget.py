@@ -49,8 +49,8 @@ class Sizes:
         for param in group.params:
             if param.trainable:
                 numel = math.prod(param.sharded.shape)
-                gradients += numel * param.grad_dtype.itemsize
-                dtype: torch.dtype = group.policy.reduce_dtype or param.grad_dtype
+                gradients += numel * param.backward_dtype.itemsize
+                dtype: torch.dtype = group.policy.reduce_dtype or param.accumulated_dtype
                 reduced += numel * dtype.itemsize
         return Sizes(group.whole_nbytes, gradients, reduced)
 

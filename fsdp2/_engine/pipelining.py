@@ -44,7 +44,7 @@ class StageState:
             unit
             for unit in runtime.units
             if unit.may_lose_gradients
-            and not any(g.reducer.has_unreduced_gradients for g in unit.groups)
+            and not any(g.reducer.has_local_gradients for g in unit.groups)
         ]
         for unit in runtime.units:
             unit.may_lose_gradients = False

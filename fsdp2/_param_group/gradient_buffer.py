@@ -235,10 +235,11 @@ def _describe(tensor: Tensor | None) -> str:
     return text
 
 
-def local_gradient(grad: DTensor, param: FSDPParam) -> Tensor:
+def local_gradient(grad: DTensor, param: FSDPParam, dtype: torch.dtype) -> Tensor:
     """Return the local part of a gradient that is placed as its parameter is on its own axes.
 
-    On data axes it stays what this rank has, summed over them or not: the group reduces it.
+    What has to be summed for that is summed in ``dtype``, if it is the wider one. On data axes it
+    stays what this rank has, summed over them or not: the group reduces it.
     """
     spec = param.placement.tensor_parallel
     assert spec is not None
@@ -247,5 +248,7 @@ def local_gradient(grad: DTensor, param: FSDPParam) -> Tensor:
         if not grad.placements[axis].is_shard():
             placements[axis] = grad.placements[axis]
     if tuple(grad.placements) != tuple(placements):
+        if any(placement.is_partial() for placement in grad.placements):
+            grad = grad.to(torch.promote_types(grad.dtype, dtype))
         grad = grad.redistribute(placements=placements)
     return grad.to_local()

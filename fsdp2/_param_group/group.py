@@ -163,8 +163,23 @@ class ParamGroup:
         if self.wire.is_separate and self.wire.scatter_group is None:  # a copy of one that was
             self.separate_reductions(True)
         self.fqn = fqn
+        for param in self.params:
+            param.see_grad_dtype()  # the last time: until the first forward the user may change it
+        self.check_unused(self.settings)
         self.ids.enroll(fqn)
         self.rewire()
+
+    def check_unused(self, settings: Settings) -> None:
+        """Raise ConfigError if zeros for an unused parameter would have no dtype, on every rank."""
+        if not settings.reduce_unused or self.policy.reduce_dtype is not None:
+            return
+        for param in self.params:
+            if param.trainable and param.has_grad_dtype and param.set_grad_dtype is None:
+                raise ConfigError(
+                    f"{param.fqn}: its grad_dtype is None, so a gradient of zeros has no dtype, and "
+                    "set_reduce_scatter_unused_params(True) asks for one. Give it a grad_dtype, or "
+                    "its unit a MixedPrecisionPolicy with a reduce_dtype."
+                )
 
     def forget_step(self) -> None:
         """Drop what an unfinished step left."""

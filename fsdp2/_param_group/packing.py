@@ -182,21 +182,17 @@ def zero_copy_gradients(
     return sent
 
 
-def rearranged(waiting: Tensor | None, old: ReduceLayout, new: ReduceLayout) -> Tensor | None:
-    """Return unreduced (or half reduced) gradients of one layout as another one places them.
+def rearranged(partial: Tensor, old: ReduceLayout, new: ReduceLayout) -> Tensor:
+    """Return half reduced gradients ``[numel]`` of one layout as another one places them.
 
-    ``waiting``: ``[W, packed_numel]`` or ``[numel]``. Both layouts have the same members.
+    Both layouts have the same members.
     """
-    if waiting is None or (old.offsets == new.offsets and old.numel == new.numel):
-        return None if waiting is None else waiting.to(new.dtype)
-    numel = new.packed_numel if waiting.dim() == 2 else new.numel
-    before, after = (old.packed_start, new.packed_start) if waiting.dim() == 2 else (0, 0)
-    moved = waiting.new_zeros((*waiting.shape[:-1], numel), dtype=new.dtype)
+    if old.offsets == new.offsets and old.numel == new.numel:
+        return partial.to(new.dtype)
+    moved = partial.new_zeros(new.numel, dtype=new.dtype)
     parts = [(old.offsets[p], new.offsets[p], old.width(p)) for p in range(len(old.members))]
     for source, target, width in [*parts, (old.tail_start, new.tail_start, len(old.members))]:
-        moved[..., target - after : target - after + width] = waiting[
-            ..., source - before : source - before + width
-        ]
+        moved[target : target + width] = partial[source : source + width]
     return moved
 
 

@@ -152,7 +152,10 @@ class FSDPParam:
         self.trainable = original.requires_grad  # of all forms
         self.is_extended = False  # its class says itself what is gathered
         self.param_dtype: torch.dtype | None = None  # of the policy; None: as it is stored
-        self.keeps_reduced_dtype = False  # the sharded gradient is not cast to storage_dtype
+        self.keeps_dtype = False  # the user said so for this one: it is not cast to param_dtype
+        self.keeps_reduced_dtype = False  # the policy: the sharded gradient is not cast back
+        self.has_grad_dtype, self.set_grad_dtype = torch_autograd.own_grad_dtype(original)
+        self.found_dtype: torch.dtype | None = None  # of a gradient that may have any
         self.machine = StateMachine()  # the group's
         self.uses: list[nn.Module] = []  # modules of other units that contain its module, too
         self.attributes = own_attributes(original)
@@ -197,21 +200,57 @@ class FSDPParam:
         dtype = self.storage_dtype
         if self.param_dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:
             return dtype
-        return self.param_dtype
+        return dtype if self.keeps_dtype else self.param_dtype
 
     @property
-    def grad_dtype(self) -> torch.dtype:
-        """Dtype of the unsharded gradient. An all-gather extension chooses it."""
+    def backward_dtype(self) -> torch.dtype:
+        """Dtype in which backward computes the gradient. An all-gather extension chooses it."""
         if self.is_extended and self.unsharded is not None:
             return self.unsharded_dtype
         return self.compute_dtype
 
+    @property
+    def takes_any_gradient(self) -> bool:
+        """True if the dtype of the gradient is what backward and the reduction make it."""
+        return self.keeps_reduced_dtype or (self.has_grad_dtype and self.set_grad_dtype is None)
+
+    @property
+    def accumulated_dtype(self) -> torch.dtype:
+        """Dtype in which unsharded gradients add up, where the policy has no ``reduce_dtype``."""
+        if self.takes_any_gradient:
+            return self.found_dtype or self.backward_dtype
+        dtype = self._stored_grad_dtype
+        return dtype if dtype.itemsize > 1 else self.backward_dtype
+
     def kept_dtype(self, reduced: torch.dtype) -> torch.dtype:
         """Dtype of the sharded gradient, of one that was reduced in another."""
-        dtype = self.storage_dtype
-        if not self.keeps_reduced_dtype or not dtype.is_floating_point:
-            return dtype
-        return dtype if reduced.is_complex else reduced
+        if self.takes_any_gradient and reduced.is_complex is self.storage_dtype.is_complex:
+            return reduced
+        return self._stored_grad_dtype
+
+    @property
+    def _stored_grad_dtype(self) -> torch.dtype:
+        return (self.set_grad_dtype if self.has_grad_dtype else None) or self.storage_dtype
+
+    def set_gradient_aside(self) -> torch.Tensor | None:
+        """Take the sharded gradient off, if its dtype is the user's choice, whatever the parameter's."""
+        if not self.has_grad_dtype:
+            return None
+        grad, self.sharded.grad = self.sharded.grad, None
+        return grad
+
+    def see_grad_dtype(self) -> None:
+        """Take over a ``grad_dtype`` that the user set on the sharded parameter; keep an older one.
+
+        Whatever makes the parameter anew (``to(dtype)``, ``load_state_dict(assign=True)``) forgets it.
+        """
+        is_set, dtype = torch_autograd.own_grad_dtype(self.sharded)
+        if self.keeps_reduced_dtype:
+            self.sharded.grad_dtype = None  # any
+        elif is_set:
+            self.has_grad_dtype, self.set_grad_dtype = True, dtype
+        elif self.has_grad_dtype:
+            self.sharded.grad_dtype = self.set_grad_dtype
 
     @property
     def like(self) -> torch.Tensor | None:
@@ -238,8 +277,7 @@ class FSDPParam:
         assert isinstance(self.sharded, DTensor)
         torch_dtensor.set_local_tensor(self.sharded, local)
         self.sharded.__dict__[_MARK] = OwnerMark(self)
-        if self.keeps_reduced_dtype:
-            self.sharded.grad_dtype = None  # any
+        self.see_grad_dtype()
         self.local = local
         self.span = span
         self.storage_dtype = local.dtype
@@ -252,8 +290,10 @@ class FSDPParam:
         self.unsharded = self._parameter(whole, None)
         self.unsharded.__dict__[_STANDS_FOR] = OwnerMark(self)
         self.unsharded_dtype = tensor.dtype
+        if self.trainable or tensor.is_floating_point() or tensor.is_complex():
+            self.unsharded.grad_dtype = None  # any: gradients add up in a wider one than this
         if pending is not None:  # accumulated without sync before the plan changed
-            self.unsharded.grad = pending.to(dtype=tensor.dtype, device=tensor.device)
+            self.unsharded.grad = pending.to(device=tensor.device)
 
     def set_post_forward(self, local: torch.Tensor, placement: ParamPlacement) -> None:
         """Build the parameter that is registered while sharded over the smaller mesh."""

@@ -1,13 +1,19 @@
 """Gradients of a group: from autograd's unsharded ones to sharded DTensors.
 
-Owns the reduce layout, what is accumulated while sync is off, and one reduction in flight. It must
-not know hooks or when to reduce.
+Owns the reduce layout, what waits for a reduction, and one reduction in flight. It must not know
+hooks or when to reduce.
 
 [Note: reduce is constant]
 A group reduces every trainable parameter, on every rank, whatever took part: ranks that took
 different branches cannot mismatch their collectives. How many ranks had a gradient travels in the
 last elements of the buffer, so that a parameter that nobody used keeps ``grad is None``. A rank
 that has every gradient itself need not look; on a device, looking makes the host wait in ``wait``.
+
+[Note: what waits for a reduction]
+Gradients of backwards without sync stay where autograd leaves them: in ``grad`` of the unsharded
+parameters. There they add up in the dtype that they are reduced in, or in their parameter's own.
+Autograd is free to leave any dtype there (``grad_dtype`` is None), adds to a wider one in place, and
+one that will not be reduced yet is made wider once. Whoever syncs each backward casts nothing.
 
 A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
 that compute runs between them. On a device they are enqueued at once and streams do the waiting.
@@ -49,24 +55,20 @@ class ReducePlan:
 
     layout: ReduceLayout
     members: list[FSDPParam]
-    grad_dtype: torch.dtype
-    dtypes: frozenset[torch.dtype]
+    grad_dtype: torch.dtype  # that holds what one backward computes; it is packed in this one
+    dtypes: frozenset[torch.dtype]  # of what one backward computes
     codes: list[float]
     complete: Tensor
-
-    @property
-    def accumulates_in_place(self) -> bool:
-        """True if autograd itself accumulates in the reduce dtype: nothing to do without sync."""
-        return self.grad_dtype == self.layout.dtype and len(self.dtypes) < 2
+    complete_wide: Tensor  # in the reduce dtype, beside gradients that have waited
+    free: list[FSDPParam]  # whose gradients may have any dtype, and are reduced in that
 
 
 @dataclass(eq=False)
 class Unreduced:
     """Gradients of a group that wait for a reduction."""
 
-    accumulated: Tensor | None = None  # [W, packed], in the reduce dtype
     partial: Tensor | None = None  # reduced over shards, not over replicas [numel]
-    is_waiting: bool = False  # one of the two, or gradients on unsharded parameters
+    is_waiting: bool = False  # that, or gradients on unsharded parameters
     is_owed: bool = False  # a backward ran without sync, with a gradient here or not
 
 
@@ -106,26 +108,19 @@ class Reducer:
         """Plan again if all-gather extensions made parameters of other dtypes than expected."""
         plan = self._plan
         members = [] if plan is None else plan.members
-        if plan is not None and members and plan.dtypes != {p.grad_dtype for p in members}:
+        if plan is not None and members and plan.dtypes != {p.backward_dtype for p in members}:
             self.invalidate()
 
     def forget(self, param: FSDPParam) -> None:
         """Drop the unreduced gradients of a parameter whose place another one takes."""
         if param.unsharded is not None:
             param.unsharded.grad = None
-        accumulated = self.unreduced.accumulated
-        if accumulated is not None and param in self.plan().members:
-            layout, position = self.plan().layout, self.plan().members.index(param)
-            start, numel = layout.offsets[position], layout.width(position)
-            accumulated[:, start : start + numel] = 0
-            accumulated[:, layout.tail_start + position] = 0
 
     def erase_stamps(self) -> None:
         """Drop the stamps of gradients that wait: the next reduction has other ones."""
-        layout = self._layout
-        for waiting in (self.unreduced.accumulated, self.unreduced.partial):
-            if layout is not None and waiting is not None:
-                waiting[..., waiting.shape[-1] - (layout.numel - layout.stamp_start) :] = 0
+        layout, partial = self._layout, self.unreduced.partial
+        if layout is not None and partial is not None:
+            partial[layout.stamp_start :] = 0
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
@@ -149,11 +144,10 @@ class Reducer:
     def _make_plan(self) -> ReducePlan:
         indices = [i for i, param in enumerate(self._params) if param.trainable]
         members = [self._params[i] for i in indices]
-        dtypes = {param.grad_dtype for param in members} or {torch.float32}
+        dtypes = {param.backward_dtype for param in members} or {torch.float32}
         grad_dtype = functools.reduce(torch.promote_types, dtypes)
-        dtype = self._reduce_dtype or grad_dtype
-        if grad_dtype.is_complex:
-            dtype = torch.promote_types(dtype, torch.complex64)
+        sums = {self._accumulated_dtype(param) for param in members} or {grad_dtype}
+        dtype = functools.reduce(torch.promote_types, sums)
         shards = [param.placement.layout for param in members]
         size = self.data.shard.size
         wire_dtype = dtype if size == 1 else self.wire.gradient_dtype or dtype
@@ -170,15 +164,34 @@ class Reducer:
         )
         is_renumbered = self._number(layout)
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
-        complete = packing.tail(codes, layout, grad_dtype, self._residence.compute)
+        complete, wide = self._tails(codes, layout, grad_dtype)
         self._buffer = None
-        waiting, old = self.unreduced, self._layout or layout
-        waiting.accumulated = packing.rearranged(waiting.accumulated, old, layout)
-        waiting.partial = packing.rearranged(waiting.partial, old, layout)
+        if self.unreduced.partial is not None:
+            old = self._layout or layout
+            self.unreduced.partial = packing.rearranged(self.unreduced.partial, old, layout)
         self._layout = layout
         if is_renumbered:
             self.erase_stamps()
-        return ReducePlan(layout, members, grad_dtype, frozenset(dtypes), codes, complete)
+        free = [param for param in members if param.takes_any_gradient and not self._reduce_dtype]
+        return ReducePlan(
+            layout, members, grad_dtype, frozenset(dtypes), codes, complete, wide, free
+        )
+
+    def _accumulated_dtype(self, param: FSDPParam) -> torch.dtype:
+        """Dtype in which gradients of a parameter add up, from one backward to the next."""
+        dtype = self._reduce_dtype or param.accumulated_dtype
+        if param.backward_dtype.is_complex:
+            dtype = torch.promote_types(dtype, torch.complex64)
+        return dtype
+
+    def _tails(
+        self, codes: list[float], layout: ReduceLayout, grad_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return what follows a whole set of gradients, in the dtypes that these may have."""
+        complete = packing.tail(codes, layout, grad_dtype, self._residence.compute)
+        if grad_dtype is layout.dtype:
+            return complete, complete
+        return complete, packing.tail(codes, layout, layout.dtype, self._residence.compute)
 
     def _number(self, layout: ReduceLayout) -> bool:
         """Number reductions by how they travel; return whether some number is another one now."""
@@ -230,8 +243,8 @@ class Reducer:
             return plan
         self.erase_stamps()
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
-        complete = packing.tail(codes, layout, plan.grad_dtype, self._residence.compute)
-        return replace(plan, codes=codes, complete=complete)
+        complete, wide = self._tails(codes, layout, plan.grad_dtype)
+        return replace(plan, codes=codes, complete=complete, complete_wide=wide)
 
     def _tell_stamps(self, layout: ReduceLayout) -> None:
         """Say how reductions travel: a reduce-scatter in parts, an all-reduce in one."""
@@ -245,13 +258,8 @@ class Reducer:
             stamp.register(self.wire, numels, sent_as, layout.dtype, start, self.scale.op)
 
     @property
-    def has_unreduced_gradients(self) -> bool:
-        """True if there is something to reduce, of the last backward or of earlier ones."""
-        return self.unreduced.accumulated is not None or self.has_local_gradients
-
-    @property
     def has_local_gradients(self) -> bool:
-        """True if a backward left gradients on the unsharded parameters."""
+        """True if the last backward, or one before it, left gradients on unsharded parameters."""
         for param in self.plan().members:
             unsharded = param.unsharded
             if unsharded is not None and unsharded.grad is not None:
@@ -267,76 +275,93 @@ class Reducer:
             UnsupportedError: a gradient carries a graph (``backward(create_graph=True)``).
         """
         plan = self.prepare(settings)
+        if plan.free:
+            plan = self._follow_gradients(plan, settings)
         layout = plan.layout
         if not layout.members:
             return None
         self.unreduced.is_waiting = not settings.reduce_grads
-        if self.unreduced.is_waiting and plan.accumulates_in_place:
+        if self.unreduced.is_waiting:
+            self._widen_gradients(plan, with_graph)
             return None
-        grads, missing = self._take_gradients(plan, with_graph)
-        if self.unreduced.is_waiting and missing == len(grads):
-            return None
-        behind = plan.complete
+        grads, missing, is_wide = self._take_gradients(plan, with_graph)
+        behind = plan.complete_wide if is_wide else plan.complete
         if missing:
             absent = [position for position, grad in enumerate(grads) if grad is None]
             behind = packing.tail_without(behind, absent, layout)
-        inputs = self._inputs_of(grads, behind, plan, settings.reduce_grads)
-        if not settings.reduce_grads:
-            self.unreduced.accumulated = inputs[0]
-            return None
+        inputs = self._inputs_of(grads, behind, layout)
         look = missing > 0 and not settings.reduce_unused and self.hook is None
         return Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
 
+    def _follow_gradients(self, plan: ReducePlan, settings: Settings) -> ReducePlan:
+        """Plan again if gradients that may have any dtype have another one than was expected."""
+        partial = self.unreduced.partial
+        for param in plan.free:
+            grad = None if param.unsharded is None else param.unsharded.grad
+            if grad is None:
+                continue
+            found = grad.dtype
+            if partial is not None:  # of a backward in a wider one, perhaps
+                found = torch.promote_types(found, partial.dtype)
+            if found is not param.accumulated_dtype:
+                param.found_dtype = found
+                self.invalidate()
+        return self.prepare(settings)
+
+    def _widen_gradients(self, plan: ReducePlan, with_graph: bool) -> None:
+        """Let gradients wait for a reduction. See [Note: what waits for a reduction]."""
+        for param in plan.members:
+            grad = None if param.unsharded is None else param.unsharded.grad
+            if grad is not None and grad.dtype is not (dtype := self._accumulated_dtype(param)):
+                if with_graph:
+                    _refuse_graph(param, grad)
+                assert param.unsharded is not None
+                param.unsharded.grad = grad.to(dtype)
+
     def _inputs_of(
-        self, grads: list[Tensor | None], behind: Tensor, plan: ReducePlan, is_sent: bool
+        self, grads: list[Tensor | None], behind: Tensor, layout: ReduceLayout
     ) -> list[Tensor]:
         """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones."""
-        layout, device, waiting = plan.layout, self._residence.compute, self.unreduced.accumulated
-        shape, rank = (layout.size, layout.packed_numel), self.data.shard.rank
-        # What the wire allocates must not outlive a reduction; sums are in the reduce dtype.
-        if is_sent and (waiting is None or layout.wire_dtype == layout.dtype):
-            packed = self.wire.allocate(shape, layout.wire_dtype, device)
-        else:
-            packed = torch.empty(shape, dtype=layout.dtype, device=device)
-        packing.pack_gradients(grads, layout, rank, behind, packed)
-        if waiting is not None:
-            packed.add_(waiting)
-            self.unreduced.accumulated = None
-            if is_sent and packed.dtype != layout.wire_dtype:
-                packed = self.wire.allocate(shape, layout.wire_dtype, device).copy_(packed)
+        shape, device = (layout.size, layout.packed_numel), self._residence.compute
+        packed = self.wire.allocate(shape, layout.wire_dtype, device)
+        packing.pack_gradients(grads, layout, self.data.shard.rank, behind, packed)
         if not layout.zero_copy:
             return [packed]
         return [packed, *packing.zero_copy_gradients(grads, layout, device)]
 
     def _take_gradients(
         self, plan: ReducePlan, with_graph: bool
-    ) -> tuple[list[Tensor | None], int]:
-        """Detach the local gradients from the unsharded parameters; count those that miss."""
+    ) -> tuple[list[Tensor | None], int, bool]:
+        """Detach the local gradients from the unsharded parameters.
+
+        Returns them in one dtype, how many miss, and whether that is the reduce dtype, because some
+        have waited in it, and not the one that backward computes.
+        """
         grads: list[Tensor | None] = []
-        missing = 0
+        missing, odd = 0, False
         for param in plan.members:
             grad = None if param.unsharded is None else param.unsharded.grad
             if grad is None:
                 missing += 1
             else:
-                if with_graph and grad.requires_grad:
-                    raise UnsupportedError(
-                        f"{param.fqn}: its gradient has a graph, because backward was called with "
-                        "create_graph=True, and a reduced gradient cannot carry one. Take "
-                        "gradients of inputs with torch.autograd.grad(..., create_graph=True), "
-                        "then call backward() on what you made of them."
-                    )
+                if with_graph:
+                    _refuse_graph(param, grad)
                 if type(grad) is not Tensor:
-                    grad = local_gradient(grad, param) if isinstance(grad, DTensor) else grad
+                    if isinstance(grad, DTensor):
+                        grad = local_gradient(grad, param, plan.layout.dtype)
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
                 if grad.dtype is not plan.grad_dtype:
-                    grad = grad.to(plan.grad_dtype)
+                    odd = True
             grads.append(grad)
         for param in plan.members:
             if param.unsharded is not None:
                 param.unsharded.grad = None
-        return grads, missing
+        if not odd:
+            return grads, missing, False
+        is_wide = any(grad is not None and grad.dtype not in plan.dtypes for grad in grads)
+        dtype = plan.layout.dtype if is_wide else plan.grad_dtype
+        return [None if grad is None else grad.to(dtype) for grad in grads], missing, is_wide
 
     def acquire(self) -> GradientBuffer:
         """Return a buffer for sharded gradients that nobody reads."""
@@ -360,6 +385,16 @@ class Reducer:
             return
         if buffer.is_free:
             buffer.release()
+
+
+def _refuse_graph(param: FSDPParam, grad: Tensor) -> None:
+    if grad.requires_grad:
+        raise UnsupportedError(
+            f"{param.fqn}: its gradient has a graph, because backward was called with "
+            "create_graph=True, and a reduced gradient cannot carry one. Take gradients of inputs "
+            "with torch.autograd.grad(..., create_graph=True), then call backward() on what you "
+            "made of them."
+        )
 
 
 class Reduction:
