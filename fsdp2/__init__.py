@@ -6,6 +6,7 @@ from fsdp2 import debug as debug
 from fsdp2 import optim as optim
 from fsdp2 import wrap as wrap
 from fsdp2._api.comm_hooks import Compress, register_comm_hook
+from fsdp2._api.finalization import GradientReductionHandle
 from fsdp2._api.fully_shard import fully_shard, register_fsdp_forward_method
 from fsdp2._api.inspect import GroupInfo, ShardInfo, UnitInfo, units
 from fsdp2._api.module import FSDPModule, UnshardHandle
@@ -37,6 +38,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
+    "GradientReductionHandle",
     "GroupInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -117,6 +117,7 @@ MADE_BY_CALLS = {  # results: nobody else makes them
     "OrderCheck",
     "ShardInfo",
     "UnitInfo",
+    "GradientReductionHandle",
     "UnshardHandle",
 }
 
@@ -271,6 +272,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "max_input_buffers": lambda w: 2,
     "max_norm": lambda w: 1.0,
     "memory": lambda w: "low",
+    "keep": lambda w: True,
     "method_name": lambda w: "forward",
     "min_bytes": lambda w: None,
     "mode": lambda w: True,
@@ -428,7 +430,7 @@ def _finish(result: Any) -> None:
     elif isinstance(result, Iterator):
         for _ in result:
             pass
-    elif isinstance(result, fsdp2.UnshardHandle):
+    elif isinstance(result, fsdp2.UnshardHandle | fsdp2.GradientReductionHandle):
         result.wait()
     elif isinstance(result, fsdp2.debug.OrderCheck):
         result.remove()

@@ -394,8 +394,8 @@ FAULTS = [
     Fault(
         "budget-ignores-reduce-dtype",
         "fsdp2/_engine/memory_budget.py",
-        "dtype: torch.dtype = group.policy.reduce_dtype or param.grad_dtype",
-        "dtype: torch.dtype = param.grad_dtype",
+        "dtype: torch.dtype = group.policy.reduce_dtype or param.accumulated_dtype",
+        "dtype: torch.dtype = param.backward_dtype",
         "With bf16 parameters and an fp32 reduce dtype the inputs of reductions are counted half: set_memory(bytes) accepts budgets that are too small, and picks more overlap than fits.",
         near=("behaviour/test_memory.py",),
     ),
@@ -473,7 +473,7 @@ FAULTS = [
     ),
     Fault(
         "pipeline-lone-lost-gradient-passes",
-        "fsdp2/_engine/pipelining.py",
+        "fsdp2/_engine/runtime.py",
         "        if lost:",
         "        if len(lost) > 1:",
         "A pipeline stage in which exactly one unit lost its gradient raises no StateError, and that unit is silently not trained.",
@@ -594,9 +594,9 @@ FAULTS = [
         "half-reduced-gradients-never-flushed",
         "fsdp2/_engine/runtime.py",
         """\
-            self._wait_for_reductions()
-            self._flush_partial()""",
-        "            self._wait_for_reductions()",
+        self._wait_for_reductions()
+        self._flush_partial()""",
+        "        self._wait_for_reductions()",
         "HSDP with set_requires_all_reduce(False): a unit that took no part in the last backward, which all-reduces, is not all-reduced over the replicate axis, and its grad is never set.",
         near=("behaviour/test_accumulation.py",),
     ),

@@ -145,6 +145,7 @@ def test_nothing_comes_from_torchs_own_fsdp(name: str) -> None:
     allowed = (
         "FSDPModule",
         "ShardingStrategy",
+        "GradientReductionHandle",
         "UnshardHandle",
         "fully_shard",
         "wrap.CustomPolicy",

@@ -54,6 +54,7 @@ ConfigError
 DataParallelMeshDims
 FSDPError
 FSDPModule
+GradientReductionHandle
 GroupInfo
 MixedPrecisionPolicy
 OffloadPolicy
@@ -120,7 +121,8 @@ fully_shard(module,
     cast_root_forward_inputs=False,
     buffer_dtype=None,
     keep_low_precision_grads=False,
-    full_precision_in_eval=False),
+    full_precision_in_eval=False,
+    param_dtype_override_fn=None),
     offload_policy=OffloadPolicy(),
     ignored_params=None,
     dp_mesh_dims=None,
@@ -136,7 +138,8 @@ MixedPrecisionPolicy(param_dtype=None,
     cast_root_forward_inputs=False,
     buffer_dtype=None,
     keep_low_precision_grads=False,
-    full_precision_in_eval=False)
+    full_precision_in_eval=False,
+    param_dtype_override_fn=None)
 OffloadPolicy()
 CPUOffloadPolicy(pin_memory=True)
 DataParallelMeshDims(shard=None, replicate=None)
@@ -157,12 +160,15 @@ FSDPModule.train(self, mode=True)
 FSDPModule.zero_grad(self, set_to_none=True)
 FSDPModule.unshard(self, async_op=False)
 FSDPModule.reshard(self)
+FSDPModule.finalize_backward(self, *, async_op=False)
+FSDPModule.set_manual_backward_finalization(self, enabled)
 FSDPModule.reset_iter_state(self)
 ControlSurface.set_is_last_backward(self, is_last_backward)
 ControlSurface.set_requires_gradient_sync(self, requires_gradient_sync, *, recurse=True)
 ControlSurface.set_requires_all_reduce(self, requires_all_reduce, *, recurse=True)
 ControlSurface.set_reshard_after_forward(self, reshard_after_forward, recurse=True)
 ControlSurface.set_reshard_after_backward(self, reshard_after_backward, *, recurse=True)
+ControlSurface.set_keep_unsharded_storage(self, keep, *, recurse=True)
 ControlSurface.set_memory(self, memory)
 ControlSurface.set_unshard_in_backward(self, unshard_in_backward)
 ControlSurface.set_modules_to_forward_prefetch(self, modules)
@@ -201,35 +207,16 @@ OWN_FIELDS = {
 }
 """Of `MixedPrecisionPolicy`, ours alone: keywords whose defaults leave torch's meaning as it is."""
 
-NOT_YET: set[str] = {
-    "FSDPModule.finalize_backward",
-    "FSDPModule.set_keep_unsharded_storage",
-    "FSDPModule.set_manual_backward_finalization",
-    "GradientReductionHandle",
-    "MixedPrecisionPolicy.param_dtype_override_fn",
-}
-"""What torch 2.15 has and we do not have yet. The commit that builds one takes it out of here."""
-
 PINNED = pinned_surface()
 TORCHS = {"installed": installed_surface(), PINNED_VERSION: PINNED}
 OURS = surface_of(fsdp2, [name for name in PINNED.names if name in fsdp2.__all__], fsdp2, PINNED)
-
-
-def is_expected(entry: str) -> bool:
-    """True unless a name, or the name that it is a method or a field of, is not built yet."""
-    return entry not in NOT_YET and entry.partition(".")[0] not in NOT_YET
 
 
 def of_each_torch(part: str) -> pytest.MarkDecorator:
     """Run a test for each entry of a part of torch's surface: the installed one's, the list's."""
     return pytest.mark.parametrize(
         ("version", "name"),
-        [
-            (version, name)
-            for version, surface in TORCHS.items()
-            for name in getattr(surface, part)
-            if is_expected(name)
-        ],
+        [(version, name) for version, surface in TORCHS.items() for name in getattr(surface, part)],
     )
 
 
@@ -246,7 +233,7 @@ def test_every_call_of_torchs_is_one_of_ours(version: str, name: str) -> None:
     assert name in OURS.calls
     ours = dict(OURS.calls[name])
     theirs = TORCHS[version].calls[name]
-    expected = [key for key in theirs if is_expected(f"{name}.{key}")]
+    expected = list(theirs)
     own = {key: ours.pop(key) for key in list(ours) if key not in theirs}
     assert list(ours) == expected
     assert ours == {key: theirs[key] for key in expected}
@@ -264,7 +251,7 @@ def test_collectives_have_torchs_methods(version: str, name: str) -> None:
 def test_policies_have_torchs_fields_and_defaults(version: str, name: str) -> None:
     """Policies hold what torch's hold, what newer ones hold, and what is listed as ours."""
     theirs, newest = TORCHS[version].fields[name], PINNED.fields[name]
-    fields = {key: v for key, v in (newest | theirs).items() if is_expected(f"{name}.{key}")}
+    fields = newest | theirs
     own = OWN_FIELDS if name == "MixedPrecisionPolicy" else {}
     assert OURS.fields[name] == {**fields, **own}
 
@@ -274,13 +261,6 @@ def test_policies_are_values(name: str) -> None:
     ours, same = (getattr(fsdp2, name)(**BUILT_BY_USERS[name]) for _ in range(2))
     assert ours == same
     assert hash(ours) == hash(same)
-
-
-@pytest.mark.parametrize("entry", sorted(NOT_YET))
-def test_what_is_not_built_yet_is_not_there(entry: str) -> None:
-    """An entry of `NOT_YET` is in torch's list, and goes as soon as we have it."""
-    assert PINNED.has(entry)
-    assert not OURS.has(entry), f"{entry} exists: take it out of NOT_YET"
 
 
 @pytest.mark.skipif(

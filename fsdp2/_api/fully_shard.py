@@ -6,6 +6,7 @@ happen in a step.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ from fsdp2._base.policy import (
     OffloadPolicy,
     Settings,
     ShardPlacementResult,
+    keeps_dtype,
 )
 from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._comm.process_mesh import carrying, named
@@ -109,12 +111,14 @@ def fully_shard(
         ignored_states=ignored_states,
     )
     classes = {target: sharded_class(type(target)) for target in modules}
-    kept = {param for param, t in collected.own.items() if mp_policy.keeps_dtype_of(param, t.fqn)}
+    own = collected.own.items()
+    kept = {param for param, taken in own if keeps_dtype(mp_policy, param, taken.fqn)}
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
     settings = Settings(reshard_after_forward=reshard_after_forward)
     device = collected.meshes[0].device
-    precision = Precision(mp_policy.without_function(), modules)
+    asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)  # it can be pickled
+    precision = Precision(asked, modules)
     unit = Unit(tuple(modules), precision, settings, device, conditional)
     params = _make_params(collected, kept)
     hooked: list[tuple[nn.Module, Readers]] = []
@@ -209,9 +213,7 @@ def _state(module: nn.Module) -> Unit | None:
 fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor
 
 
-def _make_params(
-    collected: Collected, kept: set[nn.Parameter]
-) -> dict[DataMesh, list[FSDPParam]]:
+def _make_params(collected: Collected, kept: set[nn.Parameter]) -> dict[DataMesh, list[FSDPParam]]:
     params: dict[DataMesh, list[FSDPParam]] = {}
     for original, taken in collected.own.items():
         param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)

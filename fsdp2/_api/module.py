@@ -17,12 +17,14 @@ from typing import Any, ClassVar
 
 import torch.nn as nn
 
+from fsdp2._api.finalization import GradientReductionHandle, finalize, set_manual
 from fsdp2._api.settings import ControlSurface, own_unit, units_in
 from fsdp2._base import torch_compiler, torch_modules
 from fsdp2._base.arguments import check_flag, check_mapping
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._engine.hooks import call_compiled, forward_raised
 from fsdp2._engine.pipelining import StageState
+from fsdp2._engine.runtime import Runtime
 from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, refuse_whole, unit_of
 from fsdp2._param_group.group import ParamGroup
 
@@ -212,15 +214,81 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             group.reshard()
             group.context.streams.finish_host_reads()
 
-    def reset_iter_state(self) -> None:
-        """Drop what an unfinished step left in the whole tree, now.
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards of this tree, in manual mode: reduce what they left, and reshard.
 
-        After an exception the next forward does so by itself. Discards gradients that were not
-        reduced yet, those accumulated without sync too.
+        Call it on the root, on every rank, after the last backward of a step and before gradients
+        are read or cleared. For several backwards and one reduction turn sync off for them
+        (``set_requires_gradient_sync``), and on again before this. Does nothing before the first
+        forward.
+
+        Args:
+            async_op: return once the reductions are issued; gradients are there after ``wait()`` of
+                the result. Until then no forward of a model that shares the streams may begin.
+
+        Raises:
+            StateError: not on the root; not in manual mode; during a backward; one before it was
+                not waited for; gradients that are not to be reduced over the replicate axis; a
+                unit's part of a pipeline's gradient is lost. Nothing was changed.
+
+        Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
+        """
+        check_flag("finalize_backward", "async_op", async_op)
+        runtime = _root_runtime("finalize_backward", own_unit(self))
+        if runtime is None:
+            return GradientReductionHandle(None, None) if async_op else None
+        return finalize(runtime, async_op)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Say whether backwards of this tree end by themselves, or by ``finalize_backward``.
+
+        Call it on the root, before the forward.
+
+        Raises:
+            StateError: not on the root; during a backward, or after one that has not ended.
+
+        Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
+        """
+        check_flag("set_manual_backward_finalization", "enabled", enabled)
+        unit = own_unit(self)
+        _root_runtime("set_manual_backward_finalization", unit)
+        set_manual(unit, enabled)
+
+    def reset_iter_state(self) -> None:
+        """Drop what an unfinished step left in the whole tree, now, and every gradient.
+
+        After an exception the next forward cleans up by itself, and leaves reduced gradients where
+        they are. This clears them too, those of earlier backwards included, and ends a wait for
+        ``finalize_backward(async_op=True)``: its handle raises from then on.
+
+        Raises:
+            StateError: a model that shares the streams has a reduction that nobody waited for.
         """
         unit = own_unit(self)
-        if unit.runtime is not None:
+        if isinstance(unit.runtime, Runtime):
             unit.runtime.recover()
+            for known in unit.runtime.units:
+                for group in known.own_groups:
+                    for param in group.params:
+                        param.sharded.grad = None
+
+    def _get_fsdp_state(self) -> Any:
+        """Return what torch's pipelining asks for, under the name by which it does."""
+        return StageState(own_unit(self))
+
+
+def _root_runtime(who: str, unit: Unit) -> Runtime | None:
+    """Return the runtime that a unit is the root of; None before the first forward."""
+    runtime = unit.runtime
+    if runtime is None:
+        return None
+    if runtime.root is not unit:
+        raise StateError(
+            f"{who}: called on {unit.fqn}, which is not the root. Call it on the module whose "
+            "forward you run."
+        )
+    assert isinstance(runtime, Runtime)
+    return runtime
 
 
 class _Hidden:

@@ -140,6 +140,20 @@ class ControlSurface:
         flag = _flag("set_reshard_after_backward", reshard_after_backward)
         configure(self, recurse, reshard_after_backward=flag)
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Say whether the memory of whole parameters stays when they are resharded.
+
+        The shards are registered as ever, and the next gather fills the same memory: parameters
+        keep their ``data_ptr``, as captured CUDA graphs need, and their memory is never free.
+        False frees it at once, unless a step is using it.
+
+        Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
+        """
+        check_flag("set_keep_unsharded_storage", "keep", keep)
+        configure(self, recurse, keep_unsharded_storage=keep)
+        for group in groups_in(self, recurse):
+            group.follow_storage()
+
     def set_memory(self, memory: str | int) -> None:
         """Say how much memory the overlap of collectives and compute may take, for the whole tree.
 

@@ -1,9 +1,7 @@
 """What a user chooses: policies (frozen, for good) and settings (frozen, replaced at run time)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -38,9 +36,9 @@ class MixedPrecisionPolicy:
             the all-gather. ``None`` keeps the dtype of each parameter. The sharded parameters, and
             the optimizer, always keep their own dtype.
         reduce_dtype: dtype in which gradients are reduced, and accumulated while gradient sync is
-            off. ``None`` follows each parameter: its ``grad_dtype`` if that was set before the first
-            forward (``None`` there takes what backward computes), else its own dtype, whatever
-            ``param_dtype`` is. A group with several reduces in the one that holds them all
+            off. ``None`` follows each parameter: its ``grad_dtype``, if that was set before the
+            first forward (``None`` there takes what backward computes), else its own dtype. It does
+            not follow ``param_dtype``. A group with several reduces in the one that holds them all
             (``torch.promote_types``), and each gradient is stored in its own. Up to 0.1, and in
             torch up to 2.14, ``None`` meant ``param_dtype``: name that dtype to have it so.
         output_dtype: dtype to which floating-point outputs of the forward are cast.
@@ -95,27 +93,22 @@ class MixedPrecisionPolicy:
         expected = "a function of a parameter or None"
         _require(choose is None or callable(choose), self, "param_dtype_override_fn", expected)
 
-    def keeps_dtype_of(self, param: nn.Parameter, fqn: str) -> bool:
-        """Ask the user whether a parameter is computed in its own dtype, whatever the others are.
 
-        Raises:
-            ConfigError: the answer is another dtype, or none at all.
-        """
-        if self.param_dtype_override_fn is None:
-            return False
-        chosen = self.param_dtype_override_fn(param)
-        if chosen is not None and chosen not in (self.param_dtype, param.dtype):
-            raise ConfigError(
-                f"fully_shard: param_dtype_override_fn returned {chosen!r} for {fqn}. Return None, "
-                f"param_dtype ({self.param_dtype}) or the parameter's own dtype ({param.dtype})."
-            )
-        return chosen is not None and chosen is not self.param_dtype
+def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> bool:
+    """Ask the user whether a parameter is computed in its own dtype, whatever the others are.
 
-    def without_function(self) -> MixedPrecisionPolicy:
-        """Return the policy as it is once every parameter was asked about: it can be pickled."""
-        if self.param_dtype_override_fn is None:
-            return self
-        return replace(self, param_dtype_override_fn=None)
+    Raises:
+        ConfigError: the answer is another dtype, or none at all.
+    """
+    if policy.param_dtype_override_fn is None:
+        return False
+    chosen = policy.param_dtype_override_fn(param)
+    if chosen is not None and chosen not in (policy.param_dtype, param.dtype):
+        raise ConfigError(
+            f"fully_shard: param_dtype_override_fn returned {chosen!r} for {fqn}. Return None, "
+            f"param_dtype ({policy.param_dtype}) or the parameter's own dtype ({param.dtype})."
+        )
+    return chosen is not None and chosen is not policy.param_dtype
 
 
 @dataclass(frozen=True)
@@ -257,16 +250,19 @@ class Settings:
 
     ``reshard_after_forward`` is what the user said: ``None`` (True below the root, False at the
     root), a bool, or the number of ranks to reshard to. The sum of gradients is divided by
-    ``divide_by`` (None: by the number of ranks). ``input_buffers`` reductions may hold their inputs
+    ``divide_by`` (None: by the number of ranks). ``manual_finalization`` is the root's: backwards
+    of the tree end by ``finalize_backward``. ``input_buffers`` reductions may hold their inputs
     at a time (None: as many as ``overlap`` says). The prefetch lists are of units; None: by the
     order of last time.
     """
 
     reshard_after_forward: bool | int | None = None
     reshard_after_backward: bool = True
+    keep_unsharded_storage: bool = False
     reduce_grads: bool = True
     all_reduce_grads: bool = True
     is_last_backward: bool = True
+    manual_finalization: bool = False
     unshard_in_backward: bool = True
     divide_by: float | None = None
     only_sums: bool = False

@@ -25,6 +25,15 @@ from torch.distributed.fsdp import UnshardHandle as UnshardHandle
 from torch.distributed.fsdp import fully_shard  # for its accessor alone
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
 
+try:
+    from torch.distributed.fsdp import (  # type: ignore[attr-defined]  # since torch 2.15
+        GradientReductionHandle as GradientReductionHandle,
+    )
+except ImportError:
+
+    class GradientReductionHandle:  # type: ignore[no-redef]
+        """Stands where torch has none yet."""
+
 
 def is_persistent(module: nn.Module, name: str) -> bool:
     """True if a buffer is in its module's ``state_dict``. No public way exists."""

@@ -20,7 +20,23 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._base.capabilities import capabilities
+from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
+
+
+class PendingReduction:
+    """Gradients of a tree that are being reduced, and that somebody has to wait for."""
+
+    def __init__(self, tree: object) -> None:
+        self.tree = tree
+
+    def refuse(self, who: str, tree: object) -> None:
+        """Raise StateError: a tree on the same streams, or this one itself, wants to go on."""
+        whose = "" if self.tree is tree else " of a model that shares its streams (share_comm_ctx)"
+        raise StateError(
+            f"{who}: found a reduction{whose} that nobody has waited for. Call wait() on what "
+            "finalize_backward(async_op=True) returned."
+        )
 
 
 class InFlight:
@@ -79,6 +95,7 @@ class Streams:
 
     async_op = True
     host_read: InFlight | None = None  # the last launch that reads memory of the host
+    pending: PendingReduction | None = None  # holds the lanes until somebody has waited for it
 
     def launch(
         self,

@@ -9,6 +9,12 @@ Phases of a runtime::
     IDLE ──begin_backward─▶ BACKWARD ─end_backward─▶ IDLE      (a recomputed forward stays BACKWARD)
     FORWARD, BACKWARD ──recover (an exception left it there)──▶ IDLE
 
+[Note: manual finalization]
+A backward ends by itself: what no post-backward reduced is reduced, and reductions are waited for.
+In manual mode it leaves both to ``finalize``. A unit whose post-backward did not come keeps its
+memory until then, and owes its gradients. The caller may wait for the reductions later. Until then
+nothing of a tree that shares the streams may start: lanes hold the buffers of what is in flight.
+
 [Note: a step is a transaction]
 An exception leaves no trace that the next step could meet. A forward that raises passes through
 the unit that began it, which marks the runtime. A backward that raises never calls its callback,
@@ -49,6 +55,7 @@ class Backward:
         self.order: Order | None = None  # of the forward that it is in
         self.open: list[Visit] = []  # that it has come to
         self.with_graph = False  # it creates a graph
+        self.began_manual: bool | None = None  # the mode of those since the last end; None: no one
         self.callback: weakref.ref[EndOfBackward] | None = None  # None: none is running
 
     def forget_places(self) -> None:
@@ -80,6 +87,8 @@ class Runtime:
 
     def begin_forward(self, entry: Unit) -> None:
         """A unit's forward starts outside of any other's."""
+        if self.context.streams.pending is not None:
+            self.refuse_pending("forward")
         self.recover_if_failed()
         events.follow(events.profile_event, torch_modules.profiler_is_running())
         events.follow(events.log_event, events.logger.isEnabledFor(logging.DEBUG))
@@ -179,6 +188,8 @@ class Runtime:
         backward.callback = weakref.ref(EndOfBackward(self._finish_backward, failed))
         backward.with_graph = torch.is_grad_enabled()
         self.context.phase = BACKWARD
+        if backward.began_manual is None:
+            backward.began_manual = self.root.settings.manual_finalization
         if self.parts is not None:
             self.parts.begin()
 
@@ -351,25 +362,73 @@ class Runtime:
             if visit.closed_in != self.backward.number:
                 self._count_closed(visit)
         self.backward.forget_places()
-        is_last = all(unit.settings.is_last_backward for unit in self.units)
+        is_manual = self.root.settings.manual_finalization
+        is_last = not is_manual and all(unit.settings.is_last_backward for unit in self.units)
+        self._reduce_the_rest(ran, is_last, is_manual)
+        if is_last:
+            self.end_reductions()
+        self.context.phase = IDLE if self.forward_root is None else FORWARD
+        self.backward.callback = None
+
+    def _reduce_the_rest(self, ran: set[Unit], is_last: bool, is_manual: bool) -> None:
+        """Reduce what no post-backward did, and reshard; in manual mode leave that for later.
+
+        ``ran``: units of this backward. Whoever had no gradient in it owes one too.
+        """
         for unit in reversed(self.units):
-            if unit.groups and self._has_to_reduce(unit, unit in ran):
-                self.reduce(unit)
-            elif unit in ran:  # without sync: whoever had no gradient owes one too
+            has_to = bool(unit.groups) and self._has_to_reduce(unit, unit in ran)
+            is_late = has_to and is_manual and unit.settings.reduce_grads
+            if is_late or (unit in ran and not has_to):
                 for group in unit.groups:
                     group.reducer.unreduced.is_owed = True
+            elif has_to:
+                self.reduce(unit)
             unit.calls.open = 0
-            self._reshard_after_backward(unit, is_last)
+            if not is_late:
+                self._reshard_after_backward(unit, is_last)
         self._prefetched.clear()
         if self.parts is not None:
             self._agree()
             self.parts.end()
-        if is_last:
-            self._wait_for_reductions()
-            self._flush_partial()
-            self.context.streams.finish_host_reads()
-        self.context.phase = IDLE if self.forward_root is None else FORWARD
-        self.backward.callback = None
+
+    def finalize(self) -> None:
+        """Reduce what backwards left to the caller, and reshard, as settings say now.
+
+        Raises:
+            StateError: a unit's part of the gradient is lost. See ``Unit.note_unsynced_backward``.
+        """
+        lost = [
+            unit
+            for unit in self.units
+            if unit.may_lose_gradients
+            and not any(group.reducer.has_local_gradients for group in unit.groups)
+        ]
+        for unit in self.units:
+            unit.may_lose_gradients = False
+        if lost:
+            raise StateError(
+                f"{lost[0].fqn or '<root>'}: found no gradient after a step of a pipeline whose "
+                "schedule computes gradients of inputs first and those of parameters later. Such a "
+                "schedule looks for the parameters between forward and backward, when this unit "
+                f"({len(lost)} in this stage) had freed them. Apply fully_shard to the modules of "
+                "a stage with reshard_after_forward=False."
+            )
+        if self.parts is not None:
+            self.parts.is_off = True  # several forwards may run before their backwards
+        self._reduce_the_rest(set(), is_last=True, is_manual=False)
+
+    def end_reductions(self) -> None:
+        """Make every gradient safe to use: backwards are complete."""
+        self._wait_for_reductions()
+        self._flush_partial()
+        self.context.streams.finish_host_reads()
+        self.backward.began_manual = None
+
+    def refuse_pending(self, who: str) -> None:
+        """Raise StateError while gradients are being reduced that somebody has to wait for."""
+        pending = self.context.streams.pending
+        if pending is not None:
+            pending.refuse(who, self)
 
     def _has_to_reduce(self, unit: Unit, has_run: bool) -> bool:
         """True if a unit that ran, here and so on every rank, was not reduced by a post-backward.
@@ -463,6 +522,10 @@ class Runtime:
 
     def recover(self) -> None:
         """Return to a clean state. See [Note: a step is a transaction]."""
+        pending = self.context.streams.pending
+        if pending is not None and pending.tree is not self:
+            pending.refuse("reset_iter_state", self)
+        self.context.streams.pending = self.backward.began_manual = None
         if events.listeners:
             events.emit("recover", self.root.fqn, self.context.phase)
         stamps = [stamp for group in self._groups for stamp in group.ids.all]
@@ -511,6 +574,11 @@ def attach(root: Unit) -> Runtime:
                 f"{name or '<root>'}: ran a forward before {type(root.modules[0]).__name__}, which "
                 "contains it, so it became a root of its own. Run the outermost module that "
                 "fully_shard was applied to first."
+            )
+        if unit is not root and unit.settings.manual_finalization:
+            raise StateError(
+                f"{name}: set_manual_backward_finalization(True) was called on it, and it is not "
+                "the root. Call it on the module whose forward you run."
             )
         unit.take_names(names_of_modules)
         for group in unit.groups:

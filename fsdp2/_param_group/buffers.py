@@ -298,18 +298,23 @@ class FullBuffer:
         self._storage = self.flat.untyped_storage()
         self.number = torch_tensors.number_of(self._storage)  # to count who holds it
         self.has_memory = True  # the state of the group does not tell: a gather may fill it
+        self.keeps_memory = False  # the user wants it to stay at one address
 
     @property
     def nbytes(self) -> int:
         return self.flat.nbytes
 
     def allocate(self, nbytes: int) -> None:
+        if self.has_memory and self._storage.nbytes() == nbytes:
+            return
         self._storage.resize_(nbytes)
         self.has_memory = True
 
     def free(self) -> None:
-        self._storage.resize_(0)
-        self.has_memory = False
+        """Give the memory back, unless it is to stay; what it holds counts as gone."""
+        if not self.keeps_memory:
+            self._storage.resize_(0)
+            self.has_memory = False
 
     def bind(self, buffer: ShardBuffer) -> None:
         """Let another shard buffer fill this one: views cannot be made of a freed storage."""

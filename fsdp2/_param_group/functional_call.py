@@ -87,7 +87,9 @@ class _WrapUnsharded(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return local_gradient(grad, ctx.param) if isinstance(grad, DTensor) else grad, None
+        if isinstance(grad, DTensor):
+            grad = local_gradient(grad, ctx.param, ctx.param.storage_dtype)
+        return grad, None
 
 
 class _GatherShard(torch.autograd.Function):

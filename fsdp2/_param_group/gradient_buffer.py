@@ -16,6 +16,7 @@ would lie idle where the step needs most, while allocating it anew costs next to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -249,6 +250,6 @@ def local_gradient(grad: DTensor, param: FSDPParam, dtype: torch.dtype) -> Tenso
             placements[axis] = grad.placements[axis]
     if tuple(grad.placements) != tuple(placements):
         if any(placement.is_partial() for placement in grad.placements):
-            grad = grad.to(torch.promote_types(grad.dtype, dtype))
+            grad = cast(DTensor, grad.to(torch.promote_types(grad.dtype, dtype)))
         grad = grad.redistribute(placements=placements)
     return grad.to_local()

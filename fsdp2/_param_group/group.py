@@ -176,9 +176,9 @@ class ParamGroup:
         for param in self.params:
             if param.trainable and param.has_grad_dtype and param.set_grad_dtype is None:
                 raise ConfigError(
-                    f"{param.fqn}: its grad_dtype is None, so a gradient of zeros has no dtype, and "
-                    "set_reduce_scatter_unused_params(True) asks for one. Give it a grad_dtype, or "
-                    "its unit a MixedPrecisionPolicy with a reduce_dtype."
+                    f"{param.fqn}: its grad_dtype is None, so zeros in place of a gradient have no "
+                    "dtype, and set_reduce_scatter_unused_params(True) asks for them. Give it a "
+                    "grad_dtype, or its unit a MixedPrecisionPolicy with a reduce_dtype."
                 )
 
     def forget_step(self) -> None:
@@ -223,6 +223,14 @@ class ParamGroup:
         self.params[:] = [param for param in self.params if param not in params]
         if self.params:
             self._plan(own_sources(self.params))
+
+    def follow_storage(self) -> None:
+        """Keep the memory of unsharded parameters, or free it, as the settings say from now on."""
+        full = self._full
+        if full is not None:
+            full.keeps_memory = self.settings.keep_unsharded_storage
+            if self.machine.state is not UNSHARDED and self.gathering is None:
+                full.free()
 
     def reshard_to(self, size: int | None) -> None:
         """Reshard to ``size`` neighbours after forward from now on; None: to the whole axis.
@@ -369,6 +377,7 @@ class ParamGroup:
         tensors = packing.full_tensors(full.flat, layout)
         for param, tensor in zip(self._flat_params, tensors, strict=False):
             param.set_unsharded(tensor)
+        full.keeps_memory = self.settings.keep_unsharded_storage
         full.free()
 
     def _meet_readers(self) -> None:

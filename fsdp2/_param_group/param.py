@@ -233,7 +233,7 @@ class FSDPParam:
         return (self.set_grad_dtype if self.has_grad_dtype else None) or self.storage_dtype
 
     def set_gradient_aside(self) -> torch.Tensor | None:
-        """Take the sharded gradient off, if its dtype is the user's choice, whatever the parameter's."""
+        """Take the sharded gradient off, if the user chose its dtype apart from the parameter's."""
         if not self.has_grad_dtype:
             return None
         grad, self.sharded.grad = self.sharded.grad, None
@@ -242,7 +242,7 @@ class FSDPParam:
     def see_grad_dtype(self) -> None:
         """Take over a ``grad_dtype`` that the user set on the sharded parameter; keep an older one.
 
-        Whatever makes the parameter anew (``to(dtype)``, ``load_state_dict(assign=True)``) forgets it.
+        What makes a parameter anew (``to(dtype)``, ``load_state_dict(assign=True)``) forgets it.
         """
         is_set, dtype = torch_autograd.own_grad_dtype(self.sharded)
         if self.keeps_reduced_dtype:

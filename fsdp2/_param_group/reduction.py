@@ -12,8 +12,8 @@ that has every gradient itself need not look; on a device, looking makes the hos
 [Note: what waits for a reduction]
 Gradients of backwards without sync stay where autograd leaves them: in ``grad`` of the unsharded
 parameters. There they add up in the dtype that they are reduced in, or in their parameter's own.
-Autograd is free to leave any dtype there (``grad_dtype`` is None), adds to a wider one in place, and
-one that will not be reduced yet is made wider once. Whoever syncs each backward casts nothing.
+Autograd is free to leave any dtype there (``grad_dtype`` is None) and adds to a wider one in place.
+One that will not be reduced yet is made wider once. Whoever syncs each backward casts nothing.
 
 A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
 that compute runs between them. On a device they are enqueued at once and streams do the waiting.
@@ -346,9 +346,8 @@ class Reducer:
             else:
                 if with_graph:
                     _refuse_graph(param, grad)
-                if type(grad) is not Tensor:
-                    if isinstance(grad, DTensor):
-                        grad = local_gradient(grad, param, plan.layout.dtype)
+                if type(grad) is not Tensor and isinstance(grad, DTensor):
+                    grad = local_gradient(grad, param, plan.layout.dtype)
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
                 if grad.dtype is not plan.grad_dtype:

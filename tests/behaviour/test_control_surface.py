@@ -517,6 +517,8 @@ WRONG: dict[str, tuple[Call, list[Any]]] = {
         "set_requires_all_reduce",
         "set_reshard_after_forward",
         "set_reshard_after_backward",
+        "set_keep_unsharded_storage",
+        "set_manual_backward_finalization",
         "set_unshard_in_backward",
         "set_force_sum_reduction_for_comms",
         "set_reduce_scatter_unused_params",

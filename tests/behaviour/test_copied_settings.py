@@ -62,6 +62,7 @@ SETTERS: dict[str, Callable[[Any], Any]] = {
     "set_reshard_after_forward": lambda m: m.set_reshard_after_forward(False),
     "set_reshard_after_backward": lambda m: m.set_reshard_after_backward(False),
     "set_memory": lambda m: m.set_memory("fast"),
+    "set_keep_unsharded_storage": lambda m: m.set_keep_unsharded_storage(True),
     "set_unshard_in_backward": lambda m: m.blocks[0].set_unshard_in_backward(False),
     "set_modules_to_forward_prefetch": lambda m: m.blocks[0].set_modules_to_forward_prefetch(
         [m.blocks[2], m.blocks[1]]

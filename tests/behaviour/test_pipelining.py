@@ -36,7 +36,7 @@ import fsdp2
 from fsdp2._base.events import Event, listen
 from tests._local_sgd import LocalSGD
 from tests._meshes import DEVICE
-from tests._models import HIDDEN, TORCH_2_13, WIDTH, seeded
+from tests._models import HIDDEN, TORCH_2_13, TORCH_2_15, WIDTH, seeded
 from tests._parity import assert_same, assert_sharded
 from tests._pool import ranks
 from tests._slow import slow, with_slow
@@ -90,6 +90,65 @@ def v_shaped(rank: int, size: int, stages: int) -> list[int]:
     return [rank, stages - 1 - rank]
 
 
+class FinalizingStage(PipelineStage):
+    """Asks for its reduction as torch 2.15's stages do, whichever torch is installed."""
+
+    submod: fsdp2.FSDPModule
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.submod.set_manual_backward_finalization(True)
+        return super().forward_one_chunk(*args, **kwargs)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self.submod.set_requires_gradient_sync(True)
+        self.submod.set_reshard_after_backward(True)
+        handle = self.submod.finalize_backward(async_op=True)
+        assert isinstance(handle, fsdp2.GradientReductionHandle)
+        handle.wait()
+        self.submod.set_manual_backward_finalization(False)
+        if grad_scale_factor != 1:
+            self.scale_grads(grad_scale_factor)
+
+
+class CallingBackStage(PipelineStage):
+    """Asks for its reduction as stages did up to torch 2.14, whichever torch is installed."""
+
+    submod: fsdp2.FSDPModule
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.submod.__dict__["set_manual_backward_finalization"] = lambda enabled: None
+        try:
+            return super().forward_one_chunk(*args, **kwargs)
+        finally:
+            del self.submod.__dict__["set_manual_backward_finalization"]
+
+    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        self.submod.set_is_last_backward(False)
+        return super().backward_maybe_with_nosync(*args, **kwargs)
+
+    def start_gradient_reduction(self) -> None:
+        self.submod.set_is_last_backward(True)
+        self.submod.set_reshard_after_backward(True)
+        self.submod.set_requires_gradient_sync(True)
+        state = torch.distributed.fsdp.fully_shard.state(self.submod)  # type: ignore[attr-defined]
+        for unit in state._state_ctx.all_states:
+            for group in unit._fsdp_param_groups:
+                group.post_backward()
+        state._root_post_backward_final_callback()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        if grad_scale_factor != 1:
+            self.scale_grads(grad_scale_factor)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self.start_gradient_reduction()
+        self.wait_for_gradient_reduction(grad_scale_factor)
+
+
+OTHER_CONTRACT = CallingBackStage if TORCH_2_15 else FinalizingStage
+"""A stage that asks for reductions as the installed torch's own do not."""
+
+
 class Pipelined:
     """The stages of this rank, sharded, in a schedule; and the whole model to compare with."""
 
@@ -108,6 +167,8 @@ class Pipelined:
         data: DeviceMesh | None = None,
         prepare: Callable[[nn.Module], Any] = lambda model: None,
         dtype: torch.dtype = torch.float32,
+        stage: type[PipelineStage] = PipelineStage,
+        **options: Any,
     ) -> None:
         self.reference, model = (seeded(lambda: build(stages)).to(dtype) for _ in range(2))
         self.dtype = dtype
@@ -116,7 +177,7 @@ class Pipelined:
         self.pp, self.dp = mesh["pp"], mesh["dp"]
         rank, size = self.pp.get_local_rank(), self.pp.size()
         self.parts: dict[int, nn.Module] = {}
-        pieces = []
+        self.pieces: list[PipelineStage] = []
         example = torch.zeros(PER_MICROBATCH, WIDTH, dtype=dtype)
         for index in placed(rank, size, stages):
             part = model[index]
@@ -132,16 +193,15 @@ class Pipelined:
                 if index:
                     given["input_args"] = (example.clone().requires_grad_(),)
                 given["output_args"] = (example.clone().requires_grad_(),)
-            pieces.append(
-                PipelineStage(part, index, stages, CPU, group=self.pp.get_group(), **given)
-            )
+            self.pieces.append(stage(part, index, stages, CPU, group=self.pp.get_group(), **given))
         self.stages = stages
         one = schedule in (ScheduleGPipe, Schedule1F1B)
         self.schedule = schedule(
-            pieces[0] if one else pieces,
+            self.pieces[0] if one else self.pieces,
             n_microbatches=MICROBATCHES,
             loss_fn=mse,
             scale_grads=scale_grads,
+            **options,
         )
         self.optimizers = [
             kind(m.parameters(), lr=0.1, momentum=0.9)
@@ -165,11 +225,16 @@ class Pipelined:
         return torch.randn(2, rows, WIDTH, dtype=self.dtype).unbind()
 
     def run(
-        self, rtol: float = RTOL, scale: float = 1.0, through: Callable[..., Any] | None = None
+        self,
+        rtol: float = RTOL,
+        scale: float = 1.0,
+        through: Callable[..., Any] | None = None,
+        finalizes: bool = True,
     ) -> None:
         """Run forward and backward of both, and compare losses and gradients.
 
         `through`: another method of the schedule (`eval`), which computes no gradients.
+        `finalizes`: the step reduces them.
         """
         x, y = self.batch()
         expected = mse(self.reference(x), y)
@@ -181,12 +246,14 @@ class Pipelined:
         losses: list[Tensor] = []
         if self.is_last:
             kwargs = {"target": y.chunk(size)[rank], "losses": losses}
+        if not finalizes:
+            kwargs["finalize_gradients"] = False
         (through or self.schedule.step)(*args, **kwargs)
         if self.is_last:
             loss = torch.stack([loss.detach() for loss in losses]).mean()
             dist.all_reduce(loss, group=self.dp.get_group())
             assert_same(loss / size, expected.detach(), "loss", rtol)
-        if through is None:
+        if through is None and finalizes:
             self.check_gradients(rtol)
 
     def check_gradients(self, rtol: float = RTOL) -> None:
@@ -261,6 +328,56 @@ def test_several_stages_a_rank(name: str) -> None:
     """Schedules that unshard, reshard and reduce by themselves, and split backward, work too."""
     schedule, placed = SEVERAL[name]
     Pipelined(schedule, grid(2), stages=4, placed=placed).train()
+
+
+@pytest.mark.parametrize(
+    "schedule", with_slow([ScheduleGPipe, Schedule1F1B], [Schedule1F1B]), ids=lambda s: s.__name__
+)
+@ranks(2, slow(4))
+def test_one_stage_a_rank_by_the_other_contract(schedule: Any) -> None:
+    """Stages ask for their reduction in two ways: up to torch 2.14, and since."""
+    Pipelined(schedule, grid(2), stage=OTHER_CONTRACT).train()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@ranks(4)
+def test_several_stages_a_rank_by_the_other_contract(name: str) -> None:
+    schedule, placed = SEVERAL[name]
+    Pipelined(schedule, grid(2), stages=4, placed=placed, stage=OTHER_CONTRACT).train()
+
+
+@pytest.mark.skipif(not TORCH_2_15, reason="torch's schedules have these since 2.15")
+@pytest.mark.parametrize(
+    ("name", "defers"),
+    with_slow(
+        itertools.product(["interleaved", "zero-bubble"], [False, True]),
+        [("interleaved", True)],
+    ),
+)
+@ranks(4)
+def test_steps_that_are_finalized_later(name: str, defers: bool) -> None:
+    """`step(finalize_gradients=False)` leaves stages whole, and the next one adds to its sums."""
+    schedule, placed = SEVERAL[name]
+    options = {"defer_reduce_grad_wait": True} if defers else {}
+    run = Pipelined(schedule, grid(2), stages=4, placed=placed, scale_grads=False, **options)
+    for _ in range(2):
+        run.run(scale=MICROBATCHES, finalizes=False)
+        gathered: list[Event] = []
+        with listen(gathered.append):
+            run.run(scale=MICROBATCHES)
+        assert "unshard" not in {event.kind for event in gathered}
+        run.step()
+
+
+@pytest.mark.skipif(not TORCH_2_15, reason="torch's schedules have these since 2.15")
+@ranks(4)
+def test_waits_are_not_deferred_where_stages_share_their_streams() -> None:
+    """Torch compares what two stages call their communication context."""
+    schedule, placed = SEVERAL["interleaved"]
+    run = Pipelined(schedule, grid(2), stages=4, placed=placed, defer_reduce_grad_wait=True)
+    fsdp2.share_comm_ctx(list(run.parts.values()))
+    with pytest.raises(ValueError, match="share a communication context"):
+        schedule(run.pieces, MICROBATCHES, loss_fn=mse, defer_reduce_grad_wait=True)
 
 
 @pytest.mark.parametrize("name", with_slow(["interleaved", "zero-bubble"], ["interleaved"]))

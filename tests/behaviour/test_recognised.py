@@ -52,9 +52,9 @@ def test_nothing_of_torchs_class_is_inherited(name: str) -> None:
 def test_what_is_left_out_is_looked_for() -> None:
     """The walk above meets methods that are ours and names that are hidden."""
     assert {"unshard", "reshard", "set_requires_gradient_sync", "_apply", "__new__"} <= {*OFFERED}
-    assert not hasattr(fsdp2.FSDPModule, "_get_fsdp_state")
-    with pytest.raises(AttributeError, match="'FSDPModule' has no attribute '_get_fsdp_state'"):
-        fsdp2.FSDPModule._get_fsdp_state()  # type: ignore[operator]  # hidden
+    assert not hasattr(fsdp2.FSDPModule, "_set_unshard_async_op")
+    with pytest.raises(AttributeError, match="'FSDPModule' has no attribute '_set_unshard"):
+        fsdp2.FSDPModule._set_unshard_async_op()  # type: ignore[operator]  # hidden
     assert issubclass(fsdp2.FSDPModule, torch_fsdp.FSDPModule)
     assert issubclass(fsdp2.UnshardHandle, torch_fsdp.UnshardHandle)
 
