@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -155,5 +156,7 @@ def start(
         return make(rank, size)
 
     dist.Backend.register_backend(BACKEND, create, devices=[device])
+    # Torch 2.15 records collectives of groups that do not do so themselves, as real ones do.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=dist.HashStore())
     return dist.group.WORLD, init_device_mesh(device, (world_size,))
