@@ -121,6 +121,9 @@ class RankPool:
     def run(self, request: Request) -> Outcome:
         """Run the body on its ranks. A rank that dies is a failure, whatever it did before."""
         started = time.monotonic()
+        if request.forks:
+            for index in range(request.world_size):
+                self._replace(index)
         ranks = [self._rank(index) for index in range(request.world_size)]
         prefix, port = self._run.meeting(request)
         limit_s = request.limit_s * self._run.patience
@@ -407,6 +410,7 @@ def make_request(
     limit_s: float = 60.0,
     with_process_group: bool = True,
     shares_world: bool = False,
+    forks: bool = False,
 ) -> Request:
     """Return the request for a body; `name` seeds its random numbers."""
     return Request(
@@ -418,6 +422,7 @@ def make_request(
         limit_s,
         with_process_group,
         shares_world,
+        forks,
     )
 
 
@@ -426,6 +431,7 @@ def ranks(
     limit_s: float = 60.0,
     with_process_group: bool = True,
     shares_world: bool = False,
+    forks: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated function on every rank of a gloo group, once for each world size.
 
@@ -437,6 +443,8 @@ def ranks(
     saves DTensor's learning its plans anew, where an optimizer steps DTensors. Such a body leaves
     nothing behind: no message that nobody received, no ranks that went different ways.
     With ``with_process_group=False`` the ranks have only the environment that a launcher would set.
+    With ``forks`` they are new ones: where torch has CUDA, a backward starts threads, and a process
+    with such threads cannot be forked.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -454,6 +462,7 @@ def ranks(
                 limit_s=limit_s,
                 with_process_group=with_process_group,
                 shares_world=shares_world,
+                forks=forks,
             )
 
         @functools.wraps(body)

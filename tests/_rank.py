@@ -49,6 +49,7 @@ class Request:
     limit_s: float  # alone on the machine
     with_process_group: bool
     shares_world: bool  # its process group may be one that others used, and serve others
+    forks: bool = False  # it forks its ranks, which must not have run a backward in a CUDA build
 
 
 @dataclass(frozen=True)

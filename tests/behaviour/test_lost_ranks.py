@@ -252,7 +252,7 @@ def assert_names(said: str, operation: str) -> None:
         ],
     ),
 )
-@ranks(1, with_process_group=False, limit_s=90)
+@ranks(1, with_process_group=False, limit_s=90, forks=True)
 def test_a_rank_that_is_killed(operation: str, number: int) -> None:
     """Before its first collective of the operation, or a later one."""
 
@@ -275,7 +275,7 @@ FEW = ("clip_grad_norm_", "full_params", "save")
 
 
 @pytest.mark.parametrize("operation", with_slow(list(OPERATIONS), FEW))
-@ranks(1, with_process_group=False, limit_s=90)
+@ranks(1, with_process_group=False, limit_s=90, forks=True)
 def test_a_rank_that_stands_still(operation: str) -> None:
     """The others wait as long as their process group allows."""
 
@@ -361,7 +361,7 @@ INTERRUPTED: dict[str, Callable[[World, bool], None]] = {
 @pytest.mark.parametrize(
     "operation", with_slow(list(INTERRUPTED), ["load", "materialize", "save, extra"])
 )
-@ranks(1, with_process_group=False, limit_s=90)
+@ranks(1, with_process_group=False, limit_s=90, forks=True)
 def test_a_rank_that_is_interrupted(operation: str) -> None:
     """It goes on with its KeyboardInterrupt; the others hear of it, and go on together."""
 
@@ -382,7 +382,7 @@ OUTSIDE = [name for name in OPERATIONS if name not in ("check_order", "forward")
 
 
 @pytest.mark.parametrize("operation", with_slow(OUTSIDE, (*FEW, "load", "summon_full_params")))
-@ranks(1, with_process_group=False, limit_s=90)
+@ranks(1, with_process_group=False, limit_s=90, forks=True)
 def test_ctrl_c_in_a_transfer(operation: str) -> None:
     """Before every collective of an operation: ranks stay in step, and nobody waits for it.
 
