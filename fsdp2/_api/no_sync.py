@@ -32,9 +32,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Source: the method of the same name of torch's ``FullyShardedDataParallel``.
     """
     units = sharded_units("no_sync", "module", module)
-    for unit in units:
-        if unit.runtime is not None:
-            unit.runtime.recover_if_failed()
     refuse_during_step(
         "no_sync",
         units,

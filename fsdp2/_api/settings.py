@@ -6,6 +6,7 @@ Owns every ``set_*`` method and its checks. A setting lies on the groups of the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import warnings
@@ -87,9 +88,13 @@ def sharded_units(who: str, name: str, module: nn.Module, recurse: bool = True) 
 def refuse_during_step(
     who: str, units: Iterable[Unit], hint: str = "Call it between steps."
 ) -> None:
-    """Raise StateError if a forward or a backward of these units is under way."""
+    """Raise StateError if a forward or a backward of these units is under way, and did not fail."""
     for unit in units:
-        if unit.runtime is not None and unit.runtime.context.phase is not IDLE:
+        if unit.runtime is None:
+            continue
+        with contextlib.suppress(StateError):  # ranks that diverged: the next step says so
+            unit.runtime.recover_if_failed()
+        if unit.runtime.context.phase is not IDLE:
             raise StateError(
                 f"{who}: called during the {unit.runtime.context.phase} of "
                 f"{unit.runtime.root.fqn or '<root>'}. {hint}"

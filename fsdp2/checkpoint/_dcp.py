@@ -283,7 +283,7 @@ def load(
             is no plain data. Nothing was changed.
         StateError: a file is missing or damaged. Nothing was changed.
     """
-    check("load", model, optimizer, strict=strict)
+    check("load", model, optimizer, strict=strict, verify=verify, trust=trust)
     check_path("load", "path", path)
     if model_key is not None:
         check_key("load", "model_key", model_key)

@@ -284,6 +284,8 @@ def load_sharded_state(
 ) -> IncompatibleKeys:
     """Load what ``sharded_state`` returned for a model on the same meshes.
 
+    Parameters on the meta device get memory.
+
     Raises:
         ConfigError: as ``load_full_state``, or another placement; nothing was changed.
         StateError: inside a forward or a backward.
@@ -322,7 +324,7 @@ def _load_parts(
     with original_buffers(require_idle(model, what)):
         tensors, extra = model_tensors(model)
         grids = Grids([*tensors.values()])
-        pairs: list[tuple[Tensor, Tensor]] = []
+        values: dict[str, Tensor] = {}
         named: dict[str, Any] | None = None
         with grids.main.together(what):
             told = tell(what, state)
@@ -338,14 +340,19 @@ def _load_parts(
                     _require_placed_alike(what, name, value, own)
                     value = local_of(value)
                 require_representable(what, name, value, own.dtype)
-                pairs.append((local_of(own), value))
+                values[name] = value
             if optimizer is not None:
                 named = optimizer_part(what, state, model, optimizer)
                 if is_local:
                     named["state"] = _wrapped(what, model, named["state"], layout, grids)
                 check_optimizer(what, model, optimizer, named, strict)
             extras = {n: given[n] for n in told.extra if n in extra and is_extra(n)}
-        change(what, model, optimizer, named, extras, grids, lambda: copy_all(pairs))
+
+        def write() -> None:
+            tensors = with_memory(what, model, grids)
+            copy_all((local_of(tensors[name]), value) for name, value in values.items())
+
+        change(what, model, optimizer, named, extras, grids, write)
         return keys
 
 

@@ -378,7 +378,8 @@ def load_safetensors(
             ``safetensors`` is not installed. Nothing was changed.
         StateError: a file is missing or damaged. Nothing was changed.
     """
-    check("load_safetensors", model, max_bytes=max_bytes, strict=strict)
+    flags = {"strict": strict, "verify": verify, "trust": trust}
+    check("load_safetensors", model, max_bytes=max_bytes, **flags)
     check_path("load_safetensors", "folder", folder)
     with _Files(Path(folder), verify=verify, trust=trust) as files:
         return load_full(

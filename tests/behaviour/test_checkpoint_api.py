@@ -222,6 +222,36 @@ def test_a_full_state_loads_onto_meta(rank: int) -> None:
     assert names_of(model)["head.weight"] is names_of(model)["embed.weight"]
 
 
+@ranks(2)
+def test_a_sharded_state_loads_onto_meta() -> None:
+    run = Trained(make_mesh(), steps=1)
+    with torch.device("meta"):
+        model = Odd()
+    shard(model, ODD)
+    with pytest.raises(fsdp2.StateError, match=r"fsdp2\.materialize first"):
+        checkpoint.load_local_state(model, checkpoint.local_state(run.model))
+    keys = checkpoint.load_sharded_state(model, checkpoint.sharded_state(run.model))
+    assert not any(keys)
+    for name, parameter in names_of(run.model).items():
+        assert torch.equal(names_of(model)[name].to_local(), parameter.to_local()), name
+    model.scratch = torch.rand(3)
+    model(batch(0)).sum().backward()
+
+
+@pytest.mark.parametrize("flag", ["strict", "verify", "trust"])
+@ranks(1)
+def test_a_word_is_no_flag(flag: str, tmp_path: Path) -> None:
+    """Every word is true, "no" as well."""
+    model = Trained(make_mesh()).model
+    checkpoint.save(tmp_path / "a", model)
+    checkpoint.save_safetensors(tmp_path / "b", model)
+    options: dict[str, Any] = {flag: "no"}
+    with pytest.raises(fsdp2.ConfigError, match=f"{flag} to be a bool"):
+        checkpoint.load(tmp_path / "a", model, **options)
+    with pytest.raises(fsdp2.ConfigError, match=f"{flag} to be a bool"):
+        checkpoint.load_safetensors(tmp_path / "b", model, **options)
+
+
 @ranks(4)
 def test_tensor_parallel_states(rank: int) -> None:
     torch.manual_seed(0)
