@@ -394,8 +394,8 @@ FAULTS = [
     Fault(
         "budget-ignores-reduce-dtype",
         "fsdp2/_engine/memory_budget.py",
-        "dtype: torch.dtype = group.policy.reduce_dtype or param.accumulated_dtype",
-        "dtype: torch.dtype = param.backward_dtype",
+        "reduced += numel * param.accumulated_dtype.itemsize",
+        "reduced += numel * param.compute_dtype.itemsize",
         "With bf16 parameters and an fp32 reduce dtype the inputs of reductions are counted half: set_memory(bytes) accepts budgets that are too small, and picks more overlap than fits.",
         near=("behaviour/test_memory.py",),
     ),

@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from fsdp2._base.arguments import wrong_type, wrong_value
 from fsdp2._base.errors import ConfigError
 from fsdp2._base.policy import Overlap
@@ -50,8 +48,7 @@ class Sizes:
             if param.trainable:
                 numel = math.prod(param.sharded.shape)
                 gradients += numel * param.backward_dtype.itemsize
-                dtype: torch.dtype = group.policy.reduce_dtype or param.accumulated_dtype
-                reduced += numel * dtype.itemsize
+                reduced += numel * param.accumulated_dtype.itemsize
         return Sizes(group.whole_nbytes, gradients, reduced)
 
 

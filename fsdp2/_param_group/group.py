@@ -94,7 +94,7 @@ class ParamGroup:
         self.params: list[FSDPParam] = []  # in the order of registration, which all ranks share
         self._tail = ExtensionTail(data, policy, device)  # of those that send what they like
         self.ids = CollectiveIds(data, device)
-        self.reducer = Reducer(self.params, data, self.residence, policy.reduce_dtype, self.ids)
+        self.reducer = Reducer(self.params, data, self.residence, self.ids)
         self.wire.zero_copy_nbytes = capabilities(device).zero_copy_nbytes
         self.home_buffer: ShardBuffer | None = None  # the shards; None in a copy
         self.post_forward = PostForward()
@@ -205,6 +205,7 @@ class ParamGroup:
                 sources.append((torch_dtensor.local_tensor(param.sharded), param.sharded))
             param.machine = self.machine
             param.param_dtype = self.policy.param_dtype
+            param.reduce_dtype = self.policy.reduce_dtype
             param.keeps_reduced_dtype = self.policy.keep_low_precision_grads
         self.params.extend(params)
         self._plan(sources)
@@ -547,6 +548,7 @@ class ParamGroup:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
         if self.machine.state is UNSHARDED and not self.early.is_released:
             self._register(UNSHARDED)
+            self.reducer.begin_sums(self.settings)
             return
         if self.gathering is None or self.early.is_released:
             self.unshard()
@@ -572,6 +574,7 @@ class ParamGroup:
             self.post_forward.free()
         self.machine.move(UNSHARDED, self.fqn)
         self._register(UNSHARDED)
+        self.reducer.begin_sums(self.settings)
         if events.listeners:
             events.emit("wait_for_unshard", self.fqn, self.context.phase)
 

@@ -152,6 +152,7 @@ class FSDPParam:
         self.trainable = original.requires_grad  # of all forms
         self.is_extended = False  # its class says itself what is gathered
         self.param_dtype: torch.dtype | None = None  # of the policy; None: as it is stored
+        self.reduce_dtype: torch.dtype | None = None  # of the policy; None: by grad_dtype
         self.keeps_dtype = False  # the user said so for this one: it is not cast to param_dtype
         self.keeps_reduced_dtype = False  # the policy: the sharded gradient is not cast back
         self.has_grad_dtype, self.set_grad_dtype = torch_autograd.own_grad_dtype(original)
@@ -203,11 +204,16 @@ class FSDPParam:
         return dtype if self.keeps_dtype else self.param_dtype
 
     @property
-    def backward_dtype(self) -> torch.dtype:
+    def _computed_dtype(self) -> torch.dtype:
         """Dtype in which backward computes the gradient. An all-gather extension chooses it."""
         if self.is_extended and self.unsharded is not None:
             return self.unsharded_dtype
         return self.compute_dtype
+
+    @property
+    def backward_dtype(self) -> torch.dtype:
+        """Dtype of the gradient that one backward leaves on the unsharded parameter."""
+        return self._cast_by_autograd or self._computed_dtype
 
     @property
     def takes_any_gradient(self) -> bool:
@@ -215,12 +221,30 @@ class FSDPParam:
         return self.keeps_reduced_dtype or (self.has_grad_dtype and self.set_grad_dtype is None)
 
     @property
+    def is_reduced_in_any(self) -> bool:
+        """True if gradients add up and are reduced in whatever dtype backward leaves them."""
+        return self.takes_any_gradient and self.reduce_dtype is None
+
+    @property
     def accumulated_dtype(self) -> torch.dtype:
-        """Dtype in which unsharded gradients add up, where the policy has no ``reduce_dtype``."""
-        if self.takes_any_gradient:
-            return self.found_dtype or self.backward_dtype
-        dtype = self._stored_grad_dtype
-        return dtype if dtype.itemsize > 1 else self.backward_dtype
+        """Dtype in which gradients add up, from one backward to the next."""
+        computed = self._computed_dtype
+        if self.is_reduced_in_any:
+            dtype = self.found_dtype or computed
+        else:
+            stored = self._stored_grad_dtype
+            dtype = self.reduce_dtype or (stored if stored.itemsize > 1 else computed)
+        return torch.promote_types(dtype, torch.complex64) if computed.is_complex else dtype
+
+    @property
+    def _cast_by_autograd(self) -> torch.dtype | None:
+        """Dtype to which autograd casts a gradient before it adds it up; None: it casts nothing.
+
+        Not to a wider one: it adds to a wider gradient in place, and packing casts the others.
+        """
+        dtype = self.accumulated_dtype
+        is_wider = dtype.itemsize > self._computed_dtype.itemsize
+        return None if is_wider or self.is_reduced_in_any else dtype
 
     def kept_dtype(self, reduced: torch.dtype) -> torch.dtype:
         """Dtype of the sharded gradient, of one that was reduced in another."""
@@ -251,6 +275,34 @@ class FSDPParam:
             self.has_grad_dtype, self.set_grad_dtype = True, dtype
         elif self.has_grad_dtype:
             self.sharded.grad_dtype = self.set_grad_dtype
+        self._tell_autograd()
+
+    def _tell_autograd(self) -> None:
+        """Let unsharded gradients add up in the dtype that is theirs now."""
+        leaf = self.unsharded
+        if leaf is None or not (leaf.is_floating_point() or leaf.is_complex()):
+            return
+        dtype = self._cast_by_autograd
+        if leaf.grad_dtype is dtype:
+            return
+        pending, leaf.grad = leaf.grad, None
+        leaf.grad_dtype = dtype
+        if pending is not None:
+            leaf.grad = pending.to(dtype or pending.dtype)
+
+    def begin_sum(self, waits: bool) -> None:
+        """Let autograd cast to a wider dtype too, if a sum begins that ``waits`` for a reduction.
+
+        Then uses of the parameter in one backward add up in it, before anybody sees a gradient.
+        """
+        leaf = self.unsharded
+        if leaf is None or not self.trainable:
+            return
+        dtype = self._cast_by_autograd
+        if dtype is None and waits and leaf.grad is None and not self.is_reduced_in_any:
+            dtype = self.accumulated_dtype
+        if leaf.grad_dtype is not dtype:
+            leaf.grad_dtype = dtype
 
     @property
     def like(self) -> torch.Tensor | None:
@@ -277,10 +329,10 @@ class FSDPParam:
         assert isinstance(self.sharded, DTensor)
         torch_dtensor.set_local_tensor(self.sharded, local)
         self.sharded.__dict__[_MARK] = OwnerMark(self)
-        self.see_grad_dtype()
         self.local = local
         self.span = span
         self.storage_dtype = local.dtype
+        self.see_grad_dtype()
 
     def set_unsharded(self, tensor: torch.Tensor) -> None:
         """Build the unsharded parameter on memory of the group's full buffer."""
@@ -290,10 +342,10 @@ class FSDPParam:
         self.unsharded = self._parameter(whole, None)
         self.unsharded.__dict__[_STANDS_FOR] = OwnerMark(self)
         self.unsharded_dtype = tensor.dtype
-        if self.trainable or tensor.is_floating_point() or tensor.is_complex():
-            self.unsharded.grad_dtype = None  # any: gradients add up in a wider one than this
+        self._tell_autograd()
         if pending is not None:  # accumulated without sync before the plan changed
-            self.unsharded.grad = pending.to(device=tensor.device)
+            dtype = self._cast_by_autograd or pending.dtype
+            self.unsharded.grad = pending.to(device=tensor.device, dtype=dtype)
 
     def set_post_forward(self, local: torch.Tensor, placement: ParamPlacement) -> None:
         """Build the parameter that is registered while sharded over the smaller mesh."""
@@ -311,6 +363,7 @@ class FSDPParam:
     def replace(self, new: torch.Tensor | None) -> None:
         """Take over what the user registered; ``set_shard`` follows."""
         assert isinstance(new, nn.Parameter)
+        self.see_grad_dtype()  # of the one that goes
         self.sharded = self.shown = new
         if not isinstance(new, DTensor):
             self.attributes = own_attributes(new)
@@ -319,6 +372,7 @@ class FSDPParam:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies keep no memory of the group's buffers; adoption finds the shard on its site."""
+        self.see_grad_dtype()
         return {
             **vars(self),
             "local": None,
@@ -328,6 +382,10 @@ class FSDPParam:
             "shown": None,
             "machine": None,
         }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.see_grad_dtype()  # a copied tensor forgot it
 
     def _parameter(self, tensor: torch.Tensor, hooks_of: nn.Parameter | None) -> nn.Parameter:
         param = torch_dtensor.as_parameter(tensor, self.trainable)

@@ -12,8 +12,9 @@ that has every gradient itself need not look; on a device, looking makes the hos
 [Note: what waits for a reduction]
 Gradients of backwards without sync stay where autograd leaves them: in ``grad`` of the unsharded
 parameters. There they add up in the dtype that they are reduced in, or in their parameter's own.
-Autograd is free to leave any dtype there (``grad_dtype`` is None) and adds to a wider one in place.
-One that will not be reduced yet is made wider once. Whoever syncs each backward casts nothing.
+Where that is no wider dtype, autograd casts to it (``grad_dtype`` of the unsharded parameter). Else
+autograd leaves what backward computed, and adds to a wider gradient in place: the first one that
+will not be reduced yet is made wider, and whoever syncs each backward casts nothing.
 
 A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
 that compute runs between them. On a device they are enqueued at once and streams do the waiting.
@@ -55,8 +56,8 @@ class ReducePlan:
 
     layout: ReduceLayout
     members: list[FSDPParam]
-    grad_dtype: torch.dtype  # that holds what one backward computes; it is packed in this one
-    dtypes: frozenset[torch.dtype]  # of what one backward computes
+    grad_dtype: torch.dtype  # that holds what one backward leaves; it is packed in this one
+    dtypes: frozenset[torch.dtype]  # of what one backward leaves
     codes: list[float]
     complete: Tensor
     complete_wide: Tensor  # in the reduce dtype, beside gradients that have waited
@@ -80,13 +81,11 @@ class Reducer:
         params: Sequence[FSDPParam],
         data: DataMesh,
         residence: Residence,
-        reduce_dtype: torch.dtype | None,
         ids: CollectiveIds,
     ) -> None:
         self._params = params
         self._residence = residence
         self.data = data
-        self._reduce_dtype = reduce_dtype
         self.ids = ids
         self._plan: ReducePlan | None = None  # None: to be made, what it depends on changed
         self._layout: ReduceLayout | None = None  # of the last plan: what waits lies as it says
@@ -99,6 +98,7 @@ class Reducer:
         self.joined_codes = b""  # what the stamps of all ranks add up to, as they are compared
         self._is_partial = False  # reductions leave out the replicas: they have other numbers
         self.unreduced = Unreduced()
+        self._waited = False  # the last gradients had to wait for a reduction
 
     def invalidate(self) -> None:
         """Forget the plan: dtypes, or the set of trainable parameters, changed."""
@@ -146,7 +146,7 @@ class Reducer:
         members = [self._params[i] for i in indices]
         dtypes = {param.backward_dtype for param in members} or {torch.float32}
         grad_dtype = functools.reduce(torch.promote_types, dtypes)
-        sums = {self._accumulated_dtype(param) for param in members} or {grad_dtype}
+        sums = {param.accumulated_dtype for param in members} or {grad_dtype}
         dtype = functools.reduce(torch.promote_types, sums)
         shards = [param.placement.layout for param in members]
         size = self.data.shard.size
@@ -172,17 +172,10 @@ class Reducer:
         self._layout = layout
         if is_renumbered:
             self.erase_stamps()
-        free = [param for param in members if param.takes_any_gradient and not self._reduce_dtype]
+        free = [param for param in members if param.is_reduced_in_any]
         return ReducePlan(
             layout, members, grad_dtype, frozenset(dtypes), codes, complete, wide, free
         )
-
-    def _accumulated_dtype(self, param: FSDPParam) -> torch.dtype:
-        """Dtype in which gradients of a parameter add up, from one backward to the next."""
-        dtype = self._reduce_dtype or param.accumulated_dtype
-        if param.backward_dtype.is_complex:
-            dtype = torch.promote_types(dtype, torch.complex64)
-        return dtype
 
     def _tails(
         self, codes: list[float], layout: ReduceLayout, grad_dtype: torch.dtype
@@ -257,6 +250,14 @@ class Reducer:
                 numels, sent_as = [packed, *zero_copy], layout.wire_dtype
             stamp.register(self.wire, numels, sent_as, layout.dtype, start, self.scale.op)
 
+    def begin_sums(self, settings: Settings) -> None:
+        """See in which dtypes autograd adds up the gradients of the backward that may follow."""
+        waits = not settings.reduce_grads
+        if waits or self._waited:
+            self._waited = waits
+            for param in self.plan().members:
+                param.begin_sum(waits)
+
     @property
     def has_local_gradients(self) -> bool:
         """True if the last backward, or one before it, left gradients on unsharded parameters."""
@@ -312,7 +313,7 @@ class Reducer:
         """Let gradients wait for a reduction. See [Note: what waits for a reduction]."""
         for param in plan.members:
             grad = None if param.unsharded is None else param.unsharded.grad
-            if grad is not None and grad.dtype is not (dtype := self._accumulated_dtype(param)):
+            if grad is not None and grad.dtype is not (dtype := param.accumulated_dtype):
                 if with_graph:
                     _refuse_graph(param, grad)
                 assert param.unsharded is not None

@@ -550,7 +550,7 @@ def test_complex_gradients_keep_their_imaginary_part(
     for rank, module in enumerate(ranks.modules):
         module.wave.grad = torch.full((3, 2), complex(1 + rank, 2 + rank), dtype=torch.complex64)
         if beside_it:
-            module.real.grad = torch.full((3,), 2.0)
+            module.real.grad = torch.full((3,), 2.0, dtype=module.real.grad_dtype)
     ranks.reduce()
     for group in ranks.groups:
         assert local_of(group.params[0].sharded.grad).eq(complex(1.5, 2.5)).all()
