@@ -48,6 +48,7 @@ from fsdp2._param_group import packing
 from fsdp2._param_group.gradient_buffer import accumulate
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import GatherLayout, ReduceLayout
+from fsdp2._param_group.param import FSDPParam
 
 
 class TracedGroup:
@@ -129,7 +130,8 @@ class TracedGroup:
             recompute=not keeps,
             trainable=tuple(param.trainable for param in group.params),
             reduce=reduction.layout,
-            grad_dtype=reduction.grad_dtype,
+            widened=tuple(map(_widened, group.params)),
+            grad_dtypes=tuple(_widened(p) or p.backward_dtype for p in reduction.members),
             scale=(scale.before, scale.after),
             op="avg" if scale.op == ReduceOp.AVG else "sum",
             bucketed=self.mover.bucketed,
@@ -181,8 +183,8 @@ class TracedGroup:
         tensors = unshard(self.key, self.sink, waiting, *self.flats)
         if any(spec is not None for spec in self.wraps):
             return tuple(
-                tensor if spec is None else _wrap(tensor, spec)
-                for tensor, spec in zip(tensors, self.wraps, strict=True)
+                tensor if spec is None else _wrap(tensor, spec).to(param.compute_dtype)
+                for tensor, spec, param in zip(tensors, self.wraps, self.group.params, strict=True)
             )
         return tensors
 
@@ -199,6 +201,14 @@ class TracedGroup:
     @torch.enable_grad()
     def _gather_again(self) -> None:
         self.again = self.wholes()
+
+
+def _widened(param: FSDPParam) -> torch.dtype | None:
+    """Dtype in which the gradient of a parameter is summed over its own axes, if it is wider."""
+    spec, dtype = param.placement.tensor_parallel, param.accumulated_dtype
+    if spec is None or not param.trainable or dtype.itemsize <= param.compute_dtype.itemsize:
+        return None
+    return dtype if any(placement.is_replicate() for placement in spec.placements) else None
 
 
 def _wrap(tensor: Tensor, spec: Any) -> Tensor:

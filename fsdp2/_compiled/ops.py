@@ -56,7 +56,9 @@ class TracedPlan:
     recompute: bool
     trainable: tuple[bool, ...]
     reduce: ReduceLayout
-    grad_dtype: torch.dtype
+    widened: tuple[torch.dtype | None, ...]  # what parameters leave the function in, so that
+    # gradients arrive in it: summed over the parameters' own axes before they are reduced
+    grad_dtypes: tuple[torch.dtype, ...]  # of members, as one backward leaves them in eager mode
     scale: tuple[float, float]
     op: str
     bucketed: bool = True
@@ -186,7 +188,11 @@ def _unshard(
             if layout.wire_dtype != item.compute_dtype:
                 padded = padded.contiguous().view(item.compute_dtype)
             wholes[index] = _join(padded, shard)
-    return tuple(whole for whole in wholes if whole is not None)
+    made = (whole for whole in wholes if whole is not None)
+    return tuple(
+        whole if dtype is None else whole.to(dtype)
+        for whole, dtype in zip(made, plan.widened, strict=True)
+    )
 
 
 def _gather(plan: TracedPlan, waiting: Tensor | None, flats: Sequence[Tensor]) -> Tensor:
@@ -273,7 +279,7 @@ def _column(grad: Tensor | None, plan: TracedPlan, position: int, like: Tensor) 
         return like.new_zeros((), dtype=layout.dtype).expand(size, layout.width(position))
     if grad.layout is not torch.strided:
         grad = grad.to_dense()
-    grad = grad.to(plan.grad_dtype).to(layout.dtype)
+    grad = grad.to(plan.grad_dtypes[position]).to(layout.dtype)
     if shard.dim is None:
         row = grad.reshape(-1)
         if layout.slotted[position]:
