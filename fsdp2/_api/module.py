@@ -125,6 +125,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         unit = own_unit(self)
         unit.reshard_if_idle()
         params = [param for group in unit.own_groups for param in group.params]
+        for param in params:
+            param.see_grad_dtype()  # what is made anew forgets it
         kept = {param: grad for param in params if (grad := param.set_gradient_aside()) is not None}
         try:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own

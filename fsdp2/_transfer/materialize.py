@@ -222,6 +222,9 @@ def _like(old: nn.Parameter, tensor: Tensor) -> nn.Parameter:
     new = nn.Parameter(tensor, requires_grad=old.requires_grad)
     kept = {k: v for k, v in vars(old).items() if k not in vars(new) and not k.startswith("_fsdp2")}
     vars(new).update(kept)
+    is_set, grad_dtype = torch_autograd.own_grad_dtype(old)
+    if is_set:
+        new.grad_dtype = grad_dtype
     torch_autograd.move_hooks(old, new)
     return new
 

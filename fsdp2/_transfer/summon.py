@@ -68,7 +68,7 @@ class _Summoned:
             return
         block = grad.detach()[self.held.own.slices]
         if self.sharded.grad is None:
-            dtype = grad.dtype if self.sharded.grad_dtype is None else self.sharded.dtype
+            dtype = self.sharded.grad_dtype or grad.dtype
             made = torch.empty_like(self.held.local, dtype=dtype)
             self.sharded.grad = torch_dtensor.placed_like(self.sharded, made)
         with torch.no_grad():
@@ -230,6 +230,8 @@ def _gather(
         item = found[index]
         whole = nn.Parameter(tensor, requires_grad=item.sharded.requires_grad)
         vars(whole).update(own_attributes(item.sharded))
+        if whole.grad_dtype is not item.sharded.grad_dtype:  # whatever the user puts there
+            whole.grad_dtype = item.sharded.grad_dtype
         whole.__dict__[SUMMONED] = item
         item.whole = whole
     if not with_grads:
@@ -245,7 +247,6 @@ def _gather(
     for index, tensor in _received(grads, target, grids):
         item = having[index]
         if item.whole is not None:
-            item.whole.grad_dtype = item.sharded.grad_dtype
             item.whole.grad = tensor
 
 
