@@ -103,10 +103,10 @@ def test_bf16_with_fp32_reduction_trains_like_torch(name: str) -> None:
 @pytest.mark.parametrize("name", ["stack", "one_row"])
 @ranks(2)
 def test_bf16_reduction(name: str) -> None:
-    """Without a reduce dtype the reduction runs in the dtype of compute; the result is fp32."""
+    """Reduced in the dtype of compute, as the user says; the result is fp32."""
     case = CASES[name]
     master, model = seeded(case.build), seeded(case.build)
-    shard(model, case, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    shard(model, case, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16))
     batch = case.batch(12).chunk(dist.get_rank(), 2)
     loss_of(model(*batch.args)).backward()
     expected = low_precision_gradients(master, batch, BF16)
@@ -115,6 +115,20 @@ def test_bf16_reduction(name: str) -> None:
         assert gradient.dtype is FP32, fqn
         assert_same(gradient, expected[fqn], fqn, 2e-2)
         assert torch.equal(gradient, gradient.bfloat16().float()), f"{fqn} was not reduced in bf16"
+
+
+@pytest.mark.parametrize("name", ["stack", "one_row"])
+@ranks(2)
+def test_reduction_without_a_dtype(name: str) -> None:
+    """Whatever the dtype of compute is, the reduction runs in that of the parameters."""
+    case = CASES[name]
+    master, model = seeded(case.build), seeded(case.build)
+    shard(model, case, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    batch = case.batch(12).chunk(dist.get_rank(), 2)
+    loss_of(model(*batch.args)).backward()
+    expected = low_precision_gradients(master, batch, BF16)
+    for fqn, parameter in model.named_parameters():
+        assert torch.equal(whole(parameter.grad), expected[fqn]), fqn
 
 
 @ranks(2)

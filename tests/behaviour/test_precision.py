@@ -249,9 +249,9 @@ def test_gradients_stay_in_low_precision(reduce_dtype: torch.dtype | None) -> No
         shard(
             seeded(CASES["one_row"].build),
             CASES["one_row"],
-            mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype, keep_low_precision_grads=keep),
+            mp_policy=MixedPrecisionPolicy(BF16, dtype, keep_low_precision_grads=keep),
         )
-        for keep in (False, True)
+        for keep, dtype in ((False, reduce_dtype or BF16), (True, reduce_dtype))
     ]
     for _ in range(2):
         x = torch.randn(4, 13)

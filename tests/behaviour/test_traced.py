@@ -185,7 +185,7 @@ def test_every_case(name: str) -> None:
 
 
 BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-FP16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float16)
+FP16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
 BF16_OUT = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
 
 
