@@ -146,8 +146,7 @@ class Reducer:
         members = [self._params[i] for i in indices]
         dtypes = {param.backward_dtype for param in members} or {torch.float32}
         grad_dtype = functools.reduce(torch.promote_types, dtypes)
-        sums = {param.accumulated_dtype for param in members} or {grad_dtype}
-        dtype = functools.reduce(torch.promote_types, sums)
+        dtype = self._sum_dtype(members) if members else grad_dtype
         shards = [param.placement.layout for param in members]
         size = self.data.shard.size
         wire_dtype = dtype if size == 1 else self.wire.gradient_dtype or dtype
@@ -172,10 +171,17 @@ class Reducer:
         self._layout = layout
         if is_renumbered:
             self.erase_stamps()
-        free = [param for param in members if param.is_reduced_in_any]
+        free = _reduced_in_any(members)
         return ReducePlan(
             layout, members, grad_dtype, frozenset(dtypes), codes, complete, wide, free
         )
+
+    def _sum_dtype(self, members: Sequence[FSDPParam]) -> torch.dtype:
+        """Dtype of the reduction, which holds all sums; of a partial one before it, too."""
+        dtypes = {param.accumulated_dtype for param in members}
+        if self.unreduced.partial is not None and _reduced_in_any(members):
+            dtypes.add(self.unreduced.partial.dtype)  # of a backward in a wider one, perhaps
+        return functools.reduce(torch.promote_types, dtypes)
 
     def _tails(
         self, codes: list[float], layout: ReduceLayout, grad_dtype: torch.dtype
@@ -296,17 +302,13 @@ class Reducer:
 
     def _follow_gradients(self, plan: ReducePlan, settings: Settings) -> ReducePlan:
         """Plan again if gradients that may have any dtype have another one than was expected."""
-        partial = self.unreduced.partial
         for param in plan.free:
             grad = None if param.unsharded is None else param.unsharded.grad
-            if grad is None:
-                continue
-            found = grad.dtype
-            if partial is not None:  # of a backward in a wider one, perhaps
-                found = torch.promote_types(found, partial.dtype)
-            if found is not param.accumulated_dtype:
-                param.found_dtype = found
+            if grad is not None and grad.dtype is not param.accumulated_dtype:
+                param.found_dtype = grad.dtype
                 self.invalidate()
+        if self._sum_dtype(plan.members) is not plan.layout.dtype:
+            self.invalidate()
         return self.prepare(settings)
 
     def _widen_gradients(self, plan: ReducePlan, with_graph: bool) -> None:
@@ -385,6 +387,10 @@ class Reducer:
             return
         if buffer.is_free:
             buffer.release()
+
+
+def _reduced_in_any(members: Sequence[FSDPParam]) -> list[FSDPParam]:
+    return [param for param in members if param.is_reduced_in_any]
 
 
 def _refuse_graph(param: FSDPParam, grad: Tensor) -> None:

@@ -348,6 +348,53 @@ def test_partial_sums_of_changing_sets_of_gradients(name: str) -> None:
         assert_same_bits(models)
 
 
+class ComputedIn(torch.autograd.Function):
+    """A product whose gradient backward computes in a dtype of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.dtype = dtype
+        return weight * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return (grad.to(ctx.dtype) * x.to(ctx.dtype)), None, None
+
+
+class AnyTimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.weight.grad_dtype = None
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        return ComputedIn.apply(self.weight, x, dtype)  # type: ignore[no-any-return, no-untyped-call]  # torch's own
+
+
+@pytest.mark.parametrize("is_torchs", [False, pytest.param(True, marks=TORCHS_MEANING)])
+@ranks(4)
+def test_a_wide_partial_sum_widens_no_gradient_that_waits(is_torchs: bool) -> None:
+    """What waits for a reduction over shards stays bf16, while fp32 waits for one over replicas."""
+    library: Any = torch_fsdp if is_torchs else fsdp2
+    model = AnyTimes()
+    policy = library.MixedPrecisionPolicy(BF16)
+    library.fully_shard(model, mesh=make_mesh(2, 2), mp_policy=policy)
+    model.set_requires_all_reduce(False)
+    steps = [(FP32, 2.0**-9, True), (BF16, 1.0, False), (BF16, 2.0**-9, False), (BF16, 0.0, True)]
+    for index, (dtype, value, sync) in enumerate(steps):
+        model.set_requires_gradient_sync(sync)
+        model.set_requires_all_reduce(index == 3)
+        model(torch.full((3,), value), dtype).sum().backward()
+    grad = model.weight.grad
+    assert grad.dtype is FP32
+    assert whole(grad).tolist() == [1.001953125] * 3
+    model.zero_grad()
+    model(torch.full((3,), 1.0), BF16).sum().backward()  # nothing wide waits any more
+    assert model.weight.grad.dtype is BF16
+
+
 # What is promised one by one.
 
 
