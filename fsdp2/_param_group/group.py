@@ -204,9 +204,7 @@ class ParamGroup:
             else:
                 sources.append((torch_dtensor.local_tensor(param.sharded), param.sharded))
             param.machine = self.machine
-            param.param_dtype = self.policy.param_dtype
-            param.reduce_dtype = self.policy.reduce_dtype
-            param.keeps_reduced_dtype = self.policy.keep_low_precision_grads
+            param.follow(self.policy)
         self.params.extend(params)
         self._plan(sources)
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_autograd, torch_dtensor
 from fsdp2._base.errors import StateError
+from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._param_group.placement import ParamPlacement
 
 
@@ -255,6 +256,14 @@ class FSDPParam:
     @property
     def _stored_grad_dtype(self) -> torch.dtype:
         return (self.set_grad_dtype if self.has_grad_dtype else None) or self.storage_dtype
+
+    def follow(self, policy: MixedPrecisionPolicy) -> None:
+        """Take the dtypes of a group's policy; a tied parameter may come from another group."""
+        self.param_dtype, self.reduce_dtype = policy.param_dtype, policy.reduce_dtype
+        if self.keeps_reduced_dtype and not policy.keep_low_precision_grads:
+            stored = self.sharded.dtype
+            self.sharded.grad_dtype = self.set_grad_dtype if self.has_grad_dtype else stored
+        self.keeps_reduced_dtype = policy.keep_low_precision_grads
 
     def set_gradient_aside(self) -> torch.Tensor | None:
         """Take the sharded gradient off, if the user chose its dtype apart from the parameter's."""

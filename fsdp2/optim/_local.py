@@ -256,6 +256,8 @@ class LocalOptimizer:
         targets = [t for plan in plans for t in plan.targets[: len(plan.runs)]]
         try:
             for target, grad in zip(targets, grads, strict=True):
+                if target.grad_dtype is not grad.dtype:  # the user chose one for the parameter
+                    target.grad_dtype = grad.dtype
                 target.grad = grad
             self._step_inside(plans, groups)
         finally:

@@ -698,10 +698,41 @@ def test_a_compiled_step_reduces_as_an_eager_one(name: str) -> None:
         assert_same_bits(models)
 
 
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adagrad])
+@ranks(2)
+def test_a_step_on_local_shards(cls: type[torch.optim.Optimizer]) -> None:
+    choice = CHOICES["norms_bf16"]
+    models = [fsdp2.fully_shard(choice.make(), mp_policy=choice.policy()) for _ in range(2)]
+    optimizers = [
+        fsdp2.optim.local(cls, models[0].parameters(), lr=0.1),
+        cls(models[1].parameters(), lr=0.1),
+    ]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            micro_batch(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    for (param_name, ours), theirs in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        assert_same(ours, theirs, param_name)
+
+
+@ranks(2)
+def test_a_tie_follows_the_unit_that_takes_it() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    fsdp2.fully_shard(model[0], mp_policy=CHOICES["kept"].policy())
+    fsdp2.fully_shard(model, mp_policy=CHOICES["bf16"].policy())
+    model(torch.ones(2, 3)).float().sum().backward()
+    dtypes = {name: param.grad.dtype for name, param in model.named_parameters()}
+    assert dtypes == {"0.weight": FP32, "0.bias": BF16, "1.bias": FP32}
+
+
 @pytest.mark.parametrize("name", ["norms_bf16", "any"])
 @ranks(2)
-def test_norms_optimizers_and_offload(name: str) -> None:
-    """Clipping, a step on local shards, and shards in host memory, with gradients of two dtypes."""
+def test_norms_and_offload(name: str) -> None:
+    """Clipping, and shards in host memory, with gradients of two dtypes."""
     choice = CHOICES[name]
     model, reference = choice.make(), choice.make()
     fsdp2.fully_shard(
