@@ -157,8 +157,8 @@ def gradients_by_hand(
 ) -> dict[str, Tensor]:
     """Add up a plain model's gradients, and take the mean over ranks, in the dtypes of a choice.
 
-    Uses in one backward add up in the dtype of compute, or in a wider one if their sum `waits` for
-    a later backward with sync.
+    Uses in one backward add up in that dtype if it is no wider than that of compute, or if their
+    sum `waits` for a later backward with sync.
     """
     params = {n: p for n, p in model.named_parameters() if p.requires_grad}
     sums: dict[str, Tensor] = {}
@@ -168,9 +168,10 @@ def gradients_by_hand(
             for name, param in params.items()
         }
         x = batch_of(step).to(choice.param_dtype or choice.stored)
-        if step == steps[0] and (waits or len(steps) > 1):
-            for name, leaf in low.items():
-                leaf.grad_dtype = choice.adds_up(params[name])
+        begins = step == steps[0] and (waits or len(steps) > 1)
+        for name, leaf in low.items():
+            dtype = choice.adds_up(params[name])
+            leaf.grad_dtype = dtype if begins or dtype.itemsize <= leaf.itemsize else None
         low["again.weight"] = low["down.weight"]
         torch.func.functional_call(model, low, (x,), kwargs).float().square().mean().backward()
         del low["again.weight"]
@@ -199,22 +200,22 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     return functools.reduce(torch.add, parts) / len(parts)
 
 
-def assert_same_values(actual: Tensor, expected: Tensor, what: str) -> None:
+def assert_same_values(actual: Tensor, expected: Tensor, what: str, scale: float = 1.0) -> None:
     """Two ranks add in one order: bits are equal. More add in the backend's order."""
     assert actual.dtype is expected.dtype, f"{what}: {actual.dtype} is not {expected.dtype}"
     if dist.get_world_size() <= 2 and expected.dtype is not FP16:
         assert torch.equal(actual, expected), what
     else:
-        rtol = 2e-2 if expected.dtype is not FP32 else 1e-2
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol / 50, msg=what)
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2 * scale, msg=what)
 
 
 def check_gradients(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    largest = max(grad.abs().max().item() for grad in expected.values())
     for name, param in model.named_parameters():
         assert (param.grad is not None) is (name in expected), name
         if param.grad is not None:
             assert isinstance(param.grad, DTensor)
-            assert_same_values(whole(param.grad), expected[name], name)
+            assert_same_values(whole(param.grad), expected[name], name, largest)
 
 
 SCHEDULES = {"each": (True,), "last": (False, False, True)}
@@ -648,7 +649,7 @@ def test_gradients_that_wait_are_where_the_parameters_are(name: str) -> None:
 @ranks(2)
 def test_a_group_unused_last_reduces_what_it_has(name: str) -> None:
     choice = CHOICES[name]
-    layers = nn.ModuleList([Odd(), Odd()])
+    layers = nn.ModuleList([choice.make(), choice.make()])
     model = nn.Module()
     model.layers = layers
     model.forward = lambda x, used: sum(layers[i](x) for i in used)  # type: ignore[method-assign]
