@@ -55,12 +55,16 @@ class BufferSite(NamedTuple):
 
 @dataclass(frozen=True)
 class Taken:
-    """A parameter that a call takes: where it is registered, and where its shards will lie."""
+    """A parameter that a call takes: where it is registered, and where its shards will lie.
+
+    ``releases_gathered``: see ``FSDPParam``.
+    """
 
     fqn: str
     sites: list[Site]
     data: DataMesh
     placement: ParamPlacement
+    releases_gathered: bool | None = None
 
 
 @dataclass
@@ -113,8 +117,9 @@ def collect(
         choice = None if placement_fn is None else placement_fn(param)
         choice, chosen = shard_mesh(choice, fqn, data)
         dim = shard_dim(choice, param, fqn)
-        check_extension(param, fqn, dim)
-        collected.own[param] = Taken(fqn, sites, chosen, place(param, fqn, chosen, dim))
+        releases = check_extension(param, fqn, dim)
+        placement = place(param, fqn, chosen, dim)
+        collected.own[param] = Taken(fqn, sites, chosen, placement, releases)
         if chosen not in collected.meshes:
             collected.meshes.append(chosen)
     on_meta = [fqn for param, (fqn, _) in found.items() if param.is_meta]

@@ -65,6 +65,12 @@ def fully_shard(
     up: on blocks first, on the root last. Afterwards ``parameters()`` yields DTensors under the
     same names, and the module's class is a subclass of ``FSDPModule`` and of its own class.
 
+    A tensor subclass may say itself what is gathered for it and what is made of that, by
+    ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. If what it makes shares no memory with
+    what was gathered, it may return True from
+    ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool``: the gathered tensors
+    are freed at once, and filled again by the next gather.
+
     Args:
         module: a module, or several that form one group.
         mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``. ``None``: all ranks. With
@@ -218,6 +224,7 @@ def _make_params(collected: Collected, kept: set[nn.Parameter]) -> dict[DataMesh
     for original, taken in collected.own.items():
         param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
         param.keeps_dtype = original in kept
+        param.releases_gathered = taken.releases_gathered
         params.setdefault(taken.data, []).append(param)
     return params
 

@@ -12,7 +12,9 @@ every rank what has none. Before each all-gather it names the tensors to
 send; they travel as bytes behind the flat part of the group's buffer. What arrives is handed to it
 as ``[sum of rows, *input.shape[1:]]``, always in the same tensors: their storages, and those of the
 inner tensors that it returned, are freed when the group reshards and filled again later, so that
-the unsharded parameter is one object for life.
+the unsharded parameter is one object for life. A third method (``RELEASE``), asked once for each
+parameter, may say that what it makes shares no memory with what arrived: that memory is then freed
+as soon as the parameter is made.
 
 [Note: sizes of extensions]
 Ranks may hold different numbers of rows, so only all of them together know how much is sent. They
@@ -21,7 +23,7 @@ flag over the replicate axis), before the first all-gather. A rank whose extensi
 there, and every rank raises. Later it says so in the header of what it sends: on a CPU, where
 reading that costs nothing, every rank raises then too.
 
-Source: the contract of the extension in ``torch.distributed.fsdp``, torch 2.13.
+Source: the contract of the extension in ``torch.distributed.fsdp``, torch 2.15.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from fsdp2._param_group.param import FSDPParam
 
 PRE = "fsdp_pre_all_gather"
 POST = "fsdp_post_all_gather"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 MAX_INPUTS = 16
 """Tensors that one parameter may send: what is exchanged about them has a fixed size."""
@@ -86,19 +89,43 @@ def brings_extension(param: Tensor) -> bool:
     return needs_extension(torch_dtensor.local_part(param))
 
 
-def check_extension(param: Tensor, fqn: str, dim: int | None) -> None:
+def check_extension(param: Tensor, fqn: str, dim: int | None) -> bool | None:
     """Check a parameter to shard along ``dim``, if it has an extension or needs one.
 
+    Returns what its extension says about the memory of what is gathered; None: it has none yet.
+
     Raises:
-        ConfigError: one of the two methods is missing; the parameter is not sharded by rows.
+        ConfigError: one of the methods is missing; the parameter is not sharded by rows.
     """
-    if not brings_extension(param):
-        return
     local = torch_dtensor.local_part(param)
     if has_extension(local):
         _check_both(local, fqn, ConfigError)
+    elif _release_method(local) is not None:
+        raise ConfigError(
+            f"{fqn}: its {type(local).__name__} has {RELEASE}, and neither {PRE} nor {POST}, which "
+            "make an all-gather extension. Add both, or remove this one."
+        )
+    if not brings_extension(param):
+        return None
     if dim != 0:
         raise ConfigError(_not_by_rows(fqn))
+    return _ask_for_release(local, fqn, ConfigError) if has_extension(local) else None
+
+
+def _release_method(local: Tensor) -> Callable[..., Any] | None:
+    return _method(local, RELEASE) if getattr(local, RELEASE, None) is not None else None
+
+
+def _ask_for_release(local: Tensor, fqn: str, error: type[Exception]) -> bool:
+    """Ask an extension whether what was gathered can be freed once the parameter is made of it."""
+    method = _release_method(local)
+    answer = False if method is None else method()
+    if not isinstance(answer, bool):
+        raise error(
+            f"{fqn}: {RELEASE} returned {answer!r}, a {type(answer).__name__}. Return True if the "
+            f"tensors that {POST} makes share no memory with the gathered ones, else False."
+        )
+    return answer
 
 
 def is_extended(param: FSDPParam, local: Tensor) -> bool:
@@ -269,6 +296,7 @@ class Extension:
         self._outputs: list[Output] = []
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._versioned: tuple[Tensor, ...] = ()
+        self._releases, param.releases_gathered = param.releases_gathered, None  # None: not asked
 
     def prepare(self) -> None:
         """Ask the shard what to send; keep the error if it fails."""
@@ -284,6 +312,8 @@ class Extension:
         if not has_extension(local):
             raise _LackingError(_lacks_extension(local, fqn, "this rank"))
         _check_both(local, fqn, StateError)
+        if self._releases is None:
+            self._releases = _ask_for_release(local, fqn, StateError)
         if local.device != self._device:
             moved = local.to(self._device, non_blocking=True)
             local = moved if has_extension(moved) else local
@@ -399,6 +429,8 @@ class Extension:
                 method(outputs, self._metadata, self.param.compute_dtype, out=self.param.unsharded)
         else:
             self._adopt(method(outputs, self._metadata, self.param.compute_dtype))
+        if self._releases:
+            self._free_outputs()
 
     @property
     def _is_intact(self) -> bool:
@@ -424,20 +456,38 @@ class Extension:
                     f"{shape}, or more rows of padding behind it."
                 )
             tensor = tensor.as_strided(shape, contiguous_stride(shape), 0)
-        self.param.set_unsharded(tensor)
-        assert self.param.unsharded is not None
         leaves = [leaf for part in inner for leaf in _leaves(part)]
         storages = [output.storage for output in self._outputs]
+        if self._releases:
+            self._check_apart([*leaves, *_leaves(tensor)])
+            storages = []
+        self.param.set_unsharded(tensor)
+        assert self.param.unsharded is not None
         storages += [leaf.untyped_storage() for leaf in leaves]
         found = {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
         self._storages = [(storage, storage.nbytes()) for storage in found.values()]
         own = [leaf for leaf in _leaves(self.param.unsharded) if leaf is not self.param.unsharded]
         self._versioned = (self.param.unsharded, *own, *leaves)
 
+    def _check_apart(self, made: Sequence[Tensor]) -> None:
+        """Raise StateError if what was made shares memory with what is about to be freed."""
+        gathered = {
+            output.storage.data_ptr() for output in self._outputs if output.storage.nbytes()
+        }
+        if any(leaf.untyped_storage().data_ptr() in gathered for leaf in made):
+            raise StateError(
+                f"{self.param.fqn}: {RELEASE} returned True, and {POST} returned a tensor that "
+                "shares memory with the gathered ones, which would be freed. Return False there, "
+                "or copy here."
+            )
+
     def free(self) -> None:
-        """Free everything gathered."""
+        """Free everything gathered, and what was made of it."""
         for storage, _ in self._storages:
             storage.resize_(0)
+        self._free_outputs()
+
+    def _free_outputs(self) -> None:
         for output in self._outputs:
             output.storage.resize_(0)
 

@@ -152,6 +152,7 @@ class FSDPParam:
         self.storage_dtype = original.dtype  # of the shard
         self.trainable = original.requires_grad  # of all forms
         self.is_extended = False  # its class says itself what is gathered
+        self.releases_gathered: bool | None = None  # what an extension answered; None: not asked
         self.param_dtype: torch.dtype | None = None  # of the policy; None: as it is stored
         self.reduce_dtype: torch.dtype | None = None  # of the policy; None: by grad_dtype
         self.keeps_dtype = False  # the user said so for this one: it is not cast to param_dtype

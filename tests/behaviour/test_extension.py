@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -209,6 +209,40 @@ class Scaled(Int8Weight):
             out.copy_(values)
             return None
         return values, (values,)
+
+
+class Apart(Int8Weight):
+    """What post makes is a plain tensor in memory of its own; ``answers`` says so, or not."""
+
+    answers: Any = None
+    asked: int = 0
+    gathered: ClassVar[dict[int, list[torch.UntypedStorage]]] = {}
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        codes, scales = outputs
+        Apart.gathered[id(self)] = [tensor.untyped_storage() for tensor in outputs]
+        values = (codes.float() * scales[:, None]).to(param_dtype)
+        if out is None:
+            return values, (values,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(values)  # torch's own needs both
+        return None
+
+
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+
+def _answer(self: Any) -> Any:
+    type(self).asked += 1
+    return self.answers
+
+
+def apart(answer: Any) -> Any:
+    """Make a class that answers so; None: that has no such method."""
+    methods = {} if answer is None else {RELEASE: _answer}
+    return type("Asked", (Apart,), {"answers": answer, **methods})
 
 
 class Half(Int8Weight):
@@ -920,6 +954,60 @@ def test_memory_of_what_post_made_is_freed() -> None:
         assert whole.untyped_storage().nbytes() == 0
 
 
+@pytest.mark.parametrize("answer", [None, False, True])
+@ranks(2, slow(3))
+def test_memory_of_gathered_tensors_is_freed_if_the_extension_says_so(answer: Any) -> None:
+    """With True it is gone as soon as the parameter is made, else when it is resharded."""
+    kind = apart(answer)
+    block = shard(make((13,), kind=kind))[0]
+    expected = make((13,))[0].up.values()
+    objects = set()
+    for _ in range(3):
+        Apart.gathered.clear()
+        block.unshard()
+        objects.add(id(block.up))
+        torch.testing.assert_close(block.up.data, expected, rtol=0, atol=0)
+        own = block.up.untyped_storage()
+        assert own.nbytes() == 13 * WIDTH * 4
+        found = [storage.nbytes() for pair in Apart.gathered.values() for storage in pair]
+        full = [13 * WIDTH, 13 * 4, 13 * WIDTH, WIDTH * 4]
+        assert found == ([0] * 4 if answer else full)
+        block.reshard()
+        found = [storage.nbytes() for pair in Apart.gathered.values() for storage in pair]
+        assert found == [0] * 4
+        assert own.nbytes() == 0
+    assert len(objects) == 1
+    assert kind.asked == (0 if answer is None else 2), "once for each parameter"
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@ranks(2, slow(3))
+def test_training_while_gathered_tensors_are_freed(reshard_after_forward: bool) -> None:
+    """Gradients and steps are those of one process, whether backward gathers again or not."""
+    train(shard(make(kind=apart(True)), reshard_after_forward=reshard_after_forward), make())
+
+
+@ranks(2)
+def test_torchs_own_trains_the_same_while_gathered_tensors_are_freed() -> None:
+    """The same class under torch's fully_shard (older ones do not ask): the same codes."""
+    even = (12, 2)
+    models = shard(_even(even, apart(True))), shard(_even(even, apart(True)), torch_fsdp)
+    for model in models:
+        torch.manual_seed(dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        for _ in range(3):
+            model(torch.randn(5, WIDTH + 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, other in zip(*(model.parameters() for model in models), strict=True):
+        a, b = mine._local_tensor, other._local_tensor
+        if isinstance(b, Bare):
+            assert torch.equal(a.codes, b.codes)
+            assert torch.equal(a.scales, b.scales)
+        else:
+            assert torch.equal(a, b)
+
+
 # State.
 
 
@@ -1053,6 +1141,61 @@ def test_what_is_refused_when_sharding() -> None:
             )
         assert type(model[0]) is Dense
         assert isinstance(model[0].up, kind)
+
+
+@ranks(2)
+def test_what_is_refused_about_memory_of_gathered_tensors() -> None:
+    """An answer that is no bool, the method alone, and a True that is not true: by name."""
+    alone = type("Alone", (torch.Tensor,), {RELEASE: lambda self: True})
+    bare = type("AloneAndBare", (Bare,), {RELEASE: lambda self: True})
+    model = make((13,), kind=None)
+    model[0].up = nn.Parameter(model[0].up.data.as_subclass(alone))
+    for refused_model, words in (
+        (model, ("fsdp_pre_all_gather", "fsdp_post_all_gather")),
+        (make((13,), kind=bare), ("fsdp_pre_all_gather", "fsdp_post_all_gather")),
+        (make((13,), kind=apart(1)), ("returned 1", "int")),
+    ):
+        with refused(fsdp2.ConfigError, "up", RELEASE, *words):
+            fsdp2.fully_shard(refused_model[0], mesh=make_mesh())
+        assert type(refused_model[0]) is Dense
+        assert not isinstance(refused_model[0].up, DTensor)
+    aliases = type("Aliases", (Int8Weight,), {RELEASE: lambda self: True})
+    model = shard(make((13,), kind=aliases))
+    for _ in range(2):
+        with refused(fsdp2.StateError, "up", RELEASE, "shares memory"):
+            model(torch.randn(4, WIDTH))
+        assert isinstance(model[0].up, DTensor)
+
+
+@ranks(2)
+def test_methods_set_later_are_asked_about_memory_too(rank: int) -> None:
+    """At the first gather; what one rank answers wrongly is raised on all."""
+    for answers in ((True, True), (True, "yes")):
+        model = shard(make((13,), kind=None))
+        set_methods(model[0].up)
+        seen = []
+        setattr(model[0].up._local_tensor, RELEASE, lambda found=answers[rank]: found)
+        post = model[0].up._local_tensor.fsdp_post_all_gather
+
+        def keep(
+            outputs: Any, *args: Any, seen: Any = seen, post: Any = post, **kwargs: Any
+        ) -> Any:
+            seen += outputs
+            return post(outputs, *args, **kwargs)
+
+        model[0].up._local_tensor.fsdp_post_all_gather = keep
+        if answers[1] is True:
+            for _ in range(2):
+                model[0].unshard()
+                assert [tensor.untyped_storage().nbytes() for tensor in seen] == [0] * len(seen)
+                torch.testing.assert_close(
+                    model[0].up, make((13,), kind=None)[0].up.bfloat16().float()
+                )
+                model[0].reshard()
+            assert seen
+        else:
+            with refused(fsdp2.StateError, "up", "rank 1" if rank == 0 else RELEASE):
+                model[0].unshard()
 
 
 @ranks(4)
