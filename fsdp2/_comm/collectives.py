@@ -54,8 +54,9 @@ class AllGather(Comm):
     ) -> dist.Work | None:
         """Fill ``output_tensor`` ``[W * C]`` with every rank's ``input_tensor`` ``[C]``.
 
-        ``input_tensor`` is this rank's slice of ``output_tensor``. With ``async_op`` the result is
-        a ``Work``, or None if all is done.
+        ``input_tensor`` is this rank's slice of ``output_tensor``. With ``async_op`` the result may
+        be a ``Work``, which is waited for. None, with ``async_op`` or without: the output is ready,
+        or what fills it is ordered on the current stream.
         """
 
 
@@ -74,7 +75,8 @@ class ReduceScatter(Comm):
         """Fill ``output_tensor`` ``[S]`` with this rank's part of all ``input_tensor`` ``[W * S]``.
 
         ``op`` says how parts are joined: ``AVG``, or ``SUM`` where the group scales by hand. With
-        ``async_op`` the result is a ``Work``, or None if all is done.
+        ``async_op`` the result may be a ``Work``, which is waited for. None, with ``async_op`` or
+        without: the output is ready, or what fills it is ordered on the current stream.
         """
 
 

@@ -192,6 +192,31 @@ def test_gradients_that_wait_lie_in_memory_of_their_own(
         pair.step()
 
 
+@pytest.mark.parametrize("library", with_slow(list(LIBRARIES), ["torch's"]))
+@pytest.mark.parametrize("asynchronous", [True, False])
+@ranks(2, slow(4))
+def test_a_reduce_scatter_that_returns_nothing(
+    asynchronous: bool, library: str, world_size: int
+) -> None:
+    """Whatever it is asked for, None says that the result is there: gradients are the same."""
+    usual, pair = (Pair("stack", mesh=mesh_of(world_size)) for _ in "ab")
+    comm = scatter(LIBRARIES[library], blocking=True)
+    for unit in units_of(pair.model):
+        unit.set_custom_reduce_scatter(comm)
+    for _ in range(2):
+        batch = pair.local(pair.batch())
+        for model in (usual.model, pair.model):
+            loss_of(model(*batch.args)).backward()
+        for own, other in zip(pair.model.parameters(), usual.model.parameters(), strict=True):
+            assert torch.equal(own.grad.to_local(), other.grad.to_local())
+        for model in (usual.model, pair.model):
+            model.zero_grad()
+            for unit in units_of(model):
+                for group in fsdp2.fully_shard.state(unit).own_groups:  # type: ignore[union-attr]
+                    group.context.streams.async_op = asynchronous  # as on a device
+    assert comm.asynchronous[-1] is asynchronous
+
+
 @ranks(2)
 def test_a_lone_unit_has_one_reduction_at_a_time() -> None:
     """Several backwards before the last one: each reduction has the buffers for itself."""
