@@ -279,7 +279,9 @@ class ControlSurface:
                 all-reduce over the replicate axis if there is one. 1-D, in the reduce dtype; a
                 unit whose parameters lie on several meshes calls it once for each. While a hook
                 is set, a parameter that no rank used gets a gradient and not None.
-            stream: the device stream to run the hook in.
+            stream: the device stream to run the hook in, of any class (``torch.Stream``,
+                ``torch.cuda.Stream``). What the hook puts there may use ``reduced`` as long as it
+                runs: the memory is held until then. On a CPU the hook runs at once.
 
         Raises:
             ConfigError: a stream together with a replicate axis, whose stream the hook runs in.
