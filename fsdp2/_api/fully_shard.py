@@ -19,6 +19,7 @@ from fsdp2._api.checks import check_method, check_modules, check_policies, check
 from fsdp2._api.collect import Collected, collect, find_parts, refuse_extensions, take_ties
 from fsdp2._api.ignored import Ignored
 from fsdp2._api.module import FSDPModule, register_names, sharded_class
+from fsdp2._base import torch_autograd, torch_spmd
 from fsdp2._base.arguments import check_flag, check_function, check_module
 from fsdp2._base.policy import (
     DataParallelMeshDims,
@@ -30,9 +31,11 @@ from fsdp2._base.policy import (
 )
 from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._comm.process_mesh import carrying, named
+from fsdp2._engine import hooks
 from fsdp2._engine.hooks import ForwardMethod, register_hooks
 from fsdp2._engine.precision import Precision
 from fsdp2._engine.root_groups import PartHook
+from fsdp2._engine.runtime import Runtime
 from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, unit_of
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
@@ -40,6 +43,21 @@ from fsdp2._param_group.optimizer_steps import watch_optimizers
 from fsdp2._param_group.param import FSDPParam
 
 M = TypeVar("M", nn.Module, list[nn.Module])
+STEPS_OF_OURS = (
+    hooks._enter,
+    hooks._leave,
+    Runtime.arrive,
+    Runtime.depart,
+    Runtime.begin_backward,
+    Runtime.end_reductions,
+    Runtime.recover,
+    torch_autograd.EndOfBackward.__call__,
+    ParamGroup.unshard,
+    ParamGroup.wait_for_unshard,
+    ParamGroup.reshard,
+)
+"""What a step does to parameters and gradients, and no checker of the user's program sees."""
+
 ShardPlacementFn = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]
 
 
@@ -88,7 +106,10 @@ def fully_shard(
         dp_mesh_dims: which dims of ``mesh`` data parallelism uses. Parameters are DTensors on that
             mesh, with ``Replicate()`` on these dims (plain ones too, if all dims are named). They
             are DTensors on it during forward, and their gradients are averaged over these dims: the
-            loss is a mean over what each rank was given, as without the argument.
+            loss is a mean over what each rank was given, as without the argument. Plain parameters
+            that are annotated with the package ``spmd_types`` (R, I or S(dim) on the other dims; R
+            or nothing on data-parallel ones) are stored as the DTensors that this says. They are
+            plain in forward, and annotated again; gradients of R are summed over its ranks.
         conditional: some ranks may skip this module, or units below it, in a forward. The nearest
             unit above that is not conditional then gathers its parameters and reduces its gradients
             together with its own, on every rank.
@@ -126,6 +147,8 @@ def fully_shard(
     asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)  # it can be pickled
     precision = Precision(asked, modules)
     unit = Unit(tuple(modules), precision, settings, device, conditional)
+    if any(taken.placement.annotation is not None for taken in collected.own.values()):
+        torch_spmd.leave_unchecked((fully_shard, *STEPS_OF_OURS))
     params = _make_params(collected, kept)
     hooked: list[tuple[nn.Module, Readers]] = []
     names = {part: name for top in modules for name, part in top.named_modules()}

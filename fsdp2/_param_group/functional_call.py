@@ -75,21 +75,23 @@ def _check_transformed(stand_in: Tensor, param: FSDPParam) -> None:
 
 
 class _WrapUnsharded(torch.autograd.Function):
-    """A DTensor over the parameter's own axes; its gradient comes back as a group takes it."""
+    """The unsharded form over its own axes; its gradient comes back as a group takes it."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, param: FSDPParam) -> Tensor:
         ctx.param = param
-        spec = param.placement.unsharded_spec(local.dtype)
+        spec, annotation = param.placement.unsharded_spec(local.dtype), param.placement.annotation
+        if annotation is not None:
+            whole = local.view_as(local)
+            annotation.restore(whole)
+            return whole
         assert spec is not None
         return torch_dtensor.new_dtensor(local.view_as(local), spec)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if isinstance(grad, DTensor):
-            grad = local_gradient(grad, ctx.param, ctx.param.storage_dtype)
-        return grad, None
+        return local_gradient(grad, ctx.param, ctx.param.storage_dtype), None
 
 
 class _GatherShard(torch.autograd.Function):

@@ -236,13 +236,18 @@ def _describe(tensor: Tensor | None) -> str:
     return text
 
 
-def local_gradient(grad: DTensor, param: FSDPParam, dtype: torch.dtype) -> Tensor:
+def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor:
     """Return the local part of a gradient that is placed as its parameter is on its own axes.
 
+    How a plain one lies, the annotation of its parameter says; without one it is that part.
     What has to be summed for that is summed in ``dtype``, if it is the wider one. On data axes it
     stays what this rank has, summed over them or not: the group reduces it.
     """
-    spec = param.placement.tensor_parallel
+    spec, annotation = param.placement.tensor_parallel, param.placement.annotation
+    if not isinstance(grad, DTensor):
+        if annotation is None or not annotation.sums:
+            return grad
+        grad = annotation.placed_gradient(grad)
     assert spec is not None
     placements = list(spec.placements)
     for axis in param.placement.data_axes:

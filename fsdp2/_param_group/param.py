@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_autograd, torch_dtensor
+from fsdp2._base import torch_autograd, torch_dtensor, torch_spmd
 from fsdp2._base.errors import StateError
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._param_group.placement import ParamPlacement
@@ -350,6 +350,8 @@ class FSDPParam:
         whole = tensor if spec is None else torch_dtensor.new_dtensor(tensor, spec)
         pending = None if self.unsharded is None else self.unsharded.grad
         self.unsharded = self._parameter(whole, None)
+        if self.placement.annotation is not None:
+            self.placement.annotation.restore(self.unsharded)
         self.unsharded.__dict__[_STANDS_FOR] = OwnerMark(self)
         self.unsharded_dtype = tensor.dtype
         self._tell_autograd()
@@ -411,4 +413,9 @@ def own_attributes(param: nn.Parameter) -> dict[str, Any]:
     dispatches = type(param).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if dispatches and not isinstance(param, DTensor):
         return {}
-    return {name: value for name, value in vars(param).items() if not name.startswith("_fsdp2")}
+    foreign = torch_spmd.own_attributes()
+    return {
+        name: value
+        for name, value in vars(param).items()
+        if not name.startswith("_fsdp2") and name not in foreign
+    }

@@ -1,9 +1,9 @@
 """From a parameter, a mesh and a shard dim to DTensor specs, by one rule.
 
-Owns the choice of placements. A plain parameter is a DTensor over no axis of its own; another one
-has its own axes already. They follow the data-parallel axes in the sharded spec, or, if the
-data-parallel dims of a full mesh were named, keep their places. It must not know groups, states or
-collectives.
+Owns the choice of placements. A plain parameter is a DTensor over no axis of its own, unless it is
+annotated ([Note: annotated parameters] in ``torch_spmd``); another one has its own axes already.
+They follow the data-parallel axes in the sharded spec, or, if the data-parallel dims of a full mesh
+were named, keep their places. It must not know groups, states or collectives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp2._base import torch_dtensor
+from fsdp2._base import torch_dtensor, torch_spmd
 from fsdp2._base.errors import ConfigError
 from fsdp2._comm.mesh import OWN, SHARD, DataMesh, mesh_of
 from fsdp2._param_group.layout import ShardLayout, dense_stride
@@ -28,6 +28,7 @@ class ParamPlacement:
 
     ``tensor_parallel`` is the spec of the unsharded parameter (None: it is plain). ``data_axes``
     are the axes of its mesh over which gradients stay as they come, for the group to reduce.
+    ``annotation``: the unsharded parameter is plain all the same, and that says how it lies.
     """
 
     layout: ShardLayout
@@ -37,6 +38,7 @@ class ParamPlacement:
     global_stride: tuple[int, ...]
     tensor_parallel: torch_dtensor.DTensorSpec | None
     data_axes: tuple[int, ...] = ()
+    annotation: torch_spmd.Annotation | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParamPlacement:
         return self  # frozen, and its mesh is shared
@@ -50,7 +52,7 @@ class ParamPlacement:
     def unsharded_spec(self, dtype: torch.dtype) -> torch_dtensor.DTensorSpec | None:
         """Spec of the unsharded parameter over its own axes; None if it is plain."""
         spec = self.tensor_parallel
-        if spec is None:
+        if spec is None or self.annotation is not None:
             return None
         return torch_dtensor.make_spec(
             spec.mesh, spec.placements, self.global_shape, self.global_stride, dtype
@@ -63,8 +65,8 @@ class ParamPlacement:
     def is_unsharded(self, tensor: torch.Tensor) -> bool:
         """True if ``tensor`` lies as the unsharded parameter does: whole over the data axes."""
         spec = self.tensor_parallel
-        if spec is None:
-            return not isinstance(tensor, DTensor) and tuple(tensor.shape) == self.global_shape
+        if spec is None or self.annotation is not None:
+            return not isinstance(tensor, DTensor) and tuple(tensor.shape) == self.layout.shape
         return self._lies(tensor, spec.mesh, spec.placements)
 
     def _lies(
@@ -81,7 +83,9 @@ class ParamPlacement:
         """Say, for a message, which tensors can take the parameter's place."""
         spec = self.tensor_parallel
         whole = "a plain one with the whole tensor"
-        if spec is not None:
+        if self.annotation is not None:
+            whole = f"a plain one of shape {self.layout.shape}, as this rank has it,"
+        elif spec is not None:
             whole = f"a DTensor with placements {spec.placements} on {spec.mesh}"
         return (
             f"of shape {self.global_shape}: {whole}, or a DTensor with placements "
@@ -95,6 +99,10 @@ def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> Par
     Raises:
         ConfigError: the parameter's own mesh or placements do not go with the data mesh.
     """
+    named = () if data.dims is None else (*data.dims.shard_names, *data.dims.replicate_names)
+    annotation = torch_spmd.annotation_of(param, fqn, data.full, named)
+    if annotation is not None:
+        param = annotation.placed(param)
     local, own = torch_dtensor.local_part(param), _own_axes(param, fqn, data)
     spec = torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
     if SHARD not in own.roles:
@@ -112,7 +120,14 @@ def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> Par
     layout = ShardLayout(shape, stride, dim, data.shard.size)
     stride = stride if spec is None else tuple(param.stride())
     return ParamPlacement(
-        layout, own.mesh, tuple(placements), tuple(param.shape), stride, spec, own.data_axes
+        layout,
+        own.mesh,
+        tuple(placements),
+        tuple(param.shape),
+        stride,
+        spec,
+        own.data_axes,
+        annotation,
     )
 
 

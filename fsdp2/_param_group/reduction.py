@@ -349,7 +349,9 @@ class Reducer:
             else:
                 if with_graph:
                     _refuse_graph(param, grad)
-                if type(grad) is not Tensor and isinstance(grad, DTensor):
+                if param.placement.annotation is not None or (
+                    type(grad) is not Tensor and isinstance(grad, DTensor)
+                ):
                     grad = local_gradient(grad, param, plan.layout.dtype)
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
