@@ -376,6 +376,32 @@ def test_resharding_copies_pickles_and_stand_ins(choice: bool | int) -> None:
 
 
 @ranks(4)
+def test_from_the_meta_device_and_parameters_that_are_replaced() -> None:
+    """Shards get memory and values later; a plain parameter as this rank has it may come then."""
+    setup = SETUPS["data_tensor"]
+    mesh, source = setup.mesh(), make(setup)[0]
+    with torch.device("meta"):
+        model = build()
+    annotate(model, mesh, setup)
+    with_data_dims(model, mesh, setup)
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=mesh, dp_mesh_dims=setup.dims)
+    model.to_empty(device="cpu")
+    model.load_state_dict(source.state_dict())
+    whole = build()
+    annotate(whole, mesh, setup)
+    backward(source, batch_of(0), mesh, setup, checks=True)
+    for kept in (None, whole[1].up):
+        if kept is not None:
+            model[1].up = kept
+        backward(model, batch_of(0), mesh, setup, checks=True)
+        for mine, other in zip(model.parameters(), source.parameters(), strict=True):
+            assert mine.placements == other.placements
+            assert torch.equal(mine.grad.full_tensor(), other.grad.full_tensor())
+        model.zero_grad()
+
+
+@ranks(4)
 def test_gradients_that_wait_and_mixed_precision() -> None:
     """Backwards without sync add up; a sum over `tensor` is taken in the reduce dtype."""
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
