@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -135,12 +136,17 @@ def _unpack_strided(target: Tensor, padded: Tensor, shard: ShardLayout) -> None:
 
 
 def pack_gradients(
-    grads: Sequence[Tensor | None], layout: ReduceLayout, rank: int, behind: Tensor, out: Tensor
+    grads: Sequence[Tensor | None],
+    layout: ReduceLayout,
+    rank: int,
+    behind: Tensor,
+    out: Tensor,
+    is_mixed: bool = False,
 ) -> None:
     """Write the packed ones of local gradients, and ``behind``, into ``out`` ``[W, packed_numel]``.
 
-    ``behind`` is what ``tail`` made. A gradient that is ``None`` counts as zero. Gradients and
-    ``behind`` have one dtype, and are cast to that of ``out``.
+    ``behind`` is what ``tail`` made. A gradient that is ``None`` counts as zero. All are cast to
+    the dtype of ``out``. Gradients and ``behind`` have one dtype, unless they are ``is_mixed``.
 
     On a device columns are made contiguous: CUDA has one kernel for all of them then, and else one
     for each (torch 2.11; a test counts them), or one that is right for contiguous columns only.
@@ -163,7 +169,21 @@ def pack_gradients(
             grad = grad.movedim(shard.dim, 0)
         columns.append(grad if as_it_is else grad.contiguous())
     columns.append(behind)
-    torch_tensors.chunk_cat(columns, layout.size, out)
+    if is_mixed:
+        _chunk_cat_mixed(columns, layout.size, out)
+    else:
+        torch_tensors.chunk_cat(columns, layout.size, out)
+
+
+def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
+    """Write columns of several dtypes: a kernel takes one, so there is one for each run."""
+    if not out.is_cpu:  # a kernel of a device takes the whole of a buffer
+        torch_tensors.chunk_cat([column.to(out.dtype) for column in columns], size, out)
+        return
+    runs = [list(run) for _, run in itertools.groupby(columns, key=attrgetter("dtype"))]
+    widths = [sum(-(-len(c) // size) * (c.numel() // len(c)) for c in run) for run in runs]
+    for run, part in zip(runs, out.split(widths, dim=1), strict=True):
+        torch_tensors.chunk_cat(run, size, part)
 
 
 def zero_copy_gradients(
@@ -178,7 +198,7 @@ def zero_copy_gradients(
             grad = torch.zeros(layout.shards[position].shape, dtype=dtype, device=device)
         elif not grad.is_contiguous():
             grad = grad.contiguous()
-        sent.append(grad.view(-1))
+        sent.append(grad.view(-1).to(dtype))
     return sent
 
 

@@ -60,7 +60,6 @@ class ReducePlan:
     dtypes: frozenset[torch.dtype]  # of what one backward leaves
     codes: list[float]
     complete: Tensor
-    complete_wide: Tensor  # in the reduce dtype, beside gradients that have waited
     free: list[FSDPParam]  # whose gradients may have any dtype, and are reduced in that
 
 
@@ -163,7 +162,7 @@ class Reducer:
         )
         is_renumbered = self._number(layout)
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
-        complete, wide = self._tails(codes, layout, grad_dtype)
+        complete = packing.tail(codes, layout, grad_dtype, self._residence.compute)
         self._buffer = None
         if self.unreduced.partial is not None:
             old = self._layout or layout
@@ -172,9 +171,7 @@ class Reducer:
         if is_renumbered:
             self.erase_stamps()
         free = _reduced_in_any(members)
-        return ReducePlan(
-            layout, members, grad_dtype, frozenset(dtypes), codes, complete, wide, free
-        )
+        return ReducePlan(layout, members, grad_dtype, frozenset(dtypes), codes, complete, free)
 
     def _sum_dtype(self, members: Sequence[FSDPParam]) -> torch.dtype:
         """Dtype of the reduction, which holds all sums; of a partial one before it, too."""
@@ -182,15 +179,6 @@ class Reducer:
         if self.unreduced.partial is not None and _reduced_in_any(members):
             dtypes.add(self.unreduced.partial.dtype)  # of a backward in a wider one, perhaps
         return functools.reduce(torch.promote_types, dtypes)
-
-    def _tails(
-        self, codes: list[float], layout: ReduceLayout, grad_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Return what follows a whole set of gradients, in the dtypes that these may have."""
-        complete = packing.tail(codes, layout, grad_dtype, self._residence.compute)
-        if grad_dtype is layout.dtype:
-            return complete, complete
-        return complete, packing.tail(codes, layout, layout.dtype, self._residence.compute)
 
     def _number(self, layout: ReduceLayout) -> bool:
         """Number reductions by how they travel; return whether some number is another one now."""
@@ -242,8 +230,8 @@ class Reducer:
             return plan
         self.erase_stamps()
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
-        complete, wide = self._tails(codes, layout, plan.grad_dtype)
-        return replace(plan, codes=codes, complete=complete, complete_wide=wide)
+        complete = packing.tail(codes, layout, plan.grad_dtype, self._residence.compute)
+        return replace(plan, codes=codes, complete=complete)
 
     def _tell_stamps(self, layout: ReduceLayout) -> None:
         """Say how reductions travel: a reduce-scatter in parts, an all-reduce in one."""
@@ -291,12 +279,12 @@ class Reducer:
         if self.unreduced.is_waiting:
             self._widen_gradients(plan, with_graph)
             return None
-        grads, missing, is_wide = self._take_gradients(plan, with_graph)
-        behind = plan.complete_wide if is_wide else plan.complete
+        grads, missing, is_mixed = self._take_gradients(plan, with_graph)
+        behind = plan.complete
         if missing:
             absent = [position for position, grad in enumerate(grads) if grad is None]
             behind = packing.tail_without(behind, absent, layout)
-        inputs = self._inputs_of(grads, behind, layout)
+        inputs = self._inputs_of(grads, behind, layout, is_mixed)
         look = missing > 0 and not settings.reduce_unused and self.hook is None
         return Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
 
@@ -322,12 +310,12 @@ class Reducer:
                 param.unsharded.grad = grad.to(dtype)
 
     def _inputs_of(
-        self, grads: list[Tensor | None], behind: Tensor, layout: ReduceLayout
+        self, grads: list[Tensor | None], behind: Tensor, layout: ReduceLayout, is_mixed: bool
     ) -> list[Tensor]:
         """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones."""
         shape, device = (layout.size, layout.packed_numel), self._residence.compute
         packed = self.wire.allocate(shape, layout.wire_dtype, device)
-        packing.pack_gradients(grads, layout, self.data.shard.rank, behind, packed)
+        packing.pack_gradients(grads, layout, self.data.shard.rank, behind, packed, is_mixed)
         if not layout.zero_copy:
             return [packed]
         return [packed, *packing.zero_copy_gradients(grads, layout, device)]
@@ -337,11 +325,11 @@ class Reducer:
     ) -> tuple[list[Tensor | None], int, bool]:
         """Detach the local gradients from the unsharded parameters.
 
-        Returns them in one dtype, how many miss, and whether that is the reduce dtype, because some
-        have waited in it, and not the one that backward computes.
+        Returns them, how many miss, and whether they have several dtypes: some have waited, or the
+        model computed them in another one than their parameters are in.
         """
         grads: list[Tensor | None] = []
-        missing, odd = 0, False
+        missing, is_mixed = 0, False
         for param in plan.members:
             grad = None if param.unsharded is None else param.unsharded.grad
             if grad is None:
@@ -356,16 +344,12 @@ class Reducer:
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
                 if grad.dtype is not plan.grad_dtype:
-                    odd = True
+                    is_mixed = True
             grads.append(grad)
         for param in plan.members:
             if param.unsharded is not None:
                 param.unsharded.grad = None
-        if not odd:
-            return grads, missing, False
-        is_wide = any(grad is not None and grad.dtype not in plan.dtypes for grad in grads)
-        dtype = plan.layout.dtype if is_wide else plan.grad_dtype
-        return [None if grad is None else grad.to(dtype) for grad in grads], missing, is_wide
+        return grads, missing, is_mixed
 
     def acquire(self) -> GradientBuffer:
         """Return a buffer for sharded gradients that nobody reads."""
