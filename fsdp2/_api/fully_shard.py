@@ -246,7 +246,7 @@ def _make_params(collected: Collected, kept: set[nn.Parameter]) -> dict[DataMesh
     params: dict[DataMesh, list[FSDPParam]] = {}
     for original, taken in collected.own.items():
         param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
-        param.keeps_dtype = original in kept
+        param.chosen.keeps_dtype = original in kept
         param.releases_gathered = taken.releases_gathered
         params.setdefault(taken.data, []).append(param)
     return params

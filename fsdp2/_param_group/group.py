@@ -174,7 +174,7 @@ class ParamGroup:
         if not settings.reduce_unused or self.policy.reduce_dtype is not None:
             return
         for param in self.params:
-            if param.trainable and param.has_grad_dtype and param.set_grad_dtype is None:
+            if param.trainable and param.chosen.has_grad_dtype and param.chosen.grad_dtype is None:
                 raise ConfigError(
                     f"{param.fqn}: its grad_dtype is None, so zeros in place of a gradient have no "
                     "dtype, and set_reduce_scatter_unused_params(True) asks for them. Give it a "
@@ -214,7 +214,7 @@ class ParamGroup:
         self.policy = policy
         self._tail = ExtensionTail(self.data, policy, self.device)
         for param in self.params:
-            param.param_dtype = policy.param_dtype
+            param.chosen.param_dtype = policy.param_dtype
         self._plan(own_sources(self.params))
 
     def release(self, params: Sequence[FSDPParam]) -> None:

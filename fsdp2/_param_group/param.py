@@ -131,6 +131,28 @@ def stand_in_of(param: torch.Tensor) -> str | None:
     return None  # another module, that nobody sharded, has it too, and trains it
 
 
+@dataclass
+class ChosenDtypes:
+    """What users chose for a parameter: by ``grad_dtype``, and by the policy of its group."""
+
+    has_grad_dtype: bool  # somebody set it
+    grad_dtype: torch.dtype | None  # that; None: any
+    param_dtype: torch.dtype | None = None  # None: as it is stored
+    reduce_dtype: torch.dtype | None = None  # None: by grad_dtype
+    keeps_dtype: bool = False  # this one is not cast to param_dtype
+    keeps_reduced_dtype: bool = False  # the sharded gradient is not cast back
+
+    @property
+    def takes_any_gradient(self) -> bool:
+        """True if the dtype of the gradient is what backward and the reduction make it."""
+        return self.keeps_reduced_dtype or (self.has_grad_dtype and self.grad_dtype is None)
+
+    @property
+    def is_reduced_in_any(self) -> bool:
+        """True if gradients add up and are reduced in whatever dtype backward leaves them."""
+        return self.takes_any_gradient and self.reduce_dtype is None
+
+
 class FSDPParam:
     """A parameter in its forms: the sharded one, the unsharded one, the post-forward one.
 
@@ -153,11 +175,7 @@ class FSDPParam:
         self.trainable = original.requires_grad  # of all forms
         self.is_extended = False  # its class says itself what is gathered
         self.releases_gathered: bool | None = None  # what an extension answered; None: not asked
-        self.param_dtype: torch.dtype | None = None  # of the policy; None: as it is stored
-        self.reduce_dtype: torch.dtype | None = None  # of the policy; None: by grad_dtype
-        self.keeps_dtype = False  # the user said so for this one: it is not cast to param_dtype
-        self.keeps_reduced_dtype = False  # the policy: the sharded gradient is not cast back
-        self.has_grad_dtype, self.set_grad_dtype = torch_autograd.own_grad_dtype(original)
+        self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
         self.found_dtype: torch.dtype | None = None  # of a gradient that may have any
         self.machine = StateMachine()  # the group's
         self.uses: list[nn.Module] = []  # modules of other units that contain its module, too
@@ -201,9 +219,9 @@ class FSDPParam:
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the unsharded parameter. Raw kinds (integers, 8-bit floats) are never cast."""
         dtype = self.storage_dtype
-        if self.param_dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:
+        if self.chosen.param_dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:
             return dtype
-        return dtype if self.keeps_dtype else self.param_dtype
+        return dtype if self.chosen.keeps_dtype else self.chosen.param_dtype
 
     @property
     def _computed_dtype(self) -> torch.dtype:
@@ -218,24 +236,14 @@ class FSDPParam:
         return self._cast_by_autograd or self._computed_dtype
 
     @property
-    def takes_any_gradient(self) -> bool:
-        """True if the dtype of the gradient is what backward and the reduction make it."""
-        return self.keeps_reduced_dtype or (self.has_grad_dtype and self.set_grad_dtype is None)
-
-    @property
-    def is_reduced_in_any(self) -> bool:
-        """True if gradients add up and are reduced in whatever dtype backward leaves them."""
-        return self.takes_any_gradient and self.reduce_dtype is None
-
-    @property
     def accumulated_dtype(self) -> torch.dtype:
         """Dtype in which gradients add up, from one backward to the next."""
         computed = self._computed_dtype
-        if self.is_reduced_in_any:
+        if self.chosen.is_reduced_in_any:
             dtype = self.found_dtype or computed
         else:
             stored = self._stored_grad_dtype
-            dtype = self.reduce_dtype or (stored if stored.itemsize > 1 else computed)
+            dtype = self.chosen.reduce_dtype or (stored if stored.itemsize > 1 else computed)
         return torch.promote_types(dtype, torch.complex64) if computed.is_complex else dtype
 
     @property
@@ -246,29 +254,30 @@ class FSDPParam:
         """
         dtype = self.accumulated_dtype
         is_wider = dtype.itemsize > self._computed_dtype.itemsize
-        return None if is_wider or self.is_reduced_in_any else dtype
+        return None if is_wider or self.chosen.is_reduced_in_any else dtype
 
     def kept_dtype(self, reduced: torch.dtype) -> torch.dtype:
         """Dtype of the sharded gradient, of one that was reduced in another."""
-        if self.takes_any_gradient and reduced.is_complex is self.storage_dtype.is_complex:
+        if self.chosen.takes_any_gradient and reduced.is_complex is self.storage_dtype.is_complex:
             return reduced
         return self._stored_grad_dtype
 
     @property
     def _stored_grad_dtype(self) -> torch.dtype:
-        return (self.set_grad_dtype if self.has_grad_dtype else None) or self.storage_dtype
+        chosen = self.chosen.grad_dtype if self.chosen.has_grad_dtype else None
+        return chosen or self.storage_dtype
 
     def follow(self, policy: MixedPrecisionPolicy) -> None:
         """Take the dtypes of a group's policy; a tied parameter may come from another group."""
-        self.param_dtype, self.reduce_dtype = policy.param_dtype, policy.reduce_dtype
-        if self.keeps_reduced_dtype and not policy.keep_low_precision_grads:
-            stored = self.sharded.dtype
-            self.sharded.grad_dtype = self.set_grad_dtype if self.has_grad_dtype else stored
-        self.keeps_reduced_dtype = policy.keep_low_precision_grads
+        chosen, stored = self.chosen, self.sharded.dtype
+        chosen.param_dtype, chosen.reduce_dtype = policy.param_dtype, policy.reduce_dtype
+        if chosen.keeps_reduced_dtype and not policy.keep_low_precision_grads:
+            self.sharded.grad_dtype = chosen.grad_dtype if chosen.has_grad_dtype else stored
+        chosen.keeps_reduced_dtype = policy.keep_low_precision_grads
 
     def set_gradient_aside(self) -> torch.Tensor | None:
         """Take the sharded gradient off, if the user chose its dtype apart from the parameter's."""
-        if not self.has_grad_dtype:
+        if not self.chosen.has_grad_dtype:
             return None
         grad, self.sharded.grad = self.sharded.grad, None
         return grad
@@ -278,13 +287,14 @@ class FSDPParam:
 
         What makes a parameter anew (``to(dtype)``, ``load_state_dict(assign=True)``) forgets it.
         """
+        chosen = self.chosen
         is_set, dtype = torch_autograd.own_grad_dtype(self.sharded)
-        if self.keeps_reduced_dtype:
+        if chosen.keeps_reduced_dtype:
             self.sharded.grad_dtype = None  # any
         elif is_set:
-            self.has_grad_dtype, self.set_grad_dtype = True, dtype
-        elif self.has_grad_dtype:
-            self.sharded.grad_dtype = self.set_grad_dtype
+            chosen.has_grad_dtype, chosen.grad_dtype = True, dtype
+        elif chosen.has_grad_dtype:
+            self.sharded.grad_dtype = chosen.grad_dtype
         self._tell_autograd()
 
     def _tell_autograd(self) -> None:
@@ -309,7 +319,7 @@ class FSDPParam:
         if leaf is None or not self.trainable:
             return
         dtype = self._cast_by_autograd
-        if dtype is None and waits and leaf.grad is None and not self.is_reduced_in_any:
+        if dtype is None and waits and leaf.grad is None and not self.chosen.is_reduced_in_any:
             dtype = self.accumulated_dtype
         if leaf.grad_dtype is not dtype:
             leaf.grad_dtype = dtype

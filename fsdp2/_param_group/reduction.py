@@ -376,7 +376,7 @@ class Reducer:
 
 
 def _reduced_in_any(members: Sequence[FSDPParam]) -> list[FSDPParam]:
-    return [param for param in members if param.is_reduced_in_any]
+    return [param for param in members if param.chosen.is_reduced_in_any]
 
 
 def _refuse_graph(param: FSDPParam, grad: Tensor) -> None:

@@ -88,7 +88,7 @@ def test_compute_dtype(
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
     param = one_param(module)
-    param.param_dtype = param_dtype
+    param.chosen.param_dtype = param_dtype
     assert param.compute_dtype is expected
 
 
