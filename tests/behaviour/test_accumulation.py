@@ -404,6 +404,23 @@ def test_leaving_no_sync_puts_back_what_was_set() -> None:
     pair.check()
 
 
+@pytest.mark.parametrize("reshards", [True, False])
+@ranks(2)
+def test_zero_grad_of_the_model_clears_what_waits_for_sync(reshards: bool) -> None:
+    """Torch's own keeps it while units are sharded, and adds it to the next gradients."""
+    pair = Pair("stack")
+    pair.model.set_requires_gradient_sync(False)
+    pair.model.set_reshard_after_backward(reshards)
+    pair.backward()
+    for model in (pair.model, pair.reference):
+        model.zero_grad()
+    pair.model.set_requires_gradient_sync(True)
+    pair.model.set_reshard_after_backward(True)
+    pair.backward()
+    pair.step()
+    pair.check()
+
+
 @ranks(4)
 def test_clearing_gradients_clears_those_that_wait_for_the_replicate_axis() -> None:
     pair = Pair("stack", mesh=make_mesh(2, 2))
