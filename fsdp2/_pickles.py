@@ -29,7 +29,7 @@ from fsdp2._engine.unit import Unit
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import ShardLayout
-from fsdp2._param_group.param import FSDPParam, OwnerMark, Site
+from fsdp2._param_group.param import ChosenDtypes, FSDPParam, OwnerMark, Site
 from fsdp2._param_group.placement import ParamPlacement
 from fsdp2.optim._ema import EMA
 from fsdp2.optim._local import rebuild_optimizer
@@ -38,6 +38,7 @@ NAMED: tuple[Any, ...] = (
     CPUOffloadPolicy,
     CastBuffer,
     CastBuffers,
+    ChosenDtypes,
     Compress,
     DataMesh,
     DataMesh.of,
