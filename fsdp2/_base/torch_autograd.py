@@ -1,7 +1,7 @@
 """Private torch API, by subject: autograd: the running backward, hooks of parameters, versions.
 
-Each private name states why it is needed. Tried on torch 2.11.0 and 2.13.0. Nothing here knows what
-a unit or a group is.
+Each private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. Nothing here
+knows what a unit or a group is.
 """
 
 from __future__ import annotations

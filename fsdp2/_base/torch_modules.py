@@ -1,8 +1,8 @@
 """Private torch API, by subject: modules, and what other software asks about them.
 
 The public names of torch's own FSDP2 that isinstance checks ask about come in here, and nowhere
-else. Each private name states why it is needed. Tried on torch 2.11.0 and 2.13.0. Nothing here
-knows what a unit or a group is.
+else. Each private name states why it is needed. Tried on torch 2.11.0, 2.13.0 and 2.15.0. Nothing
+here knows what a unit or a group is.
 """
 
 from __future__ import annotations
