@@ -582,6 +582,7 @@ def attach(root: Unit) -> Runtime:
             )
         unit.take_names(names_of_modules)
         for group in unit.groups:
+            group.see_grad_dtypes()
             for param in group.params:
                 _check_ties(param, unit)
                 if param.is_on_meta:

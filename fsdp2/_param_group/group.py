@@ -163,11 +163,18 @@ class ParamGroup:
         if self.wire.is_separate and self.wire.scatter_group is None:  # a copy of one that was
             self.separate_reductions(True)
         self.fqn = fqn
-        for param in self.params:
-            param.see_grad_dtype()  # the last time: until the first forward the user may change it
-        self.check_unused(self.settings)
         self.ids.enroll(fqn)
         self.rewire()
+
+    def see_grad_dtypes(self) -> None:
+        """Take over each ``grad_dtype`` that the user set before the first forward: it holds now.
+
+        Raises:
+            ConfigError: it does not go with the settings.
+        """
+        for param in self.params:
+            param.see_grad_dtype()
+        self.check_unused(self.settings)
 
     def check_unused(self, settings: Settings) -> None:
         """Raise ConfigError if zeros for an unused parameter would have no dtype, on every rank."""

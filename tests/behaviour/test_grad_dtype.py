@@ -617,6 +617,21 @@ def test_zeros_of_no_dtype_are_refused_everywhere(is_set_first: bool) -> None:
     assert whole(named.one.grad).eq(0).all()
 
 
+@ranks(2)
+def test_a_first_forward_that_is_refused_begins_nothing() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(13, 29), torch.nn.Linear(29, 3))
+    fsdp2.fully_shard(model[0])
+    fsdp2.fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    model[0].weight.grad_dtype = None
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"0\.weight: its grad_dtype is None"):
+            model(torch.ones(2, 13))
+    model.set_reduce_scatter_unused_params(False)
+    model(torch.ones(2, 13)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", with_slow(["bf16", "grads_bf16", "any"], ["bf16"]))
 @ranks(2)
 def test_gradients_that_wait_are_where_the_parameters_are(name: str) -> None:
