@@ -194,6 +194,9 @@ def run_forks(body: Callable[[int, str], str], only_first: bool = False) -> list
 
 
 def _be_rank(body: Callable[[int, str], str], rank: int, folder: str, write: int) -> None:
+    # A CUDA build starts several threads for a backward. The first use of torch's pool of threads
+    # after a fork makes it anew, which two of these may not do at once: they abort the process.
+    torch.set_num_threads(1)
     said = ""
     try:
         dist.init_process_group(
