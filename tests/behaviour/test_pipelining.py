@@ -540,6 +540,8 @@ def test_evaluation_between_steps(schedule: Any) -> None:
     run = Pipelined(schedule, grid(2), reshard=None)
     for _ in range(2):
         run.run(through=run.schedule.eval)
+        for stage in run.pieces:  # torch 2.15: else graphs live on
+            stage.clear_runtime_states()
         for part in run.parts.values():
             assert_sharded(part)
             assert [n for n, p in part.named_parameters() if p.grad is not None] == []
