@@ -7,6 +7,8 @@ import os
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests import _sim as simulator
+
 DEVICE = os.environ.get("FSDP2_TEST_DEVICE", "cpu")
 """Where bodies make their models, batches and meshes: docs/testing.md, "On a GPU"."""
 
@@ -21,8 +23,12 @@ def shared_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) ->
     return _made[key]
 
 
-def use_device() -> None:
+def use_device(kind: str) -> None:
     """Let a rank make its tensors on the device of the bodies; ranks share the first of a kind."""
+    global DEVICE
+    DEVICE = kind
+    if DEVICE == "sim":
+        simulator.load()
     if DEVICE != "cpu":
         torch.accelerator.set_device_index(0)
         torch.empty(0, device=DEVICE)  # else torch gives each rank a device of its own

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests._meshes import DEVICE
 from tests._rank import GRACE_S, Reply, Request, Task, serve
 
 MAX_RANKS = 4
@@ -73,8 +74,10 @@ class _Rank:
         self.process.start()
         theirs.close()
         self._log_start = 0
+        self.device: str | None = None  # of its bodies: a device stays in a process for good
 
     def send(self, task: Task) -> None:
+        self.device = task.request.device
         self._log_start = self.log_path.stat().st_size
         self.conn.send(task)
 
@@ -115,19 +118,22 @@ class RankPool:
     def __init__(self, run: _Run) -> None:
         self._run = run
         self._ranks: list[_Rank | None] = [None] * MAX_RANKS
-        self._world: tuple[int, float] | None = None  # size and limit of a group that is kept
+        self._world: tuple[str, int, float] | None = None  # of a group that is kept
         self._is_busy = False
 
     def run(self, request: Request) -> Outcome:
         """Run the body on its ranks. A rank that dies is a failure, whatever it did before."""
         started = time.monotonic()
-        if request.forks:
-            for index in range(request.world_size):
+        for index in range(request.world_size):
+            rank = self._ranks[index]
+            if request.forks or (rank is not None and rank.device != request.device):
                 self._replace(index)
         ranks = [self._rank(index) for index in range(request.world_size)]
         prefix, port = self._run.meeting(request)
         limit_s = request.limit_s * self._run.patience
-        world = (request.world_size, request.limit_s) if request.with_process_group else None
+        world = None
+        if request.with_process_group:
+            world = (request.device, request.world_size, request.limit_s)
         keeps_world = world is not None and world == self._world and request.shares_world
         for index, rank in enumerate(ranks):
             rank.send(
@@ -410,6 +416,7 @@ def make_request(
     limit_s: float = 60.0,
     with_process_group: bool = True,
     shares_world: bool = False,
+    device: str | None = None,
     forks: bool = False,
 ) -> Request:
     """Return the request for a body; `name` seeds its random numbers."""
@@ -422,6 +429,7 @@ def make_request(
         limit_s,
         with_process_group,
         shares_world,
+        device or DEVICE,
         forks,
     )
 
@@ -431,6 +439,7 @@ def ranks(
     limit_s: float = 60.0,
     with_process_group: bool = True,
     shares_world: bool = False,
+    device: str | None = None,
     forks: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated function on every rank of a gloo group, once for each world size.
@@ -443,6 +452,7 @@ def ranks(
     saves DTensor's learning its plans anew, where an optimizer steps DTensors. Such a body leaves
     nothing behind: no message that nobody received, no ranks that went different ways.
     With ``with_process_group=False`` the ranks have only the environment that a launcher would set.
+    Their tensors are on ``device``, by default that of FSDP2_TEST_DEVICE.
     With ``forks`` they are new ones: where torch has CUDA, a backward starts threads, and a process
     with such threads cannot be forked.
     """
@@ -462,6 +472,7 @@ def ranks(
                 limit_s=limit_s,
                 with_process_group=with_process_group,
                 shares_world=shares_world,
+                device=device,
                 forks=forks,
             )
 

@@ -27,7 +27,8 @@ from typing import Any
 
 import pytest
 
-from tests._meshes import DEVICE, forget_meshes, use_device
+from tests import _meshes
+from tests import _sim as simulator
 from tests._reach import Entered
 from tests._where import Stopwatch
 
@@ -49,6 +50,7 @@ class Request:
     limit_s: float  # alone on the machine
     with_process_group: bool
     shares_world: bool  # its process group may be one that others used, and serve others
+    device: str = "cpu"  # where its tensors are
     forks: bool = False  # it forks its ranks, which must not have run a backward in a CUDA build
 
 
@@ -93,7 +95,6 @@ def serve(conn: multiprocessing.connection.Connection, log_path: str) -> None:
     import torch
 
     torch.set_num_threads(1)
-    use_device()
     arrival = "start"
     while True:
         try:
@@ -120,12 +121,13 @@ def _run_body(task: Task, watch: Stopwatch) -> Reply:
     world: Any = None
     reply = Reply("passed")
     try:
+        _meshes.use_device(task.request.device)
         if not task.keeps_world:
             _leave_world()
         if task.request.with_process_group:
             if not task.keeps_world:
                 dist.init_process_group(
-                    "gloo",
+                    "cpu:gloo,sim:sim" if task.request.device == "sim" else "gloo",
                     store=_connect(task),
                     rank=task.rank,
                     world_size=task.request.world_size,
@@ -144,7 +146,9 @@ def _run_body(task: Task, watch: Stopwatch) -> Reply:
             **task.request.kwargs,
             **{name: value for name, value in given.items() if name in wanted},
         )
-        _check_left_as_found(world)
+        _check_left_as_found(world, task.request.device)
+        if task.request.device == "sim":
+            simulator.check()
     except (pytest.skip.Exception, pytest.xfail.Exception) as reason:
         reply = Reply("skipped", str(reason))
     except BaseException as error:
@@ -190,7 +194,7 @@ def _skip_own_frames(error: BaseException) -> Any:
     return frames or error.__traceback__
 
 
-def _check_left_as_found(world: Any) -> None:
+def _check_left_as_found(world: Any, device: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -199,7 +203,7 @@ def _check_left_as_found(world: Any) -> None:
         assert dist.group.WORLD is world, "the body replaced the default process group"
     assert torch.is_grad_enabled(), "the body left gradients disabled"
     assert torch.get_default_dtype() is torch.float32, "the body left another default dtype"
-    assert torch.get_default_device().type == DEVICE, "the body left another default device"
+    assert torch.get_default_device().type == device, "the body left another default device"
 
 
 def _clean_up(task: Task, reply: Reply, watch: Stopwatch) -> Reply:
@@ -240,6 +244,7 @@ def _agree_to_keep_world(task: Task) -> bool:
     It is if there are not too many groups in it and all ranks counted the same collectives. What is
     saved is less the group than DTensor's plans: these hold meshes, and so process groups.
     """
+    import torch
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
@@ -249,7 +254,9 @@ def _agree_to_keep_world(task: Task) -> bool:
         and len(c10d._world.pg_map) <= MAX_GROUPS
         and _count_gloo_threads() <= MAX_GLOO_THREADS
     )
-    mine = f"{fit} {world._get_sequence_number_for_group()}"
+    kinds = {"cpu", task.request.device}  # a simulated device has a backend beside the host's
+    backends = {world._get_backend(torch.device(kind)) for kind in kinds}
+    mine = f"{fit} {sum(each._get_sequence_number_for_group() for each in backends)}"
     store = _connect(task)
     store.set(f"passed-{task.rank}", mine)
     others = [f"passed-{rank}" for rank in range(task.request.world_size)]
@@ -266,7 +273,7 @@ def _leave_world() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    forget_meshes()
+    _meshes.forget_meshes()
     redistribute = sys.modules.get("torch.distributed.tensor._redistribute")
     debug = sys.modules.get("torch.distributed.tensor.debug")
     for module, name in (

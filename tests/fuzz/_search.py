@@ -63,6 +63,7 @@ class Ranks:
                 limit_s=self._limit_s,
                 with_process_group=True,
                 shares_world=not program.leaves_world,
+                device=DEVICE,
             )
         )
         if outcome.kind == "passed":

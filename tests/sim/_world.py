@@ -1,0 +1,204 @@
+"""What a scenario is: one program, run on the host and on the simulated device, and compared.
+
+A scenario is a function of a `World` that returns tensors. It makes its batches before its loop: a
+blocking copy to the device would order everything behind it, and hide what nothing orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import fsdp2
+from fsdp2._engine.unit import unit_of
+from tests import _meshes, _sim
+from tests._models import seeded
+from tests._parity import whole
+
+TOLERANCE = 1e-6  # of fp32, relative to the largest value; other dtypes have their own eps
+Values = Mapping[str, Tensor]
+Program = Callable[["World"], Values]
+
+
+@dataclass
+class World:
+    """Where a program runs: ``kind`` is ``cpu`` or ``sim``; a program need not know which."""
+
+    kind: str
+    rank: int
+    size: int
+    waits: list[_sim.Found] = field(default_factory=list)  # of the host, in steady steps
+    kept: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.kind, 0) if self.kind != "cpu" else torch.device("cpu")
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.kind != "cpu"
+
+    def mesh(self, *shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+        """Return a mesh: one number shards, two replicate and shard; none: all ranks shard."""
+        if len(shape) == 2 and names is None:
+            names = ("replicate", "shard")
+        return _meshes.shared_mesh(shape or (self.size,), names)
+
+    def build(self, make: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
+        """Return a model of the same values on every rank and in both worlds."""
+        return seeded(lambda: make().to("cpu"), seed).to(self.device)
+
+    def tensor(self, *shape: int, seed: int = 0, by_rank: bool = True) -> Tensor:
+        """Return numbers that are the same in both worlds, others on each rank."""
+        generator = torch.Generator("cpu").manual_seed(100 * seed + (self.rank if by_rank else 0))
+        return torch.randn(*shape, generator=generator, device="cpu").to(self.device)
+
+    def shard(self, model: nn.Module, units: Any = (), **kwargs: Any) -> nn.Module:
+        """Shard units and the root over ``mesh``; lanes get their names in reports."""
+        kwargs.setdefault("mesh", self.mesh())
+        for unit in units:
+            fsdp2.fully_shard(unit, **kwargs)
+        fsdp2.fully_shard(model, **kwargs)
+        self.kept.append(model)
+        return model
+
+    @contextmanager
+    def steady(self) -> Iterator[None]:
+        """What is inside may not let the host wait for the device."""
+        if not self.is_simulated:
+            yield
+            return
+        before = {(found.kind, found.text): found.times for found in _sim.waits()}
+        yield
+        for found in _sim.waits():
+            times = found.times - before.get((found.kind, found.text), 0)
+            if times:
+                self.waits.append(_sim.Found(found.kind, found.text, times))
+
+    def steps(self, count: int, unsteady: int = 2) -> Iterator[int]:
+        """Count steps; from the third on they are steady, and the host may not wait in them."""
+        for step in range(count):
+            if step < unsteady:
+                yield step
+            else:
+                with self.steady():
+                    yield step
+            self.name_lanes()
+
+    def name_lanes(self) -> None:
+        if not self.is_simulated:
+            return
+        for model in self.kept:
+            unit = unit_of(model)
+            if unit is not None and unit.runtime is not None:
+                _sim.name_lanes(unit.runtime.context.streams)
+
+    def values(self, *models: nn.Module, **more: Tensor) -> dict[str, Tensor]:
+        """Return all parameters, whole and on the host, and what else is given."""
+        found = dict(more)
+        for index, model in enumerate(models):
+            for name, param in model.named_parameters():
+                found[f"{index}.{name}"] = whole(param)
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in found.items()}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A program with a name, and on how many ranks it runs."""
+
+    name: str
+    program: Program
+    ranks: int
+    slow: bool  # CI runs it, the default suite does not
+    may_wait: str  # why the host waits in its steady steps; empty: it may not
+    tolerance: float
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(
+    ranks: int = 2, *, slow: bool = False, may_wait: str = "", tolerance: float = TOLERANCE
+) -> Callable[[Program], Program]:
+    """Put a program into the list."""
+
+    def add(program: Program) -> Program:
+        name = program.__name__
+        assert name not in SCENARIOS, name
+        SCENARIOS[name] = Scenario(name, program, ranks, slow, may_wait, tolerance)
+        return program
+
+    return add
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank found in a scenario."""
+
+    scenario: str
+    reports: list[_sim.Found]
+    waits: list[_sim.Found]
+    difference: float  # the largest between both worlds, relative to the tensor's largest value
+    differing: str  # the tensor that has it
+    operations: int
+    accesses: int
+    peak_nbytes: int
+
+
+def run_scenario(name: str) -> Report:
+    """Run a scenario in both worlds on this rank."""
+    scenario = SCENARIOS[name]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for kind in ("cpu", "sim"):
+        _meshes.forget_meshes()
+        _meshes.use_device(kind)
+        torch.set_default_device(kind)
+        torch.manual_seed(7)
+        world = World(kind, rank, size)
+        if kind == "sim":
+            _sim.finish()
+            _sim.load().forget()
+        results[kind] = scenario.program(world)
+    _sim.finish()
+    difference, differing = 0.0, ""
+    assert results["cpu"].keys() == results["sim"].keys()
+    for key, expected in results["cpu"].items():
+        found = results["sim"][key]
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype), key
+        if expected.numel() == 0:
+            continue
+        left, right = found.double(), expected.double()
+        assert not right.isnan().any(), key
+        scale = max(float(right.abs().max()), 1e-30)
+        here = float((left - right).abs().max()) / scale
+        if not here <= difference:
+            difference, differing = here, key
+    operations, accesses, _, peak = _sim.load().counts()
+    report = Report(
+        name, _sim.reports(), world.waits, difference, differing, operations, accesses, peak
+    )
+    _sim.load().forget()
+    return report
+
+
+def problems(report: Report) -> str:
+    """Return what is wrong with a scenario in words, or nothing."""
+    scenario = SCENARIOS[report.scenario]
+    told = [str(found) for found in report.reports]
+    if not scenario.may_wait:
+        told += [f"the host waits in a steady step: {found}" for found in report.waits]
+    if not report.difference <= scenario.tolerance:
+        told.append(
+            f"{report.differing} differs from the host's by {report.difference:.1e} of its largest "
+            f"value, more than {scenario.tolerance:.0e}"
+        )
+    return "\n\n".join(told)
