@@ -11,8 +11,9 @@ compares what it is about to do with the prediction for the last few operations:
 
 - It is what was predicted: go on. The operation carries its number in a few elements of its own
   buffer (its *stamp*), and who receives it compares (``Stamp``).
-- Nothing is predicted, or what followed differed in the past: all ranks know that, and exchange
-  the numbers in one tiny collective first.
+- Nothing is predicted, or what followed differed in the past, and not in turns that repeat: all
+  ranks know that, and exchange the numbers in one tiny collective first. Turns that repeat are
+  those of microbatches: the last one is synchronised, the others are not.
 - Something else is predicted: the others may be issuing that. So this rank does too, with nothing
   in it but a stamp that says what it wants. If all ranks came here for the same reason, they agree,
   mark the place as uncertain, and go on; if not, everybody sees the stamps and raises.
@@ -24,6 +25,11 @@ Part of a number is in which way the operation travels (``Signature``): ranks of
 setting alone want different operations, and what is issued meanwhile is what was before.
 
 A program that repeats its steps exchanges nothing beside its own collectives after the first ones.
+
+On a device the host does not wait to look: what came with gathers is copied to it once a step, and
+looked at when that is there, mostly a step later (``LateLook``). Until then the others go on with
+what was predicted. So a rank that gives up goes on with that too, one empty operation after the
+other, until all others have seen it.
 A wire that carries nothing (a benchmark that replaces collectives by no-ops) is recognised by the
 missing stamp of the rank itself, and is not checked.
 """
@@ -32,9 +38,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +53,7 @@ from torch import Tensor
 from fsdp2._base import torch_comm, torch_modes
 from fsdp2._base.errors import StateError
 from fsdp2._comm.collectives import Wire
+from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.operation_ids import (
     DIFFERENCES,
@@ -62,16 +72,19 @@ from fsdp2._comm.operation_ids import (
     number_of_digits,
     stamp_of,
 )
+from fsdp2._comm.predictions import CONTEXT, UNCERTAIN, Predictions
 
-CONTEXT = 4
-"""How many operations a prediction looks back."""
-
-MAX_PREDICTIONS = 100_000
-UNCERTAIN = -1
 NO_NUMBER = -2
 GAVE_UP = 0
 LAST_WORDS = 4
 """How many operations a rank that gives up goes on with; more than others leave unchecked."""
+
+FOLLOWED = 100_000
+FOLLOWED_S = 10.0
+"""On a device: as many, and for so long without an answer."""
+
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,7 @@ class Operation:
     wire: weakref.ref[Wire]
     reduction: Any = None
     is_custom: bool = False
+    device: torch.device = HOST
 
     @property
     def sender(self) -> Wire:
@@ -116,11 +130,13 @@ class Agreement:
         self.names: dict[int, str] = {}
         self._count = 0
         self._operations: dict[int, Operation] = {}
-        self.predicted: dict[tuple[int, ...], int] = {}
+        self._predictions = Predictions()
+        self.predicted = self._predictions.first  # what is certain: looked up before each operation
         self.recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
         self.is_silent = False
         self.broken: str | None = None
         self.stamps: weakref.WeakSet[Stamp] = weakref.WeakSet()
+        self.late: LateLook | None = None  # a device's: what came is looked at later
         self._last_words: list[Sent] = []
 
     def number(self, name: str) -> int:
@@ -137,47 +153,48 @@ class Agreement:
     def retire(self, number: int) -> None:
         """Never expect an operation again: its group sends over another process group now."""
         self._operations.pop(number, None)
-        self.predicted = {key: n for key, n in self.predicted.items() if n != number}
+        self._predictions.forget(number)
 
-    def before(self, number: int, axis: MeshAxis) -> None:
+    def look_late(self) -> LateLook:
+        """Return what looks at the stamps of a device."""
+        if self.late is None:
+            self.late = LateLook()
+        return self.late
+
+    def before(self, number: int, axis: MeshAxis, device: torch.device = HOST) -> None:
         """Make sure that every rank of the axis is about to issue this operation.
+
+        ``device``: where it works.
 
         Raises:
             StateError: one is not; or one was not, earlier.
         """
         recent = self.recent
         if self.predicted.get(recent) != number:
-            self._settle(number, axis)
+            self._settle(number, axis, device)
         self.recent = (*recent[1:], number)
 
-    def _settle(self, number: int, axis: MeshAxis) -> None:
+    def _settle(self, number: int, axis: MeshAxis, device: torch.device) -> None:
         if self.broken is not None:
             raise StateError(self.broken)
         recent = self.recent
-        predicted = self.predicted.get(recent)
-        if self.is_silent:
+        predicted = self._predictions.expect(recent)
+        if self.is_silent or predicted == number:
             pass
         elif predicted is None or predicted == UNCERTAIN or predicted not in self._operations:
-            self.compare(number, self._exchange(number, axis), axis)
+            sent = self.send_number(number, axis, device)
+            self.compare(number, [*self._wait(number, sent, axis).tolist()], axis)
         else:
             self.recent = (*recent[1:], predicted)  # that is what was issued, if this raises
             self._stand_in(self._operations[predicted], number, axis)
-        if len(self.predicted) >= MAX_PREDICTIONS:
-            self.predicted.clear()
-        certain = predicted is None or self.is_silent
-        self.predicted[recent] = number if certain else UNCERTAIN
-
-    def _exchange(self, number: int, axis: MeshAxis) -> list[int | None]:
-        numbers = self._wait(number, self._send_number(number, axis), axis)
-        return [*numbers.tolist()]
+        self._predictions.learn(recent, number)
 
     def _stand_in(self, expected: Operation, number: int, axis: MeshAxis) -> None:
         """Issue what the others may be issuing, with a stamp that says what this rank wants."""
-        output = self._wait(number, self._send_stamp(expected, number, axis), axis)
+        output = self._wait(number, self.send_stamp(expected, number, axis), axis)
         start = expected.stamp
         if expected.kind == "gather":
-            stamps = output.view(axis.size, -1)[:, start : start + GATHER_STAMP_NUMEL].tolist()
-            self.compare(number, [number_of_digits(row) for row in stamps], axis)
+            self.compare(number, numbers_in(output, start, axis), axis)
         else:
             self.compare_sum(number, output[start : start + STAMP_NUMEL].tolist(), axis)
 
@@ -190,39 +207,39 @@ class Agreement:
         return sent.output
 
     @staticmethod
-    def _send_number(number: int, axis: MeshAxis) -> Sent:
-        own = torch.tensor([number], dtype=torch.int64, device="cpu")
-        received = torch.full((axis.size,), -1, dtype=torch.int64, device="cpu")
+    def send_number(number: int, axis: MeshAxis, device: torch.device) -> Sent:
+        own = torch.tensor([number], dtype=torch.int64, device=device)
+        received = torch.full((axis.size,), -1, dtype=torch.int64, device=device)
         with torch_modes.hidden_from_modes():
             work = torch_comm.all_gather_single(received, own, axis.pg, True)
             return Sent(received, [(received, own)], work)
 
     @staticmethod
-    def _send_stamp(expected: Operation, number: int, axis: MeshAxis) -> Sent:
+    def send_stamp(expected: Operation, number: int, axis: MeshAxis) -> Sent:
         wire, dtype, seen_as = expected.sender, expected.dtype, expected.seen_as
         first, *others = expected.numels
-        host = torch.device("cpu")
-        code = torch.tensor(stamp_of(expected.kind, number), dtype=torch.float32, device=host)
+        device = expected.device
+        code = torch.tensor(stamp_of(expected.kind, number), dtype=torch.float32, device=device)
         at = slice(expected.stamp, expected.stamp + len(code))
         with torch_modes.hidden_from_modes():
             if expected.kind == "gather":
-                own = torch.zeros(first, dtype=dtype, device=host)
+                own = torch.zeros(first, dtype=dtype, device=device)
                 own.view(seen_as)[at] = code.to(seen_as)
                 pairs = [wire.stage(own, axis)]
                 for numel in others:
-                    gathered = torch.empty(axis.size * numel, dtype=dtype, device=host)
+                    gathered = torch.empty(axis.size * numel, dtype=dtype, device=device)
                     pairs.append((gathered, own.new_zeros(numel)))
                 work = wire.all_gather_each(pairs, axis, True)
             elif expected.kind == "reduce":
-                own = wire.allocate((axis.size, first), dtype, host).zero_()
+                own = wire.allocate((axis.size, first), dtype, device).zero_()
                 own[:, at] = code.to(dtype)
-                pairs = [(wire.allocate((first,), seen_as, host), own.view(-1))]
+                pairs = [(wire.allocate((first,), seen_as, device), own.view(-1))]
                 for numel in others:
-                    zeros = torch.zeros(axis.size * numel, dtype=dtype, device=host)
-                    pairs.append((torch.empty(numel, dtype=seen_as, device=host), zeros))
+                    zeros = torch.zeros(axis.size * numel, dtype=dtype, device=device)
+                    pairs.append((torch.empty(numel, dtype=seen_as, device=device), zeros))
                 work = wire.reduce_scatter_each(pairs, expected.reduction, axis, True)
             else:
-                own = torch.zeros(first, dtype=dtype, device=host)
+                own = torch.zeros(first, dtype=dtype, device=device)
                 own[at] = code.to(dtype)
                 pairs = [(own, own)]
                 work = wire.all_reduce(own, expected.reduction, axis, True)
@@ -327,31 +344,111 @@ class Agreement:
 
     def _give_up_everywhere(self, why: str, axis: MeshAxis, word: int) -> StateError:
         """Send nothing any more, and let ranks that wait for this one, here or elsewhere, know."""
-        self.give_up(why, axis, word)
         elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # other operations have the numbers
-        for stamp in [other for own in self.stamps for other in own.beside()]:
-            stamp.give_up(why, elsewhere)
+        stamps = [other for own in self.stamps for other in own.beside()]
+        followers = [self.give_up(why, axis, word)]
+        followers += [stamp.give_up(why, elsewhere) for stamp in stamps]
+        for follower in followers:
+            if follower is not None:
+                follower.finish()
         return StateError(why)
 
-    def give_up(self, why: str, axis: MeshAxis, word: int = GAVE_UP) -> None:
+    def give_up(self, why: str, axis: MeshAxis, word: int = GAVE_UP) -> Follower | None:
         """Say that this rank does not go on, where the others expect its next operations.
 
         They may have issued several before they look at one. Nobody waits here: those others may
-        have failed too. They see ``word`` (see ``last_word``), and give up in turn.
+        have failed too. They see ``word`` (see ``last_word``), and give up in turn. On a device
+        they look later, and what is returned goes on until then.
         """
         if self.broken is not None or self.is_silent:
-            return
-        self.broken, recent = why, self.recent
+            return None
+        self.broken, predictions = why, self._predictions
+        self._predictions, device = Predictions(), HOST
+        self.predicted = self._predictions.first  # whatever comes next is looked at, and refused
+        following = predictions.after(self.recent)
+        for operation in self._operations.values():
+            device = operation.device
+            break
+        if device != HOST:
+            known = dict(self._operations)
+            operations = (None if number is None else known.get(number) for number in following)
+            return Follower(self, operations, word, axis, device)
         with contextlib.suppress(Exception):  # the error that is being raised says more
-            for _ in range(LAST_WORDS):
-                predicted = self.predicted.get(recent, UNCERTAIN)
-                expected = self._operations.get(predicted)
+            for predicted in itertools.islice(following, LAST_WORDS):
+                expected = None if predicted is None else self._operations.get(predicted)
                 if expected is None:
-                    self._last_words.append(self._send_number(word, axis))
+                    self._last_words.append(self.send_number(word, axis, device))
                     break
-                self._last_words.append(self._send_stamp(expected, word, axis))
-                recent = (*recent[1:], predicted)
-        self.predicted = {}  # whatever comes next is looked at, and refused
+                self._last_words.append(self.send_stamp(expected, word, axis))
+        return None
+
+
+def numbers_in(output: Tensor, start: int, axis: MeshAxis) -> list[int | None]:
+    """Return the numbers in what a gather brought; the stamps begin at an element."""
+    stamps = output.view(axis.size, -1)[:, start : start + GATHER_STAMP_NUMEL].tolist()
+    return [number_of_digits(row) for row in stamps]
+
+
+class Follower:
+    """Goes on with what the others of one process group of a device expect, with nothing in it.
+
+    Each has a thread of its own: who waits for this rank in one process group may be waited for in
+    another one.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        following: Iterator[Operation | None],
+        word: int,
+        axis: MeshAxis,
+        device: torch.device,
+    ) -> None:
+        self._agreement = agreement
+        self._following = following
+        self._word = word
+        self._axis = axis
+        self._device = device
+        self._answered = time.monotonic()  # the last time
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the others know, or have not answered for a while."""
+        while self._thread.is_alive() and time.monotonic() - self._answered < FOLLOWED_S:
+            self._thread.join(0.01)
+
+    def _run(self) -> None:
+        send, axis, word = self._agreement, self._axis, self._word
+        with contextlib.suppress(Exception):  # the error that is being raised says more
+            for operation in itertools.islice(self._following, FOLLOWED):
+                if operation is None:
+                    self._wait(send.send_number(word, axis, self._device))
+                    return
+                sent = send.send_stamp(operation, word, axis)
+                if not self._wait(sent) or not self._somebody_goes_on(operation, sent.output):
+                    return
+
+    def _wait(self, sent: Sent) -> bool:
+        """Return whether the others took part."""
+        while not sent.work.is_completed():
+            if time.monotonic() - self._answered > FOLLOWED_S:
+                _unanswered.append(sent)  # it may still be read
+                return False
+            time.sleep(0.001)
+        self._answered = time.monotonic()
+        sent.work.wait()
+        return True
+
+    def _somebody_goes_on(self, operation: Operation, output: Tensor) -> bool:
+        if operation.kind != "gather":
+            return any(output[operation.stamp :][:NUMBER_BITS].tolist())  # who gave up sends none
+        numbers = numbers_in(output, operation.stamp, self._axis)
+        others = [n for rank, n in enumerate(numbers) if rank != self._axis.rank]
+        return any(n is not None and fields_of(n)[0] != GAVE_UP for n in others)
+
+
+_unanswered: list[Sent] = []
 
 
 class Stamp:
@@ -366,9 +463,12 @@ class Stamp:
         axis: MeshAxis,
         kind: str,
         group: weakref.ref[Callable[[], Iterable[Stamp]]] | None = None,
+        device: torch.device = HOST,
     ) -> None:
         self.axis = axis
         self.kind = kind
+        self.device = device  # whose memory it is in
+        self.seen: Tensor | None = None  # where a device leaves the stamps of all ranks, as bytes
         self._agreement = agreement_of(axis)
         self.number = NO_NUMBER
         self.code = [0.0] * len(stamp_of(kind, NO_NUMBER))
@@ -416,6 +516,7 @@ class Stamp:
                 weakref.ref(wire),
                 reduction,
                 wire.is_custom,
+                self.device,
             )
         )
 
@@ -426,7 +527,7 @@ class Stamp:
         if agreement.predicted.get(recent) == number:  # what is certain takes no other call
             agreement.recent = (*recent[1:], number)
         elif number != NO_NUMBER:
-            agreement.before(number, self.axis)
+            agreement.before(number, self.axis, self.device)
 
     def retire(self) -> None:
         """No rank issues this operation again."""
@@ -436,14 +537,32 @@ class Stamp:
     def is_checked(self) -> bool:
         return self.number != NO_NUMBER and not self._agreement.is_silent
 
+    def look_late(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return where a device's gather leaves the stamps ``[W, numel]``; look at it later."""
+        expected = torch.zeros(self.axis.size, numel, dtype=dtype, device=HOST)
+        expected[:, : len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
+        if self.seen is None or self.seen.dtype is not dtype:
+            self.seen = torch.empty_like(expected, device=self.device)
+        self.seen.copy_(expected)  # until a gather brings others
+        self._agreement.look_late().add(self, expected)
+        return self.seen
+
     def check(self, seen: Tensor) -> None:
         """Look at the stamps ``[W, n]`` that came with a gather and are not all this one's."""
+        if not self.is_checked:
+            return
         numbers = [number_of_digits(row) for row in seen.tolist()]
         self._agreement.compare(self.number, numbers, self.axis)
 
     def check_sum(self, seen: Tensor) -> None:
         """Look at the sum of the stamps ``[n]`` of a reduction, which is not this one's."""
+        if not self.is_checked:
+            return
         self._agreement.compare_sum(self.number, seen.tolist(), self.axis)
+
+    def see_sum(self, total: Tensor) -> None:
+        """Look at the sum of the stamps of a device's reduction later: the last one of a step."""
+        self._agreement.look_late().see_sum(self, total)
 
     def silence(self, is_silent: bool) -> bool:
         """Switch checks of the process group off (or on); return whether they were off before."""
@@ -459,9 +578,9 @@ class Stamp:
         """Return the error for a collective that failed."""
         return self._agreement.lose(self.number, error, self.axis)
 
-    def give_up(self, why: str, word: int = GAVE_UP) -> None:
+    def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
         """Let ranks that wait for this one know that it does not go on."""
-        self._agreement.give_up(why, self.axis, word)
+        return self._agreement.give_up(why, self.axis, word)
 
 
 _agreements: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()

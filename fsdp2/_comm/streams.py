@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
+from fsdp2._comm import late_look
 
 
 class PendingReduction:
@@ -125,6 +126,16 @@ class Streams:
             self.host_read.synchronize()
             self.host_read = None
 
+    def note_late(self) -> None:
+        """Let the device tell what it has seen of other ranks; here, the host sees at once."""
+
+    def look_late(self) -> None:
+        """Look at what the device has told, if that takes no wait.
+
+        Raises:
+            StateError: ranks gathered different things.
+        """
+
     def lane_of(self, stream: torch.Stream) -> str:
         """Return the lane that is a stream of the user's; here, none is needed."""
         return "all_reduce"
@@ -142,6 +153,8 @@ class DeviceStreams(Streams):
         names, priority = ("gather", "reduce", "all_reduce"), capabilities(device).lane_priority
         self._lanes = {name: torch.Stream(device, priority=priority) for name in names}
         self._retired: dict[str, list[InFlight]] = {name: [] for name in self._lanes}
+        module = torch.get_device_module(device.type)
+        self._is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
 
     def launch(
         self,
@@ -180,6 +193,14 @@ class DeviceStreams(Streams):
             )
             self._retired[name] = []
         return name
+
+    def note_late(self) -> None:
+        if not self._is_capturing():
+            late_look.note_all()
+
+    def look_late(self) -> None:
+        if not self._is_capturing():  # a graph that is captured must not ask for events
+            late_look.look_at_all()
 
     def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
         event = torch.accelerator.current_stream().record_event()

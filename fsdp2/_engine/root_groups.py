@@ -215,7 +215,8 @@ class PartExchange:
         """Take numbers for the exchange over each axis. Ranks call it in the same order."""
         for axis in self._axes:
             if self._parts[0].group.ids.covers(axis):
-                stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside))
+                device = self._parts[0].group.device
+                stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside), device)
                 stamp.enroll(f"{fqn or '<root>'}, what its parts need")
                 numel = FACTS * len(self._parts)
                 fp32, numels = torch.float32, [numel + STAMP_NUMEL]

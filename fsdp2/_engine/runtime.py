@@ -90,6 +90,7 @@ class Runtime:
         if self.context.streams.pending is not None:
             self.refuse_pending("forward")
         self.recover_if_failed()
+        self.context.streams.look_late()
         events.follow(events.profile_event, torch_modules.profiler_is_running())
         events.follow(events.log_event, events.logger.isEnabledFor(logging.DEBUG))
         event, self.root.post_optim_event = self.root.post_optim_event, None
@@ -153,6 +154,7 @@ class Runtime:
                 unit.show_shards()
         if not is_recorded:
             self.context.streams.finish_host_reads()
+            self.context.streams.note_late()
 
     def lose_graph(self, unit: Unit) -> None:
         """A recorded forward of a unit is gone: no backward through it can come any more."""
@@ -367,6 +369,8 @@ class Runtime:
         self._reduce_the_rest(ran, is_last, is_manual)
         if is_last:
             self.end_reductions()
+        else:
+            self.context.streams.note_late()
         self.context.phase = IDLE if self.forward_root is None else FORWARD
         self.backward.callback = None
 
@@ -421,6 +425,7 @@ class Runtime:
         """Make every gradient safe to use: backwards are complete."""
         self._wait_for_reductions()
         self._flush_partial()
+        self.context.streams.note_late()
         self.context.streams.finish_host_reads()
         self.backward.began_manual = None
 

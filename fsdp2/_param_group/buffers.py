@@ -116,6 +116,8 @@ class ShardBuffer:
                 self.write_stamp()
             code = self._code.to(self.layout.items[-1].compute_dtype)
             self._expected = bytes(code.view(torch.uint8).tolist()) * self.axis.size
+            if self.stamp.seen is not None:
+                self._look_late()
 
     def bind(self, full: Tensor) -> None:
         """Let gathered shards land in a full buffer, which has its memory now."""
@@ -125,10 +127,21 @@ class ShardBuffer:
         self._apart = (layout.packed, targets[: len(layout.packed.order)])
         self._replicated = packing.gather_targets(full, layout, layout.replicated)
         self._zero_copy = packing.gather_targets(full, layout, layout.zero_copy)
-        if self.stamp is not None:
-            nbytes = layout.padded_nbytes(len(layout.items) - 1)
+        last = len(layout.items) - 1
+        if self.stamp is not None and full.is_cpu:
             start = layout.full_offsets[-1]
-            self._seen = full[start : start + self.axis.size * nbytes]
+            self._seen = full[start : start + self.axis.size * layout.padded_nbytes(last)]
+        elif self.stamp is not None and not full.is_meta:
+            targets[layout.whole.order.index(last)] = self._look_late()
+            self._apart = (layout.packed, targets[: len(layout.packed.order)])
+
+    def _look_late(self) -> Tensor:
+        """Return where a device leaves the stamps of all ranks, ``[W, C]`` in wire dtype."""
+        assert self.stamp is not None
+        layout, last = self.layout, len(self.layout.items) - 1
+        dtype = layout.items[last].compute_dtype
+        seen = self.stamp.look_late(layout.padded_nbytes(last) // dtype.itemsize, dtype)
+        return seen.view(torch.uint8).view(layout.wire_dtype)
 
     def gathers_zero_copy(self, wire: Wire) -> bool:
         """True if a gather writes to the full buffer, which then must have its memory."""
@@ -165,13 +178,12 @@ class ShardBuffer:
         if self._replicated:
             packing.unpack_replicated(sent, self.layout, self._replicated)
         stamp = self.stamp
-        if stamp is None:
+        if stamp is None or stamp.seen is not None:
             return
         if string_at(self._seen.data_ptr(), len(self._expected)) == self._expected:
             return  # a fifth of the instructions of torch.equal
-        if stamp.is_checked:
-            dtype = self.layout.items[-1].compute_dtype
-            stamp.check(self._seen.view(dtype).view(self.axis.size, -1))
+        dtype = self.layout.items[-1].compute_dtype
+        stamp.check(self._seen.view(dtype).view(self.axis.size, -1))
 
     @property
     def _is_away(self) -> bool:

@@ -11,7 +11,6 @@ import weakref
 import torch
 
 from fsdp2._base import torch_modes
-from fsdp2._base.capabilities import capabilities
 from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 
@@ -33,15 +32,15 @@ class CollectiveIds:
         return [stamp for stamp in stamps if stamp is not None]
 
     def covers(self, axis: MeshAxis) -> bool:
-        """True if ranks can see what others send over an axis: on a device the host would wait."""
-        on_host = capabilities(self._device).is_host and torch_modes.has_real_memory()
-        return on_host and axis.size > 1 and axis.is_real
+        """True if ranks can see what others send over an axis."""
+        is_sent = self._device.type != "meta" and torch_modes.has_real_memory()
+        return is_sent and axis.size > 1 and axis.is_real
 
     def make(self, axis: MeshAxis, kind: str) -> Stamp | None:
         """Return a stamp for one of the group's collectives; None if the axis has none."""
         if not self.covers(axis):
             return None
-        stamp = Stamp(axis, kind, weakref.WeakMethod(self._beside))
+        stamp = Stamp(axis, kind, weakref.WeakMethod(self._beside), self._device)
         if self._fqn is not None:
             stamp.enroll(self._fqn)
         return stamp

@@ -89,6 +89,7 @@ class Reducer:
         self._plan: ReducePlan | None = None  # None: to be made, what it depends on changed
         self._layout: ReduceLayout | None = None  # of the last plan: what waits lies as it says
         self._scaled_for: tuple[ReducePlan, Settings] | None = None  # the scale and the codes
+        self._completes: dict[tuple[float, ...], Tensor] = {}  # the plan's, by the stamps' codes
         self._buffer: GradientBuffer | None = None  # of the last reduction, to be filled again
         self.wire = Wire()  # the group's, for gathers too
         self.hook: AllReduceHook | None = None
@@ -168,6 +169,7 @@ class Reducer:
             old = self._layout or layout
             self.unreduced.partial = packing.rearranged(self.unreduced.partial, old, layout)
         self._layout = layout
+        self._completes = {tuple(codes): complete}
         if is_renumbered:
             self.erase_stamps()
         free = _reduced_in_any(members)
@@ -230,7 +232,10 @@ class Reducer:
             return plan
         self.erase_stamps()
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
-        complete = packing.tail(codes, layout, plan.grad_dtype, self._residence.compute)
+        complete = self._completes.get(tuple(codes))  # to make one lets a device's host wait
+        if complete is None:
+            complete = packing.tail(codes, layout, plan.grad_dtype, self._residence.compute)
+            self._completes[tuple(codes)] = complete
         return replace(plan, codes=codes, complete=complete)
 
     def _tell_stamps(self, layout: ReduceLayout) -> None:
@@ -420,6 +425,10 @@ class Reduction:
         self._waits_for_copy = not inputs[0].is_cpu and (look or owner._residence.is_away)
         self.nbytes = plan.layout.nbytes
 
+    @property
+    def _sums_replicas(self) -> bool:
+        return self._data.replicate.size > 1 and self._all_reduce
+
     def start(self) -> None:
         """Issue the reduce-scatter."""
         if self._scale.before != 1.0:
@@ -510,7 +519,7 @@ class Reduction:
     def _check(self, reduced: Tensor) -> None:
         """See that every rank reduced this group. See [Note: agreement]."""
         stamps = self.owner.ids.reductions
-        if not stamps:
+        if not stamps or not reduced.is_cpu:  # a device's gathers tell, later
             return
         seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
         joined = self.owner.joined_codes
@@ -537,7 +546,11 @@ class Reduction:
             assert self._flight is not None
             self._flight.synchronize()
             self._deliver()
+        stamps, reduced = self.owner.ids.reductions, self._reduced
         self.abandon()
+        if reduced is not None and not reduced.is_cpu and stamps and self._sums_replicas:
+            seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
+            stamps[-1].see_sum(seen[-STAMP_NUMEL:])  # gathers tell nothing of replicas
 
     def abandon(self) -> None:
         """Free the buffers once nothing uses them; gradients that are not set by then never are."""

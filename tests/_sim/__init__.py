@@ -14,6 +14,7 @@ No GPU takes part: neither the speed of kernels nor what NCCL does inside is sim
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -71,6 +72,7 @@ def _device_module() -> types.ModuleType:
     module.device_count = lambda: 1
     module.current_device = lambda: 0
     module.set_device = lambda device: None
+    module.device = lambda device: contextlib.nullcontext()
     module.manual_seed = module.manual_seed_all = lambda seed: None  # the host's numbers are ours
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)

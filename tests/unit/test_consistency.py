@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp2._base.errors import StateError
-from fsdp2._comm.consistency import CONTEXT, GAVE_UP, Agreement, Operation, Sent
+from fsdp2._comm.consistency import GAVE_UP, Agreement, Operation, Sent
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.operation_ids import DTYPES as SENT
 from fsdp2._comm.operation_ids import (
@@ -25,6 +25,7 @@ from fsdp2._comm.operation_ids import (
     number_of,
     number_of_digits,
 )
+from fsdp2._comm.predictions import CONTEXT, LONG_RUN, Predictions
 
 NUMBERS = [1, 2, 3, 255, 256, 1000, (1 << STAMP_BITS) - 1]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -43,16 +44,18 @@ class Recorded(Agreement):
         self.exchanges = 0
         self.stood_in_for: list[int] = []
 
-    def _exchange(self, number: int, axis: MeshAxis) -> list[int | None]:
+    def send_number(self, number: int, axis: MeshAxis, device: torch.device) -> Sent:
         self.exchanges += 1
-        return [self.others.get(rank, number) for rank in range(axis.size)]
+        numbers = [self.others.get(rank, number) for rank in range(axis.size)]
+        return Sent(torch.tensor(numbers), [], None)
 
     def _stand_in(self, expected: Operation, number: int, axis: MeshAxis) -> None:
         self.stood_in_for.append(expected.number)
         self.compare(number, [self.others.get(r, number) for r in range(axis.size)], axis)
 
     def give_up(self, why: str, axis: MeshAxis, word: int = GAVE_UP) -> None:
-        self.broken, self.predicted = why, {}
+        self.broken = why
+        self._predictions.clear()
 
 
 def knowing(agreement: Recorded, count: int = 3) -> list[int]:
@@ -296,9 +299,9 @@ def test_a_collective_that_fails_is_the_last_one() -> None:
             raise RuntimeError("Connection closed by peer")
 
     class Losing(Recorded):
-        def _exchange(self, number: int, axis: MeshAxis) -> list[int | None]:
+        def send_number(self, number: int, axis: MeshAxis, device: torch.device) -> Sent:
             self.exchanges += 1
-            return [*self._wait(number, Sent(torch.empty(0), torch.empty(0), Lost()), axis)]
+            return Sent(torch.empty(0), [], Lost())
 
     agreement = Losing()
     knowing(agreement)
@@ -314,3 +317,47 @@ def test_a_rank_that_gave_up_is_named() -> None:
     knowing(agreement)
     with pytest.raises(StateError, match="rank 1: nothing, after an error"):
         agreement.compare(1, [1, GAVE_UP], axis_of(2))
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+def surprises(steps: list[list[int]]) -> list[int]:
+    """Return how often each step did what was not predicted."""
+    predictions, recent, counts = Predictions(), (-1,) * CONTEXT, []
+    for step in steps:
+        counts.append(0)
+        for number in step:
+            counts[-1] += predictions.expect(recent) != number
+            predictions.learn(recent, number)
+            recent = (*recent[1:], number)
+    return counts
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, 8, 20])
+def test_the_last_microbatch_is_told_from_the_others(microbatches: int) -> None:
+    """It reduces what it gathered; the others gather alone."""
+    step = [1, 2, 3, 4, 5] * (microbatches - 1) + [1, 2, 3, 4, 15, 16]
+    counts = surprises([step] * 6)
+    assert counts[0] > 0
+    assert counts[3:] == [0, 0, 0]
+
+
+def test_what_was_different_once_is_forgotten() -> None:
+    """After a long run of the same, that is expected again."""
+    usual, other = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 6]
+    counts = surprises([usual, usual, usual, other] + [usual] * (LONG_RUN + 6))
+    assert counts[2] == 0
+    assert counts[3] > 0
+    assert counts[-3:] == [0, 0, 0]
+
+
+def test_what_comes_after_is_known_as_far_as_it_is_predicted() -> None:
+    predictions, recent = Predictions(), (-1,) * CONTEXT
+    for number in [1, 2, 3, 4, 5] * 3:
+        predictions.learn(recent, number)
+        recent = (*recent[1:], number)
+    following = predictions.after(recent)
+    assert [next(following) for _ in range(7)] == [1, 2, 3, 4, 5, 1, 2]
+    predictions.forget(3)
+    assert list(predictions.after(recent)) == [1, 2, None]

@@ -56,7 +56,7 @@ PinnedAllocator pinned_allocator;
 
 struct Randomness final : c10::GeneratorImpl {
   explicit Randomness(at::Generator of_host)
-      : GeneratorImpl(device(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+      : GeneratorImpl(sim::device(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         host(std::move(of_host)) {}
   void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
   void set_offset(uint64_t offset) override { host.set_offset(offset); }

@@ -1,0 +1,120 @@
+"""What a device has seen of other ranks, told to the host without a wait.
+
+Owns the copies of stamps, one a step, and when they are looked at. It must not know what a stamp
+says: whoever has one compares. See [Note: agreement] in ``consistency``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from ctypes import string_at
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Seen(Protocol):
+    """A stamp whose gathers leave those of all ranks in ``seen`` ``[W, n]``."""
+
+    seen: Tensor | None
+
+    def check(self, seen: Tensor) -> None:
+        """Compare what was copied."""
+
+    def check_sum(self, seen: Tensor) -> None:
+        """Compare the sum of the stamps of a reduction."""
+
+
+class LateLook:
+    """The stamps that came with the gathers over one process group of a device.
+
+    Once a step they are copied to the host, in one copy. If that is over is asked, not waited for:
+    they are looked at mostly a step later.
+    """
+
+    def __init__(self) -> None:
+        self._expected: weakref.WeakKeyDictionary[Seen, bytes] = weakref.WeakKeyDictionary()
+        self._slots: list[Tensor] = []  # of these stamps, as bytes
+        self._all = b""  # what is expected in all of them
+        self._is_known = False  # what is above is that of the stamps that live
+        self._copied: Tensor | None = None  # in pinned memory
+        self._event: torch.Event | None = None  # of the copy that nobody has looked at
+        self._sum: tuple[Seen, Tensor] | None = None  # of the last reduction; holds its memory
+        self._copied_sum: tuple[Seen, Tensor] | None = None
+        _looks.add(self)
+
+    def add(self, stamp: Seen, expected: Tensor) -> None:
+        """Look at what a device leaves in ``stamp.seen``."""
+        self._expected[stamp] = bytes(expected.view(torch.uint8).flatten().tolist())
+        self._is_known, self._event = False, None
+
+    def see_sum(self, stamp: Seen, total: Tensor) -> None:
+        """Look at the sum of stamps ``[n]`` too; a rank that gives up does so in every one."""
+        self._sum = stamp, total
+
+    def note(self) -> None:
+        """Copy what the device has seen, behind what it was given so far."""
+        total, self._sum = self._sum, None
+        if self._event is not None:
+            return
+        if not self._is_known or len(self._slots) != len(self._expected):
+            stamps = [stamp for stamp in self._expected if stamp.seen is not None]
+            self._slots = [s.seen.view(-1).view(torch.uint8) for s in stamps if s.seen is not None]
+            self._all = b"".join(self._expected[stamp] for stamp in stamps)
+            self._copied = torch.empty(
+                len(self._all), dtype=torch.uint8, device="cpu", pin_memory=True
+            )
+            self._is_known = True
+        if self._copied is not None and self._slots:
+            self._copied.copy_(torch.cat(self._slots), non_blocking=True)
+        if total is not None:
+            stamp, seen = total
+            known = self._copied_sum
+            if known is None or known[1].dtype is not seen.dtype:
+                copied = torch.empty(seen.shape, dtype=seen.dtype, device="cpu", pin_memory=True)
+                known = stamp, copied
+            self._copied_sum = stamp, known[1].copy_(seen, non_blocking=True)
+        if self._slots or total is not None:
+            self._event = torch.accelerator.current_stream().record_event()
+
+    def look(self) -> None:
+        """Compare what was copied, if the copy is over.
+
+        Raises:
+            StateError: a rank gathered something else.
+        """
+        if self._event is None or not self._event.query():
+            return
+        self._event = None
+        if self._copied_sum is not None:
+            stamp, total = self._copied_sum
+            stamp.check_sum(total)
+        copied = self._copied
+        if copied is None or string_at(copied.data_ptr(), len(self._all)) == self._all:
+            return
+        begin = 0
+        for stamp, expected in list(self._expected.items()):
+            rows = copied[begin : begin + len(expected)]
+            begin += len(expected)
+            if stamp.seen is not None and bytes(rows.tolist()) != expected:
+                stamp.check(rows.view(stamp.seen.dtype).view(stamp.seen.shape))
+
+
+_looks: weakref.WeakSet[LateLook] = weakref.WeakSet()
+
+
+def note_all() -> None:
+    """Let devices tell the host what they have seen, behind what they were given so far."""
+    for look in list(_looks):
+        look.note()
+
+
+def look_at_all() -> None:
+    """Look at what devices have told.
+
+    Raises:
+        StateError: a rank gathered something else.
+    """
+    for look in list(_looks):
+        look.look()
