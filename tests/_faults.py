@@ -216,7 +216,7 @@ FAULTS = [
         "failed = any(item.error is not None for item in self.items)",
         "failed = all(item.error is not None for item in self.items)",
         "Where a group has two extended parameters and fsdp_pre_all_gather of one fails in a later step, no rank raises: all go on with what happened to be in the buffer.",
-        near=("behaviour/test_extension.py", "unit/test_extension.py"),
+        near=("behaviour/test_extension_errors.py", "unit/test_extension.py"),
     ),
     Fault(
         "extension-inner-tensors-never-freed",
@@ -228,7 +228,7 @@ FAULTS = [
         for storage, _ in self._storages[: len(self._outputs)]:
             storage.resize_(0)""",
         "Inner tensors with memory of their own that fsdp_post_all_gather returned keep it when the group reshards: whole parameters stay in memory.",
-        near=("behaviour/test_extension.py", "unit/test_extension.py"),
+        near=("behaviour/test_extension_memory.py", "unit/test_extension.py"),
     ),
     Fault(
         "extra-tensors-renumbered",
