@@ -205,10 +205,10 @@ class TracedGroup:
 
 def _widened(param: FSDPParam) -> torch.dtype | None:
     """Dtype in which the gradient of a parameter is summed over its own axes, if it is wider."""
-    spec, dtype = param.placement.tensor_parallel, param.accumulated_dtype
-    if spec is None or not param.trainable or dtype.itemsize <= param.compute_dtype.itemsize:
+    dtype = param.accumulated_dtype
+    if not param.trainable or dtype.itemsize <= param.compute_dtype.itemsize:
         return None
-    return dtype if any(placement.is_replicate() for placement in spec.placements) else None
+    return dtype if param.placement.may_sum_gradients else None
 
 
 def _wrap(tensor: Tensor, spec: Any) -> Tensor:

@@ -251,10 +251,12 @@ class FSDPParam:
         """Dtype to which autograd casts a gradient before it adds it up; None: it casts nothing.
 
         Not to a wider one: it adds to a wider gradient in place, and packing casts the others.
+        What may be summed over the parameter's own axes it does cast: no rank rounds its part.
         """
         dtype = self.accumulated_dtype
         is_wider = dtype.itemsize > self._computed_dtype.itemsize
-        return None if is_wider or self.chosen.is_reduced_in_any else dtype
+        leaves = is_wider and not self.placement.may_sum_gradients
+        return None if leaves or self.chosen.is_reduced_in_any else dtype
 
     def kept_dtype(self, reduced: torch.dtype) -> torch.dtype:
         """Dtype of the sharded gradient, of one that was reduced in another."""

@@ -43,6 +43,20 @@ class ParamPlacement:
     def __deepcopy__(self, memo: dict[int, object]) -> ParamPlacement:
         return self  # frozen, and its mesh is shared
 
+    @property
+    def may_sum_gradients(self) -> bool:
+        """True if gradients may have to be summed over the parameter's own axes, too.
+
+        How one arrives on an axis that replicates the parameter is known only when it is there.
+        """
+        if self.annotation is not None:
+            return self.annotation.sums
+        return self.tensor_parallel is not None and any(
+            placement.is_replicate()
+            for axis, placement in enumerate(self.tensor_parallel.placements)
+            if axis not in self.data_axes
+        )
+
     def sharded_spec(self, dtype: torch.dtype) -> torch_dtensor.DTensorSpec:
         """Spec of the sharded parameter, of its gradient and of its optimizer state."""
         return torch_dtensor.make_spec(

@@ -345,7 +345,7 @@ class Reducer:
                 if param.placement.annotation is not None or (
                     type(grad) is not Tensor and isinstance(grad, DTensor)
                 ):
-                    grad = local_gradient(grad, param, plan.layout.dtype)
+                    grad = local_gradient(grad, param, param.accumulated_dtype)
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
                 if grad.dtype is not plan.grad_dtype:

@@ -133,6 +133,29 @@ def test_inner_units_of_a_checkpointed_unit(kind: str) -> None:
     Pair(Case(inside(KINDS[kind]), units, floats)).train(steps=2)
 
 
+class RecomputedTwice(Stack):
+    """One unit is called twice, in a checkpoint each time."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[0]):
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.out(self.blocks[2](x))
+
+
+class ReentrantTwice(RecomputedTwice):
+    reentrant = True
+
+
+@pytest.mark.parametrize("kind", with_slow(KINDS, ["reentrant"]))
+@ranks(2)
+def test_a_unit_that_one_backward_recomputes_twice(kind: str) -> None:
+    build = ReentrantTwice if KINDS[kind] else RecomputedTwice
+    Pair(Case(build, each_block, floats)).train(steps=2)
+
+
 @pytest.mark.parametrize("kind", with_slow(KINDS, ["reentrant"]))
 @ranks(2)
 def test_nested_units_under_one_checkpoint(kind: str) -> None:

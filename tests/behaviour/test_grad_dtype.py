@@ -180,6 +180,37 @@ def test_partial_gradients_are_summed_in_the_wider_dtype(
     assert whole(model.weight.grad.full_tensor()).tolist() == [expected] * 4
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("reduce_dtype", [None, BF16])
+@ranks(4)
+def test_uses_of_what_tensor_parallel_ranks_share_add_up_in_the_wider_dtype(
+    reduce_dtype: torch.dtype | None, waits: bool
+) -> None:
+    """One use contributes 1 and another one 2**-9, on each rank, which is then summed over two."""
+    mesh = shared_mesh((2, 2), ("data", "tensor"))
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(
+                distribute_tensor(torch.ones(4), mesh["tensor"], [Replicate()])
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = DTensor.from_local(x, mesh["tensor"], [Shard(0)], run_check=False)
+            return (x * self.weight + 2.0**-9 * x * self.weight).to_local()
+
+    model = fsdp2.fully_shard(
+        Twice(), mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype)
+    )
+    for sync in (not waits, True):
+        model.set_requires_gradient_sync(sync)
+        model.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+    expected = 2.0 if reduce_dtype is BF16 else 2.00390625
+    assert whole(model.weight.grad.full_tensor()).tolist() == [expected] * 4
+
+
 @pytest.mark.parametrize("name", with_slow(["bf16", "grads_bf16", "any"], ["bf16"]))
 @ranks(2)
 def test_gradients_that_wait_are_where_the_parameters_are(name: str) -> None:

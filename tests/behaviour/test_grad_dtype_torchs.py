@@ -11,21 +11,26 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from tests._grad_dtypes import (
     BF16,
     CHOICES,
     FIRST,
+    FP16,
     FP32,
     IN_TORCH,
     assert_same_bits,
     micro_batch,
     twins,
 )
-from tests._models import TORCH_2_15
+from tests._meshes import shared_mesh
+from tests._models import TORCH_2_15, seeded
 from tests._parity import make_mesh, whole
 from tests._pool import ranks
 from tests._slow import slow, with_slow
@@ -152,3 +157,162 @@ def test_a_wide_partial_sum_widens_no_gradient_that_waits(is_torchs: bool) -> No
     model.zero_grad()
     model(torch.full((3,), 1.0), BF16).sum().backward()  # nothing wide waits any more
     assert model.weight.grad.dtype is BF16
+
+
+# Uses that add up in one backward.
+
+
+class Inner(nn.Module):
+    """Its norm is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(13, 29)
+        self.norm = nn.LayerNorm(29)
+        self.down = nn.Linear(29, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(torch.tanh(self.norm(self.up(x)))))  # type: ignore[no-any-return]  # torch's own
+
+
+class Recomputed(nn.Module):
+    """Units of which some are recomputed in a backward inside of the backward."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Inner() for _ in range(3))
+        self.scale = nn.Parameter(torch.full((13,), 1.25))
+        self.first = nn.Linear(13, 13)
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.scale
+        if self.where == "each":
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+        return self.blocks[2](checkpoint(self.front, x, use_reentrant=True))
+
+    def front(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        if self.where == "nested":
+            return checkpoint(self.blocks[1], x, use_reentrant=True) * self.scale
+        return self.blocks[1](x) * self.scale
+
+
+@TORCHS_MEANING
+@pytest.mark.parametrize("reduce_dtype", [None, FP32, BF16])
+@pytest.mark.parametrize("where", ["each", "front", "nested"])
+@ranks(2)
+def test_reentrant_checkpoints_and_backwards_without_sync(
+    where: str, reduce_dtype: torch.dtype | None
+) -> None:
+    models = []
+    for library in (fsdp2, torch_fsdp):
+        model = seeded(lambda: Recomputed(where))
+        policy = library.MixedPrecisionPolicy(BF16, reduce_dtype)
+        for unit in (*model.blocks, model):  # type: ignore[misc]  # a list
+            library.fully_shard(unit, mp_policy=policy)
+        models.append(model)
+    for step, sync in enumerate((False, True, True, False, False, True)):
+        for model in models:
+            model.set_requires_gradient_sync(sync)
+            micro_batch(model, step)
+        if sync:
+            assert_same_bits(models)
+
+
+class Shared(nn.Module):
+    """Parameters that tensor-parallel ranks have alike, with gradients that are Partial there."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        for name in ("weight", "bias"):
+            whole = distribute_tensor(torch.randn(13), mesh, [Replicate()])
+            self.register_parameter(name, nn.Parameter(whole))
+        self.split = nn.Parameter(distribute_tensor(torch.randn(6, 13), mesh, [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False)
+        for _ in range(2):
+            y = torch.tanh(F.layer_norm(y, (13,), self.weight, self.bias)) * self.weight
+        return F.linear(y.redistribute(placements=[Replicate()]), self.split).to_local()
+
+
+@TORCHS_MEANING
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "stored", "wide"),
+    with_slow(
+        [
+            (BF16, None, FP32, ""),
+            (BF16, FP32, FP32, ""),
+            (BF16, BF16, FP32, ""),
+            (None, None, FP32, ""),
+            (None, None, BF16, ""),
+            (None, None, BF16, "weight"),
+        ],
+        [(BF16, None, FP32, ""), (None, None, FP32, ""), (None, None, BF16, "weight")],
+    ),
+)
+@ranks(4)
+def test_what_tensor_parallel_ranks_share_is_used_twice(
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    stored: torch.dtype,
+    wide: str,
+    schedule: str,
+) -> None:
+    """Uses add up, and are summed over ranks, in the dtype of each parameter's gradient."""
+    mesh, models = shared_mesh((2, 2), ("data", "tensor")), []
+    for library in (fsdp2, torch_fsdp):
+        model = seeded(lambda: Shared(mesh["tensor"])).to(stored)
+        if wide:
+            getattr(model, wide).grad_dtype = FP32
+        policy = library.MixedPrecisionPolicy(param_dtype, reduce_dtype)
+        models.append(library.fully_shard(model, mesh=mesh["data"], mp_policy=policy))
+    for step, sync in enumerate(SCHEDULES[schedule]):
+        for model in models:
+            model.set_requires_gradient_sync(sync)
+            micro_batch(model, step)
+    assert_same_bits(models)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(13, 13, bias=False)
+        self.blocks = nn.ModuleList(Inner() for _ in range(2))
+        self.last = nn.Linear(13, 13, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]  # torch's own
+
+
+@TORCHS_MEANING
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype"), [(FP16, None), (FP16, FP16), (BF16, None), (None, None)]
+)
+@ranks(2)
+def test_a_compiled_model_with_ties(
+    param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> None:
+    """Compiled, eager, and torch's eager one."""
+    models: list[Any] = []
+    for library in (fsdp2, torch_fsdp, fsdp2):
+        model = seeded(Tied)
+        policy = library.MixedPrecisionPolicy(param_dtype, reduce_dtype)
+        for unit in (*model.blocks, model):  # type: ignore[misc]  # a list
+            library.fully_shard(unit, mp_policy=policy)
+        models.append(model)
+    compiled = fsdp2.compile(models[2], backend="aot_eager")
+    for step in range(3):
+        for model in (*models[:2], compiled):
+            micro_batch(model, step)
+        assert_same_bits(models[:2])
+        assert_same_bits(models[1:])
