@@ -5,19 +5,25 @@ It gets the same batches, in the same process group, where it means the same: si
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2._base import torch_comm
 from tests._grad_dtypes import (
     BF16,
     CHOICES,
@@ -63,10 +69,74 @@ def check_twins(name: str, schedule: str, mesh: DeviceMesh) -> None:
             for model in models:
                 model.set_requires_gradient_sync(sync)
                 micro_batch(model, first + index)
-        # Sums over more than two ranks of one axis depend on where a backend's rings cut a buffer.
+        # On more ranks than two of one axis parts are added in different orders, see below.
         assert_same_bits(models, 0.0 if mesh.size(-1) <= 2 else 2e-2)
         for model in models:
             model.zero_grad()
+
+
+class Sent(ReduceScatter):  # type: ignore[misc]  # torch's own
+    """What torch's own sends, for one reduction."""
+
+    def __init__(self) -> None:
+        self.sent = torch.empty(0)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self.sent = input_tensor.clone()
+        torch_comm.reduce_scatter_single(output_tensor, input_tensor, op, group, False)
+
+
+def sums_in_any_order(parts: Sequence[Tensor]) -> Tensor:
+    """Return every sum of parts of ranks ``[S]``, and the one that is rounded once ``[K, S]``."""
+    orders = itertools.permutations(parts)
+    sums = [functools.reduce(torch.add, order) for order in orders]
+    if len(parts) == 4:
+        sums += [(a + b) + (c + d) for a, b, c, d in itertools.permutations(parts)]
+    return torch.stack([*sums, torch.stack(list(parts)).sum(0, dtype=FP32).to(parts[0].dtype)])
+
+
+@TORCHS_MEANING
+@pytest.mark.parametrize("dtype", with_slow([BF16, FP16, FP32], [BF16, FP16]))
+@pytest.mark.parametrize("width", [13, 150])
+@ranks(3, slow(4))
+def test_on_more_ranks_only_the_order_of_a_sum_differs(width: int, dtype: torch.dtype) -> None:
+    """Each element of both is a sum of what torch's own sends, in some order.
+
+    A backend's ring begins each sum where it cuts the buffer, which is longer here; and a large
+    buffer is added up in the order of ranks.
+    """
+    size, rank, models = dist.get_world_size(), dist.get_rank(), []
+    x = torch.randn(6, width, generator=torch.Generator().manual_seed(rank))
+    for library in (fsdp2, torch_fsdp):
+        model = seeded(lambda: nn.Sequential(nn.Linear(width, 167), nn.Tanh(), nn.Linear(167, 3)))
+        library.fully_shard(model, mp_policy=library.MixedPrecisionPolicy(dtype, dtype))
+        models.append(model)
+    own = Sent()
+    models[1].set_custom_reduce_scatter(own)
+    for model in models:
+        model(x).float().square().sum().backward()
+    parts = [torch.empty_like(own.sent) for _ in range(size)]
+    dist.all_gather(parts, own.sent)
+    sums = sums_in_any_order([part.view(size, -1)[rank] for part in parts])
+    divided = 2 if dtype is FP16 else 1  # before they are sent
+    sums = (sums / (size / divided)).float()
+    for (name, ours), theirs in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        start = theirs.grad.to_local().storage_offset()
+        for param in (ours, theirs):
+            grad = param.grad.to_local().flatten()
+            assert (sums[:, start : start + grad.numel()] == grad).any(0).all(), name
 
 
 @TORCHS_MEANING
