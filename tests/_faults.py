@@ -40,9 +40,9 @@ FAULTS = [
     ),
     Fault(
         "agreement-never-uncertain",
-        "fsdp2/_comm/consistency.py",
-        "certain = predicted is None or self.is_silent",
-        "certain = predicted is None or predicted != UNCERTAIN",
+        "fsdp2/_comm/predictions.py",
+        "            self.first[recent] = UNCERTAIN\n        _count(",
+        "            self.first[recent] = number\n        _count(",
         "A place where two programs alternate is never marked uncertain: each alternation issues a whole stand-in collective of the other program instead of the tiny exchange of numbers.",
         near=("unit/test_consistency.py",),
     ),
