@@ -7,6 +7,7 @@
 #include "device.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -390,7 +391,8 @@ at::Scalar local_scalar(const at::Tensor& self) {
 // Kernels of CUDA that are not the host's.
 
 // aten/src/ATen/native/cuda/TensorShape.cu, _chunk_cat_out_cuda: where every input is dense, its
-// bytes are copied in the order in which they lie in memory, whatever its strides say.
+// bytes are copied in the order in which they lie in memory, whatever its strides say. That is one
+// kernel; else there is one for each input.
 at::Tensor& chunk_cat_out(at::TensorList tensors, int64_t dim, int64_t chunks, at::Tensor& out) {
   int stream = current_stream();
   Site site = here("_chunk_cat");
@@ -401,6 +403,7 @@ at::Tensor& chunk_cat_out(at::TensorList tensors, int64_t dim, int64_t chunks, a
     order().begin(stream);
     bool dense = true;
     for (const at::Tensor& tensor : tensors) dense = dense && tensor.is_non_overlapping_and_dense();
+    if (!dense) for (size_t i = 1; i < tensors.size(); i++) order().begin(stream);
     for (const at::Tensor& tensor : tensors) {
       read(tensor, stream, site);
       at::Tensor view = views.of(tensor);
@@ -515,6 +518,17 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", TORCH_FN(convolution));
   m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
   m.impl("_fused_sdp_choice", TORCH_FN(sdp_choice));
+}
+
+// Autocast, as CUDA's (aten/src/ATen/autocast_mode.cpp): what torch lists runs in the narrow dtype.
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+#define SIM_NARROW(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define SIM_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  AT_FORALL_LOWER_PRECISION_FP(SIM_NARROW)
+  AT_FORALL_FP32(SIM_FP32)
 }
 
 }  // namespace sim

@@ -150,22 +150,30 @@ Block* Order::allocate(size_t nbytes, int stream, Site site) {
   peak_nbytes = std::max(peak_nbytes, live_nbytes);
   Clock now = clocks_.at(stream);
   now.join(host_);
-  return new Block{data, nbytes, stream, now.of(stream), site, {}, {}};
+  // c10/cuda/CUDACachingAllocator.cpp: what is freed goes to the pool of its own stream, and the next
+  // allocation there may get it (or a part of it). What is enqueued in that stream from then on runs
+  // behind all that was: only what it has not waited for by now can still disturb.
+  auto& ghosts = ghosts_[stream];
+  auto is_over = [&](const std::shared_ptr<Ghost>& ghost) {
+    return std::all_of(ghost->accesses.begin(), ghost->accesses.end(), [&](const Access& access) {
+      return access.count <= now.of(access.stream);
+    });
+  };
+  ghosts.erase(std::remove_if(ghosts.begin(), ghosts.end(), is_over), ghosts.end());
+  return new Block{data, nbytes, stream, now.of(stream), site, {}, {}, ghosts};
 }
 
 void Order::free(Block* block, Site site) {
   std::lock_guard lock(mutex);
   Clock next = clocks_.at(block->stream);  // of whoever gets the memory next
   next.join(host_);
+  std::vector<Access> running;
   for (const Access& access : block->accesses) {
-    if (access.count <= next.of(access.stream) || block->recorded.count(access.stream)) continue;
-    report(
-        "REUSE",
-        std::to_string(block->nbytes) + " bytes allocated in " + name_of(block->stream) + "\n  at " +
-            at(block->site) + "\nwere freed\n  at " + at(site) + "\nwhile " +
-            describe(access) + "\nmay still run: " + name_of(block->stream) +
-            " does not wait for it, and gets the memory next.",
-        access.site, block->site);
+    if (access.count > next.of(access.stream) && !block->recorded.count(access.stream)) running.push_back(access);
+  }
+  if (!running.empty()) {
+    ghosts_[block->stream].push_back(std::make_shared<Ghost>(
+        Ghost{block->nbytes, block->stream, block->site, site, std::move(running)}));
   }
   live_nbytes -= block->nbytes;
   std::memset(block->data, NAN_BYTE, block->nbytes);
@@ -192,6 +200,19 @@ void Order::touch(
             name_of(block->stream) + "\n  at " + at(block->site) +
             "\nwithout waiting for it: who had the memory before may still use it.",
         site, block->site);
+  }
+  for (const auto& ghost : block->ghosts) {
+    for (const Access& before : ghost->accesses) {
+      if (before.stream == stream || before.count <= clock.of(before.stream) || spans.empty()) continue;
+      report(
+          "REUSE",
+          std::to_string(ghost->nbytes) + " bytes allocated in " + name_of(ghost->stream) + "\n  at " +
+              at(ghost->allocated) + "\nwere freed\n  at " + at(ghost->freed) + "\nwhile " +
+              describe(before) + "\nmay still run. The memory may be that of " + std::to_string(block->nbytes) +
+              " bytes allocated\n  at " + at(block->site) + "\nfor " + describe(now) +
+              "\nwhich does not wait for it.",
+          before.site, ghost->freed);
+    }
   }
   for (const Span& span : spans) {
     now.bytes = span;

@@ -48,6 +48,14 @@ struct Access {
   Site site;
 };
 
+// Memory that was freed while work that its own stream does not wait for may still use it.
+struct Ghost {
+  size_t nbytes;
+  int stream;  // of the memory: what is allocated there next may lie in it
+  Site allocated, freed;
+  std::vector<Access> accesses;
+};
+
 // Memory that the device's allocator gave away.
 struct Block {
   char* data;
@@ -57,6 +65,7 @@ struct Block {
   Site site;
   std::set<int> recorded;  // streams whose work, at the time of the free, delays it
   std::vector<Access> accesses;
+  std::vector<std::shared_ptr<Ghost>> ghosts;  // whose memory it may be
 };
 
 // Memory of the host from which the device copies beside the host.
@@ -139,6 +148,7 @@ class Order {
   std::vector<std::string> names_ = {"default"};
   Clock host_;
   std::map<uintptr_t, Pinned> pinned_;
+  std::map<int, std::vector<std::shared_ptr<Ghost>>> ghosts_;  // by stream
   std::vector<Copy> copies_;
 };
 
