@@ -22,6 +22,7 @@ from fsdp2._engine.unit import unit_of
 from tests import _meshes, _sim
 from tests._models import seeded
 from tests._parity import whole
+from tests.sim._streams import NoEvent, NoStream, OwnEvent, OwnStream
 
 TOLERANCE = 1e-6  # of fp32, relative to the largest value; other dtypes have their own eps
 Values = Mapping[str, Tensor]
@@ -52,9 +53,25 @@ class World:
             names = ("replicate", "shard")
         return _meshes.shared_mesh(shape or (self.size,), names)
 
+    def stream(self, own: bool = False) -> Any:
+        """Return a new stream; with ``own`` of the device's own class, as ``torch.cuda.Stream``."""
+        if not self.is_simulated:
+            return NoStream()
+        return (OwnStream if own else torch.Stream)(device=self.device)
+
+    def event(self, own: bool = False) -> Any:
+        """Return a new event; with ``own`` of the device's own class, as ``torch.cuda.Event``."""
+        if not self.is_simulated:
+            return NoEvent()
+        return OwnEvent() if own else torch.Event(self.device)
+
+    @property
+    def current_stream(self) -> Any:
+        return torch.accelerator.current_stream() if self.is_simulated else NoStream()
+
     def build(self, make: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
         """Return a model of the same values on every rank and in both worlds."""
-        return seeded(lambda: make().to("cpu"), seed).to(self.device)
+        return seeded(make, seed)  # on the device, whose numbers are the host's
 
     def tensor(self, *shape: int, seed: int = 0, by_rank: bool = True) -> Tensor:
         """Return numbers that are the same in both worlds, others on each rank."""

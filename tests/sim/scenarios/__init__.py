@@ -1,0 +1,40 @@
+"""The scenarios: what users do with sharded models, each on the simulated device.
+
+Every scenario trains a few steps and returns its parameters. Steps from the third on are steady:
+there the host may not wait for the device. The files are by subject; importing this package fills
+the list.
+"""
+
+from tests.sim.scenarios import (
+    comms,
+    compiled,
+    control,
+    failures,
+    memory,
+    meshes,
+    offload,
+    optimizers,
+    pipelines,
+    precision,
+    recomputation,
+    shapes,
+    state,
+    streams,
+)
+
+__all__ = [
+    "comms",
+    "compiled",
+    "control",
+    "failures",
+    "memory",
+    "meshes",
+    "offload",
+    "optimizers",
+    "pipelines",
+    "precision",
+    "recomputation",
+    "shapes",
+    "state",
+    "streams",
+]

@@ -1,0 +1,135 @@
+"""Exceptions in forward and backward: caught, and training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests._models import loss_of
+from tests.sim._world import Values, World, scenario
+from tests.sim.scenarios._training import learn, training
+
+AFTER_A_FAILURE = "after a step that failed the next one begins when the device is idle"
+
+
+def fail(*_: Any) -> None:
+    raise ArithmeticError("as planned")
+
+
+def in_forward(model: Any, x: Tensor) -> None:
+    handle = model.blocks[1].mid.register_forward_hook(fail)
+    try:
+        model(x)
+    except ArithmeticError:
+        handle.remove()
+        return
+    raise AssertionError("nothing was raised")
+
+
+def in_backward(model: Any, x: Tensor) -> None:
+    def spoil(module: Any, args: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = model.blocks[1].mid.register_forward_hook(spoil)
+    loss = loss_of(model(x))
+    handle.remove()
+    try:
+        loss.backward()
+    except ArithmeticError:
+        return
+    raise AssertionError("nothing was raised")
+
+
+def failing(world: World, how: Callable[[Any, Tensor], None], **kwargs: Any) -> Values:
+    """Fail before every other step."""
+    run = training(world, steps=5, **kwargs)
+    for step in run.steps():
+        if step % 2:
+            how(run.model, run.inputs[step])
+            run.model.zero_grad()
+        learn(run.model, run.inputs[step])
+        run.update()
+    return run.values()
+
+
+@scenario(2, may_wait=AFTER_A_FAILURE)
+def failed_forwards(world: World) -> Values:
+    return failing(world, in_forward)
+
+
+@scenario(2, may_wait=AFTER_A_FAILURE)
+def failed_backwards(world: World) -> Values:
+    return failing(world, in_backward)
+
+
+@scenario(2, slow=True, may_wait=AFTER_A_FAILURE)
+def failed_backwards_with_much_memory(world: World) -> Values:
+    return failing(world, in_backward, set_up=lambda model: model.set_memory("fast"))
+
+
+@scenario(4, slow=True, may_wait=AFTER_A_FAILURE)
+def failed_backwards_of_replicas(world: World) -> Values:
+    return failing(world, in_backward, mesh=world.mesh(2, 2))
+
+
+@scenario(2, may_wait=AFTER_A_FAILURE)
+def failures_and_reset(world: World) -> Values:
+    """The user cleans up at once."""
+    run = training(world, steps=5)
+    for step in run.steps():
+        if step % 2:
+            in_backward(run.model, run.inputs[step])
+            run.model.reset_iter_state()
+        learn(run.model, run.inputs[step])
+        run.update()
+    return run.values()
+
+
+@scenario(2)
+def exceptions_that_the_model_catches(world: World) -> Values:
+    """A block that fails is skipped by the model itself."""
+    run = training(world, steps=5)
+    block = run.model.blocks[1]
+    inner = block.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if run.model.skips:
+            raise ArithmeticError
+        return inner(x)
+
+    block.forward = forward
+
+    def outer(x: Tensor) -> Tensor:
+        x = run.model.inp(x)
+        for each in run.model.blocks:
+            try:
+                x = each(x)
+            except ArithmeticError:
+                continue
+        return run.model.out(x)
+
+    run.model.forward = outer
+    run.model.set_reduce_scatter_unused_params(True)
+    for step in run.steps():
+        run.model.skips = step % 2 == 1
+        learn(run.model, run.inputs[step])
+        run.update()
+    return run.values()
+
+
+@scenario(2)
+def infinite_losses_skipped(world: World) -> Values:
+    """Gradients of a bad step are dropped on the device, without a look."""
+    run = training(world)
+    for step in run.steps():
+        loss = loss_of(run.model(run.inputs[step]))
+        loss.backward()
+        with torch.no_grad():
+            for param in run.model.parameters():
+                local = param.grad.to_local()
+                local.copy_(torch.where(local.isfinite(), local, 0.0))
+        run.update()
+    return run.values()

@@ -1,0 +1,248 @@
+"""How much is whole at a time, who keeps memory, and gathers and reductions without copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import fsdp2
+from tests._models import WIDTH, Block, each_block
+from tests.sim._world import Values, World, scenario
+from tests.sim.scenarios._training import learn, train, training
+
+LONG = 1e-5  # sums over 20480 elements
+AGREES = "with little memory the host waits after backward, so that parts are reduced early"
+
+
+@scenario(2)
+def memory_low(world: World) -> Values:
+    return train(world, set_up=lambda model: model.set_memory("low"))
+
+
+@scenario(2)
+def memory_balanced(world: World) -> Values:
+    return train(world, set_up=lambda model: model.set_memory("balanced"))
+
+
+@scenario(2)
+def memory_fast(world: World) -> Values:
+    return train(world, set_up=lambda model: model.set_memory("fast"))
+
+
+@scenario(2)
+def memory_of_so_many_bytes(world: World) -> Values:
+    return train(world, set_up=lambda model: model.set_memory(32768))
+
+
+@scenario(2)
+def kept_between_forward_and_backward(world: World) -> Values:
+    return train(world, reshard_after_forward=False)
+
+
+@scenario(2)
+def whole_storage_kept(world: World) -> Values:
+    """The memory of whole parameters stays: gathers write where backward has read."""
+    return train(world, set_up=lambda model: model.set_keep_unsharded_storage(True))
+
+
+@scenario(2)
+def whole_storage_kept_without_copies(world: World) -> Values:
+    def set_up(model: Any) -> None:
+        model.set_keep_unsharded_storage(True)
+        model.set_copy_free_min_bytes(1)
+
+    return train(world, set_up=set_up)
+
+
+@scenario(2)
+def kept_after_backward(world: World) -> Values:
+    """Units stay whole between the backwards of a step."""
+
+    def set_up(model: Any) -> None:
+        model.set_reshard_after_backward(False)
+
+    run = training(world, set_up=set_up, microbatches=2, reshard_after_forward=False)
+    for step in run.steps():
+        for index in range(2):
+            learn(run.model, run.inputs[2 * step + index])
+        run.update()
+    return run.values()
+
+
+@scenario(2)
+def whole_at_evaluation(world: World) -> Values:
+    """Parameters that stay whole between forwards without gradients, and steps in between."""
+    run = training(world, reshard_after_forward=False)
+    seen = {}
+    for step in run.steps():
+        with torch.no_grad():
+            seen[f"first {step}"] = run.model(run.inputs[step])
+            seen[f"second {step}"] = run.model(run.inputs[step])
+        learn(run.model, run.inputs[step])
+        run.update()
+    return run.values(**seen)
+
+
+@scenario(2)
+def without_copies(world: World) -> Values:
+    """Each parameter is gathered right where it is used."""
+    return train(world, set_up=lambda model: model.set_copy_free_min_bytes(1))
+
+
+@scenario(3)
+def without_copies_uneven(world: World) -> Values:
+    return train(world, set_up=lambda model: model.set_copy_free_min_bytes(1))
+
+
+@scenario(2)
+def without_copies_with_little_memory(world: World) -> Values:
+    def set_up(model: Any) -> None:
+        model.set_copy_free_min_bytes(500)
+        model.set_memory("low")
+
+    return train(world, set_up=set_up, microbatches=2)
+
+
+@scenario(4, slow=True)
+def without_copies_over_a_smaller_mesh(world: World) -> Values:
+    return train(
+        world, set_up=lambda model: model.set_copy_free_min_bytes(1), reshard_after_forward=2
+    )
+
+
+class LargeRoot(nn.Module):
+    """An embedding and a head of a MiB each, which are parts of the root, and a small norm."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, 20480, bias=False)
+        self.mix = nn.Linear(20480, WIDTH, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 20480, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(self.embed(x)) / 100
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@scenario(2, tolerance=LONG)
+def parts_of_a_root(world: World) -> Values:
+    """Large parts are groups of their own: reduced early, and released early."""
+    return train(world, LargeRoot)
+
+
+@scenario(2, slow=True, tolerance=LONG, may_wait=AGREES)
+def parts_of_a_root_with_little_memory(world: World) -> Values:
+    return train(world, LargeRoot, set_up=lambda model: model.set_memory("low"))
+
+
+@scenario(2, slow=True, tolerance=LONG)
+def parts_of_a_root_kept(world: World) -> Values:
+    return train(world, LargeRoot, set_up=lambda model: model.set_memory("fast"))
+
+
+@scenario(2, slow=True, tolerance=LONG)
+def parts_of_a_root_tied(world: World) -> Values:
+    return train(world, lambda: LargeRoot(True), microbatches=2)
+
+
+@scenario(2, tolerance=2e-2)
+def wire_dtype(world: World) -> Values:
+    """Gradients travel in bf16 and are summed in fp32: an all-to-all and a local sum."""
+    return train(world, set_up=lambda model: model.set_gradient_wire_dtype(torch.bfloat16))
+
+
+@scenario(2)
+def one_reduction_at_a_time(world: World) -> Values:
+    return train(world, set_up=lambda model: model.set_reduce_scatter_max_input_buffers(1))
+
+
+@scenario(2)
+def prefetch_by_hand(world: World) -> Values:
+    def set_up(model: Any) -> None:
+        first, second, third = each_block(model)
+        model.set_modules_to_forward_prefetch([first, second])
+        first.set_modules_to_forward_prefetch([third])
+        third.set_modules_to_backward_prefetch([second, first])
+
+    return train(world, set_up=set_up)
+
+
+@scenario(2)
+def backward_that_gathers_nothing(world: World) -> Values:
+    """A unit whose backward reads no parameter is told not to gather."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shift
+
+    make = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Shift(), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    return train(
+        world,
+        make,
+        units=lambda model: [model[0], model[1]],
+        set_up=lambda model: model[1].set_unshard_in_backward(False),
+    )
+
+
+@scenario(2, tolerance=5e-6)  # gradients of a later step: small differences of large numbers
+def gradients_that_users_keep(world: World) -> Values:
+    """Gradients of every other step are kept: their memory is not used again."""
+    run = training(world)
+    kept = {}
+    for step in run.steps():
+        learn(run.model, run.inputs[step])
+        if step % 2:
+            for name, param in run.model.named_parameters():
+                kept[f"{step} {name}"] = param.grad.to_local()
+        run.update()
+    return run.values(**kept)
+
+
+@scenario(2)
+def gradients_that_add_up(world: World) -> Values:
+    """Sharded gradients are not cleared: a second reduction is added to the first."""
+    run = training(world, microbatches=2)
+    for step in run.steps():
+        for index in range(2):
+            learn(run.model, run.inputs[2 * step + index])
+        run.update()
+    return run.values()
+
+
+@scenario(2)
+def gradients_that_are_zeroed(world: World) -> Values:
+    run = training(world)
+    for step in run.steps():
+        learn(run.model, run.inputs[step])
+        run.optim.step()
+        run.optim.zero_grad(set_to_none=False)
+    return run.values()
+
+
+@scenario(2)
+def averages(world: World) -> Values:
+    run = training(world)
+    ema = fsdp2.optim.EMA(run.model, 0.9)
+    for step in run.steps():
+        learn(run.model, run.inputs[step])
+        run.update()
+        ema.update()
+    with ema.swapped():
+        seen = {
+            f"average {name}": param.to_local().clone()
+            for name, param in run.model.named_parameters()
+        }
+    return run.values(**seen)

@@ -1,0 +1,235 @@
+"""Parameters of every shape: uneven, empty, of no dims, permuted, tied, frozen, unused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from tests._models import CASES, WIDTH, loss_of
+from tests.sim._world import Values, World, scenario
+from tests.sim.scenarios._training import LR, SGD, learn, train, train_case, training
+from tests.sim.scenarios.control import WHO_HAS_WHAT
+
+
+@scenario(3)
+def one_row(world: World) -> Values:
+    """Three ranks, and parameters of one row or one element: two shards are empty."""
+    return train_case(world, "one_row")
+
+
+@scenario(3)
+def few_rows(world: World) -> Values:
+    return train_case(world, "few_rows")
+
+
+class NoRows(nn.Module):
+    """A parameter without elements, alone in its unit, and another one beside some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Module(), nn.Linear(WIDTH, WIDTH)])
+        self.blocks[0].nothing = nn.Parameter(torch.empty(0, WIDTH))
+        self.blocks[0].forward = lambda x: x + self.blocks[0].nothing.sum()
+        self.more = nn.Parameter(torch.empty(0, 3))
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x) + self.more.sum()
+
+
+@scenario(2)
+def no_rows(world: World) -> Values:
+    return train(world, NoRows)
+
+
+@scenario(2)
+def scalars(world: World) -> Values:
+    return train_case(world, "scalars")
+
+
+@scenario(1)
+def not_contiguous_on_one_rank(world: World) -> Values:
+    """Transposed, permuted and channels-last parameters, whose gradients are dense."""
+    return train_case(world, "non_contiguous")
+
+
+@scenario(2)
+def not_contiguous(world: World) -> Values:
+    return train_case(world, "non_contiguous")
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Conv2d(3 if i == 0 else 5, 5, 3, padding=1) for i in range(3)
+        )
+        self.transposed = nn.Parameter(torch.randn(4, 5).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(memory_format=torch.channels_last)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.mean((2, 3)) @ self.transposed
+
+
+def convolutions(world: World, channels_last: bool, **kwargs: Any) -> Values:
+    def prepare(model: nn.Module) -> None:
+        if channels_last:
+            model.to(memory_format=torch.channels_last)
+
+    return train(world, Convolutions, prepare=prepare, batch=(2, 3, 6, 6), **kwargs)
+
+
+@scenario(1)
+def convolutions_on_one_rank(world: World) -> Values:
+    return convolutions(world, False)
+
+
+@scenario(1)
+def channels_last_on_one_rank(world: World) -> Values:
+    return convolutions(world, True)
+
+
+@scenario(2)
+def channels_last(world: World) -> Values:
+    return convolutions(world, True)
+
+
+@scenario(2)
+def channels_last_on_replicas(world: World) -> Values:
+    """Shards of size one: the bytes of a gradient are copied as they lie."""
+    return convolutions(world, True, mesh=world.mesh(2, 1))
+
+
+@scenario(2)
+def tied_within_a_unit(world: World) -> Values:
+    return train_case(world, "tied_within")
+
+
+@scenario(2)
+def tied_over_units(world: World) -> Values:
+    return train_case(world, "tied_blocks")
+
+
+@scenario(2)
+def tied_embedding(world: World) -> Values:
+    return train_case(world, "tied_lm")
+
+
+@scenario(2)
+def block_called_twice(world: World) -> Values:
+    return train_case(world, "shared_block")
+
+
+@scenario(2)
+def partly_frozen(world: World) -> Values:
+    return train_case(world, "partly_frozen")
+
+
+@scenario(2)
+def frozen_units(world: World) -> Values:
+    return train_case(world, "all_frozen_blocks")
+
+
+@scenario(2)
+def frozen_later(world: World) -> Values:
+    """Parameters are frozen and thawed between steps."""
+    run = training(world, steps=5)
+    for step in run.steps(unsteady=99):  # a change makes a new plan, with numbers from the host
+        run.model.blocks[0].requires_grad_(step % 2 == 0)
+        learn(run.model, run.inputs[step])
+        run.update()
+    return run.values()
+
+
+@scenario(2, may_wait=WHO_HAS_WHAT)
+def unused(world: World) -> Values:
+    return train_case(world, "unused_parts")
+
+
+@scenario(2)
+def unused_that_get_zeros(world: World) -> Values:
+    case = CASES["unused_parts"]
+    model: Any = world.build(case.build)
+    world.shard(model, case.units(model))
+    model.set_reduce_scatter_unused_params(True)
+    optim = SGD(model.parameters(), lr=LR)
+    batches = [world.tensor(3, WIDTH, seed=step) for step in range(4)]
+    for step in world.steps(4):
+        loss_of(model(batches[step])).backward()
+        optim.step()
+        optim.zero_grad()
+    return world.values(model)
+
+
+@scenario(4, may_wait=WHO_HAS_WHAT)
+def unused_and_summed_late(world: World) -> Values:
+    """Partial sums of replicas in which a gradient misses."""
+    case = CASES["unused_parts"]
+    model: Any = world.build(case.build)
+    world.shard(model, case.units(model), mesh=world.mesh(2, 2))
+    optim = SGD(model.parameters(), lr=LR)
+    batches = [world.tensor(3, WIDTH, seed=step) for step in range(8)]
+    for step in world.steps(4):
+        for index in range(2):
+            model.set_requires_all_reduce(index == 1)
+            learn(model, batches[2 * step + index])
+        optim.step()
+        optim.zero_grad()
+    return world.values(model)
+
+
+@scenario(2)
+def embeddings(world: World) -> Values:
+    return train_case(world, "untied_lm")
+
+
+@scenario(2)
+def auxiliary_outputs(world: World) -> Values:
+    return train_case(world, "aux_output")
+
+
+@scenario(2)
+def containers(world: World) -> Values:
+    return train_case(world, "containers")
+
+
+@scenario(2, slow=True)
+def keyword_arguments(world: World) -> Values:
+    return train_case(world, "kwargs")
+
+
+@scenario(2)
+def nested_units(world: World) -> Values:
+    return train_case(world, "nested_units")
+
+
+@scenario(2)
+def one_group_of_many(world: World) -> Values:
+    return train_case(world, "one_group")
+
+
+@scenario(2, slow=True)
+def sequential(world: World) -> Values:
+    return train_case(world, "sequential")
+
+
+@scenario(3, tolerance=1e-5)  # of absolute values, near zero
+def complex_parameters(world: World) -> Values:
+    class Turn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.randn(WIDTH, 5, dtype=torch.complex64))
+            self.back = nn.Linear(5, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.back((x.to(torch.complex64) @ self.turn).abs())
+
+    make = lambda: nn.Sequential(Turn(), Turn())  # noqa: E731
+    return train(world, make, units=list)

@@ -1,0 +1,204 @@
+"""Streams and events of the user's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from tests._models import WIDTH, loss_of
+from tests.sim._world import Values, World, scenario
+from tests.sim.scenarios._training import learn, train, training
+
+
+@scenario(2)
+def forward_and_backward_on_a_side_stream(world: World) -> Values:
+    """The optimizer runs there, too."""
+    run = training(world)
+    side = world.stream()
+    side.wait_stream(world.current_stream)
+    with side:
+        for step in run.steps():
+            learn(run.model, run.inputs[step])
+            run.update()
+    world.current_stream.wait_stream(side)
+    return run.values()
+
+
+@scenario(2)
+def side_stream_and_default_stream(world: World) -> Values:
+    """Forward and backward on a side stream, the optimizer on the default one."""
+    run = training(world)
+    side = world.stream(own=True)
+    for step in run.steps():
+        side.wait_stream(world.current_stream)
+        with side:
+            learn(run.model, run.inputs[step])
+        world.current_stream.wait_stream(side)
+        run.update()
+    return run.values()
+
+
+@scenario(2)
+def forward_on_a_side_stream_alone(world: World) -> Values:
+    """Autograd runs backward on the streams of forward; the call of backward is elsewhere."""
+    run = training(world)
+    side = world.stream()
+    for step in run.steps():
+        side.wait_stream(world.current_stream)
+        with side:
+            loss = loss_of(run.model(run.inputs[step]))
+        world.current_stream.wait_stream(side)
+        loss.backward()
+        run.update()
+    return run.values()
+
+
+@scenario(2)
+def warm_up_on_a_side_stream(world: World) -> Values:
+    """As before a capture of graphs: the first steps run beside, the others do not."""
+    run = training(world, steps=5)
+    side = world.stream()
+    side.wait_stream(world.current_stream)
+    with side:
+        for step in range(2):
+            learn(run.model, run.inputs[step])
+            run.update()
+    world.current_stream.wait_stream(side)
+    for step in run.steps():
+        learn(run.model, run.inputs[step])
+        run.update()
+    return run.values()
+
+
+@scenario(2)
+def evaluation_on_another_stream(world: World) -> Values:
+    run = training(world)
+    seen = {}
+    side = world.stream()
+    for step in run.steps():
+        learn(run.model, run.inputs[step])
+        run.update()
+        side.wait_stream(world.current_stream)
+        with side, torch.no_grad():
+            seen[f"output {step}"] = run.model(run.inputs[step])
+        world.current_stream.wait_stream(side)
+    return run.values(**seen)
+
+
+def optimizer_elsewhere(world: World, own: bool, **kwargs: Any) -> Values:
+    """The optimizer runs beside the next forward's first layers, which are not sharded."""
+    run = training(world, **kwargs)
+    side = world.stream(own=own)
+    for step in run.steps():
+        learn(run.model, run.inputs[step])
+        side.wait_stream(world.current_stream)
+        with side:
+            run.optim.step()
+            event = world.event(own=own)
+            event.record(side if world.is_simulated else None)
+        run.model.set_post_optim_event(event)
+        world.current_stream.wait_event(event)
+        run.optim.zero_grad()
+    return run.values()
+
+
+@scenario(2)
+def post_optim_event(world: World) -> Values:
+    return optimizer_elsewhere(world, own=False)
+
+
+@scenario(2)
+def post_optim_event_of_the_devices_class(world: World) -> Values:
+    return optimizer_elsewhere(world, own=True)
+
+
+@scenario(2, slow=True)
+def post_optim_event_and_much_memory(world: World) -> Values:
+    return optimizer_elsewhere(world, own=True, set_up=lambda model: model.set_memory("fast"))
+
+
+@scenario(2)
+def event_of_the_compute_stream(world: World) -> Values:
+    """The idiomatic use: what the optimizer was given, and nothing behind it, is waited for."""
+    run = training(world)
+    for step in run.steps():
+        learn(run.model, run.inputs[step])
+        run.optim.step()
+        event = world.event(own=True)
+        event.record()
+        run.model.set_post_optim_event(event)
+        run.optim.zero_grad()
+    return run.values()
+
+
+@scenario(2)
+def batches_copied_beside(world: World) -> Values:
+    """The next batch is copied from pinned memory by a stream of the user's."""
+    run = training(world)
+    host = [x.to("cpu") for x in run.inputs]
+    if world.is_simulated:
+        host = [x.pin_memory() for x in host]
+    side = world.stream()
+
+    def fetch(step: int) -> Any:
+        with side:
+            batch = host[step].to(world.device, non_blocking=True)
+            event = world.event()
+            event.record(side if world.is_simulated else None)
+        return batch, event
+
+    coming = fetch(0)
+    kept = []
+    for step in run.steps():
+        batch, event = coming
+        kept.append(batch)
+        if step + 1 < len(host):
+            coming = fetch(step + 1)
+        world.current_stream.wait_event(event)
+        learn(run.model, batch)
+        run.update()
+    return run.values()
+
+
+@scenario(2)
+def gradients_read_beside(world: World) -> Values:
+    """A stream of the user's reads sharded gradients while the next forward begins."""
+    run = training(world)
+    side = world.stream()
+    sums = {}
+    for step in run.steps():
+        learn(run.model, run.inputs[step])
+        side.wait_stream(world.current_stream)
+        with side:
+            grads = [p.grad.to_local().square().sum() for p in run.model.parameters()]
+            sums[f"{step}"] = torch.stack(grads)
+        world.current_stream.wait_stream(side)
+        run.update()
+    return run.values(**sums)
+
+
+@scenario(2)
+def two_streams_in_one_forward(world: World) -> Values:
+    """Branches of a model run beside each other; autograd goes back through both streams."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.out = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            side = sides[0]
+            side.wait_stream(world.current_stream)
+            with side:
+                left = self.left(x)
+            right = self.right(x)
+            world.current_stream.wait_stream(side)
+            return self.out(left + right)
+
+    sides = [world.stream()]
+    return train(
+        world, Branches, units=lambda model: [model.left, model.right], reshard_after_forward=True
+    )
