@@ -171,6 +171,7 @@ class DeviceStreams(Streams):
             after.hold_back(stream)
         with stream:
             flight = issue(*args)
+            flight.wait()  # a work that a collective of the user's returned, unasked
             flight.end_with(stream.record_event())
         if after is not None:  # read or written here, in memory of another lane
             flight.buffers += after.buffers
