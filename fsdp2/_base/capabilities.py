@@ -30,6 +30,8 @@ class Capabilities:
 
 _KINDS = {
     "cpu": Capabilities(True, False, 0, False, False, ZERO_COPY_NBYTES),
+    # ATen/mps/MPSGuardImpl.h: one stream, which is what every lane is
+    "mps": Capabilities(lane_priority=0, coalesces=False),
     "meta": Capabilities(False, False, 0, False, False, None),
 }
 _OTHERS = Capabilities()

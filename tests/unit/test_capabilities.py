@@ -38,6 +38,10 @@ def test_a_row_changes_what_is_done_on_a_kind(monkeypatch: pytest.MonkeyPatch) -
     assert not residence().is_pinned
 
 
+def test_a_kind_with_one_stream_has_no_priorities() -> None:
+    assert capabilities.capabilities(torch.device("mps")).lane_priority == 0
+
+
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
 def test_without_a_device_there_are_no_lanes(kind: str) -> None:
     assert type(streams_for(torch.device(kind))) is Streams
