@@ -15,6 +15,7 @@ inputs are allocated by compute and read by the reduce lane: ``InFlight.wait`` m
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -91,12 +92,23 @@ class InFlight:
             stream.wait_event(self._event)
 
 
+AS_IT_IS = nullcontext()
+
+
 class Streams:
     """Lanes of a CPU: none. Collectives are issued as async works."""
 
     async_op = True
     host_read: InFlight | None = None  # the last launch that reads memory of the host
     pending: PendingReduction | None = None  # holds the lanes until somebody has waited for it
+
+    def current(self) -> torch.Stream | None:
+        """Return the stream in which the caller computes; here, there is none."""
+        return None
+
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        """Compute in a stream that ``current`` returned."""
+        return AS_IT_IS
 
     def launch(
         self,
@@ -155,6 +167,13 @@ class DeviceStreams(Streams):
         self._retired: dict[str, list[InFlight]] = {name: [] for name in self._lanes}
         module = torch.get_device_module(device.type)
         self._is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
+
+    def current(self) -> torch.Stream | None:
+        return torch.accelerator.current_stream()
+
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        assert stream is not None
+        return stream
 
     def launch(
         self,

@@ -183,7 +183,7 @@ def pre_forward(
     call = None
     if torch.is_grad_enabled() and unit.groups:
         order = runtime.order if runtime.context.phase is FORWARD else None
-        call = Call(Visit(unit, order), runtime)
+        call = Call(Visit(unit, order, runtime.context.streams.current()), runtime)
     unit.calls.running.append(call)
     dtype = unit.precision.input_dtype
     if call is None and dtype is None:

@@ -265,10 +265,11 @@ class Runtime:
     def _go_through(self, missed: Iterable[tuple[Visit, bool]]) -> None:
         """Do what is due at events that no gradient reached on this rank."""
         for visit, opens in missed:
-            if opens:
-                self.arrive(visit)
-            else:
-                self.depart(visit)
+            with self.context.streams.on(visit.stream):  # gradients of the unit are ordered there
+                if opens:
+                    self.arrive(visit)
+                else:
+                    self.depart(visit)
 
     def remember(self, unit: Unit) -> tuple[Unit, ...]:
         """Note that a unit's forward is over; return those before it, the last one first."""

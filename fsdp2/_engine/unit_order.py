@@ -31,6 +31,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+import torch
+
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._engine.unit import Unit
 
@@ -100,15 +102,17 @@ class Visit:
         "order",
         "policy",
         "previous",
+        "stream",
         "unit",
     )
 
-    def __init__(self, unit: Unit, order: Order | None) -> None:
+    def __init__(self, unit: Unit, order: Order | None, stream: torch.Stream | None) -> None:
         self.unit = unit
         self.policy: MixedPrecisionPolicy = unit.precision.policy
         self.previous: tuple[Unit, ...] = ()  # whose forwards ended before, the last one first
         self.marks_input = False  # a gradient tells when backward leaves it
         self.opened_in = self.closed_in = 0  # numbers of backwards
+        self.stream = stream  # in which it ran, and autograd goes back through it
         self.order = order  # None: a recomputation, which has no place of its own in the order
         self.entered = self.left = -1  # places in the order; left is -1 if no backward can come
         if order is not None:

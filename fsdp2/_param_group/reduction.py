@@ -412,6 +412,7 @@ class Reduction:
         self._look = look
         self._all_reduce = all_reduce
         self._streams = streams
+        self._packed_on = streams.current()  # the memory of the inputs is that stream's
         self._scale = owner.scale
         self._inputs = inputs
         device = inputs[0].device
@@ -556,5 +557,7 @@ class Reduction:
         """Free the buffers once nothing uses them; gradients that are not set by then never are."""
         if self._flight is not None:
             self._flight.wait()
+            if self._packed_on is not None and self._packed_on != self._streams.current():
+                self._flight.hold_back(self._packed_on)
         self._inputs = []
         self._flight = self._reduced = self._held = self._grads = None
