@@ -359,6 +359,8 @@ class Reducer:
     def acquire(self) -> GradientBuffer:
         """Return a buffer for sharded gradients that nobody reads."""
         buffer = self._buffer
+        if buffer is not None and not buffer.is_released and buffer.is_free and self._has_streams:
+            buffer.release()  # the allocator knows of streams that users recorded on gradients
         if buffer is not None and buffer.is_released:
             buffer.reclaim()
         elif buffer is None or not buffer.is_free:
@@ -368,13 +370,18 @@ class Reducer:
         buffer.is_filling = True
         return buffer
 
+    @property
+    def _has_streams(self) -> bool:
+        """True if gradients are kept where streams of the user's may read them."""
+        return not capabilities(self._residence.storage).is_host
+
     def release_gradients(self) -> None:
         """Give back the memory of sharded gradients that nobody refers to, until there are others.
 
         On a device only: the memory of a host costs more to get than to keep.
         """
         buffer = self._buffer
-        if buffer is None or buffer.is_released or capabilities(self._residence.storage).is_host:
+        if buffer is None or buffer.is_released or not self._has_streams:
             return
         if buffer.is_free:
             buffer.release()
