@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -51,6 +52,7 @@ class Readers:
         self.is_recomputed = False  # a recomputation reads parameters that nothing refers to
         self.ran_without_grad = False  # as the reentrant kind of checkpointing does first
         self._accumulators: list[Any] = []  # or a graph that uses them would count as an owner
+        self._stream: torch.Stream | None = None  # in which these were made
         self._at_rest: list[int] | None = None  # owners while nobody reads; None: not known
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,10 +63,23 @@ class Readers:
         """The unsharded parameters will be made anew."""
         self._at_rest = None
 
-    def meet(self, full: FullBuffer, wholes: Sequence[Tensor | None]) -> None:
+    def meet(
+        self, full: FullBuffer, wholes: Sequence[Tensor | None], stream: torch.Stream | None
+    ) -> None:
         """Count who refers to unsharded parameters that were just made: nobody reads them yet."""
         self._accumulators = torch_autograd.accumulators_of(wholes)
+        self._stream = stream
         self._at_rest = _owners(full, wholes)
+
+    def follow(self, wholes: Sequence[Tensor | None], stream: torch.Stream | None) -> None:
+        """Let gradients add up in the stream of a forward that begins.
+
+        They do in the stream in which the nodes were made that accumulate them.
+        """
+        if stream != self._stream and self._accumulators:
+            self._accumulators = []  # or the same ones would be found
+            self._accumulators = torch_autograd.accumulators_of(wholes)
+            self._stream = stream
 
     @property
     def are_known(self) -> bool:

@@ -391,7 +391,8 @@ class ParamGroup:
         readers = self.early.readers
         if readers is not None and not self._tail.items and self.post_forward.mesh is None:
             assert self._full is not None
-            readers.meet(self._full, [param.unsharded for param in self.params])
+            wholes = [param.unsharded for param in self.params]
+            readers.meet(self._full, wholes, self.context.streams.current())
 
     def _build_waiting(self, smaller: DataMesh) -> None:
         """Plan the shards over the smaller mesh. Both plans must place unsharded tensors alike."""
@@ -418,6 +419,10 @@ class ParamGroup:
         recomputation uses the values of its backward, whatever was written since.
         """
         self.is_held = False
+        readers = self.early.readers
+        if readers is not None and not recomputing:
+            wholes = [param.unsharded for param in self.params]
+            readers.follow(wholes, self.context.streams.current())
         watch = self.watch
         if not recomputing and watch.values is not None and watch.were_written:
             self.reshard()
