@@ -10,6 +10,7 @@ import torch.nn as nn
 from tests._models import WIDTH, loss_of
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import learn, train, training
+from tests.sim.scenarios.memory import AGREES, LONG, LargeRoot
 
 
 @scenario(2)
@@ -88,7 +89,7 @@ def evaluation_on_another_stream(world: World) -> Values:
 
 
 def optimizer_elsewhere(world: World, own: bool, **kwargs: Any) -> Values:
-    """The optimizer runs beside the next forward's first layers, which are not sharded."""
+    """The optimizer runs beside the next forward, whose gathers alone wait for it."""
     run = training(world, **kwargs)
     side = world.stream(own=own)
     for step in run.steps():
@@ -99,8 +100,8 @@ def optimizer_elsewhere(world: World, own: bool, **kwargs: Any) -> Values:
             event = world.event(own=own)
             event.record(side if world.is_simulated else None)
         run.model.set_post_optim_event(event)
-        world.current_stream.wait_event(event)
         run.optim.zero_grad()
+    world.current_stream.wait_stream(side)
     return run.values()
 
 
@@ -202,3 +203,80 @@ def two_streams_in_one_forward(world: World) -> Values:
     return train(
         world, Branches, units=lambda model: [model.left, model.right], reshard_after_forward=True
     )
+
+
+@scenario(2)
+def gradients_recorded_on_a_stream(world: World) -> Values:
+    """A stream of the user's reads gradients that are dropped: ``record_stream`` says so.
+
+    Both forwards come first, so that no forward gives the memory back between the backwards.
+    """
+    run = training(world, microbatches=2)
+    side = world.stream()
+    sums = {}
+    for step in run.steps():
+        losses = [loss_of(run.model(run.inputs[2 * step + index])) for index in range(2)]
+        for index, loss in enumerate(losses):
+            loss.backward()
+            side.wait_stream(world.current_stream)
+            grads = [param.grad.to_local() for param in run.model.parameters()]
+            with side:
+                sums[f"{step} {index}"] = torch.stack([grad.square().sum() for grad in grads])
+            if world.is_simulated:
+                for grad in grads:
+                    grad.record_stream(side)
+            del grads
+            if index == 0:
+                run.optim.zero_grad()
+        run.update()
+    world.current_stream.wait_stream(side)
+    return run.values(**sums)
+
+
+@scenario(2, tolerance=LONG, may_wait=AGREES)
+def parts_warmed_up_on_a_side_stream(world: World) -> Values:
+    """Nodes that accumulate gradients are made in the stream of the first forward.
+
+    Ranks learn there when gradients of the parts are complete; later two backwards add up.
+    """
+    run = training(
+        world,
+        LargeRoot,
+        steps=5,
+        microbatches=2,
+        set_up=lambda model: model.set_memory("low"),  # parts are reduced early
+    )
+    side = world.stream()
+
+    side.wait_stream(world.current_stream)
+    with side:
+        for step in range(2):
+            learn(run.model, run.inputs[step])
+            run.update()
+    world.current_stream.wait_stream(side)
+    for step in run.steps():
+        for index in range(2):
+            run.model.set_requires_gradient_sync(index == 1)
+            learn(run.model, run.inputs[2 * step + index])
+        run.update()
+    return run.values()
+
+
+@scenario(2)
+def warmed_up_without_resharding(world: World) -> Values:
+    """Parameters stay whole from the side stream to the other one."""
+    run = training(world, steps=5, reshard_after_forward=False, microbatches=2)
+    side = world.stream()
+    side.wait_stream(world.current_stream)
+    with side:
+        learn(run.model, run.inputs[0])
+        run.update()
+        with torch.no_grad():
+            run.model(run.inputs[0])
+    world.current_stream.wait_stream(side)
+    for step in run.steps():
+        for index in range(2):
+            run.model.set_requires_gradient_sync(index == 1)
+            learn(run.model, run.inputs[2 * step + index])
+        run.update()
+    return run.values()
