@@ -16,6 +16,8 @@ namespace {
 
 thread_local int current = 0;  // stream of this thread
 
+Block* block_of(const c10::DataPtr& data);
+
 // Memory.
 
 void free_block(void* context) {
@@ -34,6 +36,12 @@ struct DeviceAllocator final : c10::Allocator {
     default_copy_data(to, from, count);
   }
 };
+
+// A storage that is a part of another one (``storage[a:b]``) has a deleter of torch's own.
+Block* block_of(const c10::DataPtr& data) {
+  if (data.get_deleter() == &free_block) return static_cast<Block*>(data.get_context());
+  return data.get() == nullptr ? nullptr : order().block_at(data.get());
+}
 
 DeviceAllocator device_allocator;
 
@@ -164,7 +172,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     order().wait_for_all("device", here("synchronize"));
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    order().record_stream(static_cast<Block*>(data.get_context()), static_cast<int>(stream.id()));
+    if (Block* block = block_of(data)) order().record_stream(block, static_cast<int>(stream.id()));
   }
 
  private:
@@ -194,10 +202,7 @@ at::Generator host_generator(const at::Generator& generator) {
   return static_cast<Randomness*>(generator.unsafeGetGeneratorImpl())->host;
 }
 
-Block* block_of(const c10::Storage& storage) {
-  if (storage.data_ptr().get_deleter() != &free_block) return nullptr;
-  return static_cast<Block*>(storage.data_ptr().get_context());
-}
+Block* block_of(const c10::Storage& storage) { return block_of(storage.data_ptr()); }
 
 std::vector<Span> spans_of(const at::Tensor& tensor) {
   constexpr int64_t MANY = 256;  // rows of a strided view that are looked at one by one

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <new>
 
 namespace sim {
@@ -160,7 +161,9 @@ Block* Order::allocate(size_t nbytes, int stream, Site site) {
     });
   };
   ghosts.erase(std::remove_if(ghosts.begin(), ghosts.end(), is_over), ghosts.end());
-  return new Block{data, nbytes, stream, now.of(stream), site, {}, {}, ghosts};
+  auto* block = new Block{data, nbytes, stream, now.of(stream), site, {}, {}, ghosts};
+  blocks_[reinterpret_cast<uintptr_t>(data)] = block;
+  return block;
 }
 
 void Order::free(Block* block, Site site) {
@@ -175,10 +178,20 @@ void Order::free(Block* block, Site site) {
     ghosts_[block->stream].push_back(std::make_shared<Ghost>(
         Ghost{block->nbytes, block->stream, block->site, site, std::move(running)}));
   }
+  blocks_.erase(reinterpret_cast<uintptr_t>(block->data));
   live_nbytes -= block->nbytes;
   std::memset(block->data, NAN_BYTE, block->nbytes);
   ::operator delete(block->data, std::align_val_t(64));
   delete block;
+}
+
+Block* Order::block_at(const void* data) {
+  std::lock_guard lock(mutex);
+  auto address = reinterpret_cast<uintptr_t>(data);
+  auto next = blocks_.upper_bound(address);
+  if (next == blocks_.begin()) return nullptr;
+  Block* block = std::prev(next)->second;
+  return address < reinterpret_cast<uintptr_t>(block->data) + block->nbytes ? block : nullptr;
 }
 
 void Order::record_stream(Block* block, int stream) {

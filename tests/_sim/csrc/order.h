@@ -120,6 +120,7 @@ class Order {
   void free(Block* block, Site site);
   void touch(Block* block, const std::vector<Span>& spans, int stream, bool writes, Site site);
   void record_stream(Block* block, int stream);
+  Block* block_at(const void* data);  // that an address lies in, or none
 
   // Pinned memory, and copies that run beside the host.
   void* pin(size_t nbytes);
@@ -147,6 +148,7 @@ class Order {
   std::vector<Clock> clocks_ = std::vector<Clock>(1);
   std::vector<std::string> names_ = {"default"};
   Clock host_;
+  std::map<uintptr_t, Block*> blocks_;  // by their first addresses
   std::map<uintptr_t, Pinned> pinned_;
   std::map<int, std::vector<std::shared_ptr<Ghost>>> ghosts_;  // by stream
   std::vector<Copy> copies_;
