@@ -374,6 +374,7 @@ class ParamGroup:
         assert self.home_buffer is not None
         if any(map(has_extension, self.home_buffer.shards)):  # methods were set on a local tensor
             self._plan(own_sources(self.params))
+            self.context.streams.order_after_compute("gather")
         if self.post_forward.mesh is not None:
             self._build_waiting(self.post_forward.mesh)
         layout = self.home_buffer.layout
