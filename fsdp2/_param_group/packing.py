@@ -220,7 +220,9 @@ def tail(
     stamps: Sequence[float], layout: ReduceLayout, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return what a rank that has every gradient adds behind them: ``[W, P + S]``."""
-    row = torch.tensor([*[1.0] * len(layout.members), *stamps], dtype=dtype, device=device)
+    row = torch.ones(len(layout.members), dtype=dtype, device=device)
+    if stamps:  # values from the host, for which a device waits
+        row = torch.cat([row, torch.tensor(stamps, dtype=dtype, device=device)])
     return _for_each_rank(row, layout)
 
 
