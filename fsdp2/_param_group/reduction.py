@@ -18,8 +18,9 @@ will not be reduced yet is made wider, and whoever syncs each backward casts not
 
 A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
 that compute runs between them. On a device they are enqueued at once and streams do the waiting.
-``wait`` delivers gradients that are kept in host memory, or that may be those of nobody: the host
-must have waited for the copy.
+``wait`` delivers: where a parameter's ``grad`` is set, compute has waited for it, because autograd
+may add to it in the same backward (a term of the loss that is of the shards). For gradients that
+are kept in host memory, or that may be those of nobody, the host waits, too.
 """
 
 from __future__ import annotations
@@ -500,7 +501,7 @@ class Reduction:
             self._inputs = []
 
     def finish(self) -> None:
-        """Scale, and set the sharded gradients."""
+        """Scale, and fill the sharded gradients."""
         lane = "reduce" if self._data.replicate.size == 1 else "all_reduce"
         if self.owner.hook is not None:
             stream = self.owner.hook_stream
@@ -520,8 +521,6 @@ class Reduction:
             counts = reduced[layout.tail_start : layout.stamp_start]
             self._counts = counts.to("cpu", non_blocking=True)
         self._grads = self._buffer.fill(reduced)
-        if not self._waits_for_copy:
-            self._deliver()
         return InFlight((reduced,))
 
     def _check(self, reduced: Tensor) -> None:
@@ -549,13 +548,15 @@ class Reduction:
         accumulate(params, grads)
 
     def wait(self) -> None:
-        """Make the gradients safe to use by compute, and free the buffers."""
-        if self._grads is not None:
-            assert self._flight is not None
+        """Set the gradients, safe to use by compute, and free the buffers."""
+        if self._flight is not None and self._grads is not None and self._waits_for_copy:
             self._flight.synchronize()
+        elif self._flight is not None:
+            self._flight.wait()
+        if self._grads is not None:
             self._deliver()
         stamps, reduced = self.owner.ids.reductions, self._reduced
-        self.abandon()
+        self._drop()
         if reduced is not None and not reduced.is_cpu and stamps and self._sums_replicas:
             seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
             stamps[-1].see_sum(seen[-STAMP_NUMEL:])  # gathers tell nothing of replicas
@@ -564,7 +565,11 @@ class Reduction:
         """Free the buffers once nothing uses them; gradients that are not set by then never are."""
         if self._flight is not None:
             self._flight.wait()
-            if self._packed_on is not None and self._packed_on != self._streams.current():
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._flight is not None and self._packed_on is not None:
+            if self._packed_on != self._streams.current():
                 self._flight.hold_back(self._packed_on)
         self._inputs = []
         self._flight = self._reduced = self._held = self._grads = None
