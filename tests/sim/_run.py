@@ -8,13 +8,16 @@ import pickle
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests._pool import RankPool, _Run, make_request
 from tests._rank import PRELOADED
 from tests._sim import NoCompilerError
 from tests._sim._build import build
-from tests.sim import scenarios  # noqa: F401  # fills the list
+from tests.sim import fault_scenarios, scenarios  # noqa: F401  # they fill the list
+from tests.sim._faults import FAULTS
+from tests.sim._plant import Verdict, planting
 from tests.sim._world import SCENARIOS, Report, problems, run_scenario
 
 LIMIT_S = 120.0
@@ -45,11 +48,57 @@ def run(pool: RankPool, name: str) -> tuple[list[Report], str]:
     return reports, "" if outcome.kind == "passed" else outcome.text
 
 
+def meet_faults(names: Sequence[str], jobs: int) -> int:
+    """Plant faults and print what is reported of each; 1 if one is not caught."""
+    unknown = set(names) - {fault.name for fault in FAULTS}
+    if unknown:
+        print(f"no such fault: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    faults = [fault for fault in FAULTS if not names or fault.name in names]
+    try:
+        build()
+    except NoCompilerError as reason:
+        print(f"no simulator: {reason}", file=sys.stderr)
+        return 2
+
+    def tell(verdict: Verdict) -> None:
+        fault = verdict.fault
+        reported = " ".join(sorted(verdict.reported)) or "nothing"
+        print(f"{fault.name}: {'' if verdict.is_caught else 'NOT CAUGHT, '}{reported}", flush=True)
+        print(f"    {fault.file}, by {fault.scenario} in {verdict.seconds:.1f} s", flush=True)
+        for kind, line in sorted(verdict.reported.items(), key=lambda e: e[0] != fault.expected):
+            print(f"    {kind}: {line}", flush=True)
+
+    with planting(jobs) as planter:
+        verdicts = planter.run_all(faults, lambda name: SCENARIOS[name].ranks, tell)
+    print(f"\n{'fault':<46} {'file':<36} {'expected':<8} {'reported':<18} {'values':<6} {'s':>5}")
+    for verdict in verdicts:
+        fault = verdict.fault
+        print(
+            f"{fault.name:<46} {fault.file.removeprefix('fsdp2/'):<36} {fault.expected:<8} "
+            f"{' '.join(sorted(verdict.reported)) or 'nothing':<18} "
+            f"{'differ' if verdict.is_in_values else 'same':<6} {verdict.seconds:>5.1f}"
+        )
+    missed = [verdict.fault.name for verdict in verdicts if not verdict.is_caught]
+    silent = sum(not verdict.is_in_values for verdict in verdicts)
+    print(
+        f"{len(verdicts) - len(missed)} of {len(verdicts)} faults caught, {silent} of them change "
+        f"no value{'; not caught: ' + ', '.join(missed) if missed else ''}"
+    )
+    return 1 if missed else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/sim", description=__doc__)
     parser.add_argument("names", nargs="*", help="scenarios; without any, they are listed")
     parser.add_argument("--all", action="store_true", help="all of them")
+    parser.add_argument(
+        "--faults", nargs="*", metavar="NAME", help="plant faults, say what is reported of each"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     options = parser.parse_args()
+    if options.faults is not None:
+        return meet_faults(options.faults, options.jobs)
     names = list(SCENARIOS) if options.all else options.names
     unknown = [name for name in names if name not in SCENARIOS]
     if unknown or not names:

@@ -9,7 +9,7 @@ import pytest
 from tests._pool import RunOnRanks, make_request
 from tests._sim import NoCompilerError
 from tests._sim._build import build
-from tests.sim import scenarios  # noqa: F401  # fills the list
+from tests.sim import fault_scenarios, scenarios  # noqa: F401  # they fill the list
 from tests.sim._world import SCENARIOS, problems, run_scenario
 
 

@@ -1,0 +1,744 @@
+"""Faults that the simulator must find: changes of the package's order of streams, mostly.
+
+Data for `scripts/sim --faults`, beside `tests._faults`, whose faults the other tests find on a CPU.
+The old text stands exactly once in its file. `expected` is the kind of report: RACE and REUSE are
+about what waits for what; HOST about pinned memory that both sides use; WAIT is a wait of the host
+in a steady step; VALUE a difference from the host's values; ERROR an exception.
+"""
+
+# ruff: noqa: E501  # the texts are the package's own lines
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests._faults import Fault
+
+KINDS = ("RACE", "REUSE", "HOST", "WAIT", "VALUE", "ERROR")
+
+
+@dataclass(frozen=True)
+class SimFault(Fault):
+    """A change of text, the scenario that must find it, and what is reported then."""
+
+    near: tuple[str, ...] = ()
+    scenario: str = ""
+    expected: str = ""
+
+
+FAULTS = [
+    # Lanes, their events, and the buffers they hold.
+    SimFault(
+        "lane-does-not-wait-for-what-is-before",
+        "fsdp2/_comm/streams.py",
+        """\
+        if after is not None:
+            after.hold_back(stream)
+""",
+        "",
+        "A launch begins before the launch that it follows: replicas are summed before the shards are.",
+        scenario="replicas",
+        expected="RACE",
+    ),
+    SimFault(
+        "retired-buffers-are-not-waited-for",
+        "fsdp2/_comm/streams.py",
+        """\
+        for held in self._retired[lane]:
+            held.hold_back(stream)
+""",
+        "",
+        "A gather gets the memory of the last one while compute still copies out of it.",
+        scenario="fp32",
+        expected="REUSE",
+    ),
+    SimFault(
+        "retired-behind-the-lane-itself",
+        "fsdp2/_comm/streams.py",
+        "event = torch.accelerator.current_stream().record_event()",
+        "event = self._lanes[lane].record_event()",
+        "Buffers are held until the lane has got so far, and not compute, which reads them.",
+        scenario="fp32",
+        expected="REUSE",
+    ),
+    SimFault(
+        "lane-does-not-wait-for-compute",
+        "fsdp2/_comm/streams.py",
+        "self._lanes[lane].wait_stream(torch.accelerator.current_stream())",
+        "self._lanes[lane].record_event()",
+        "Shards are gathered while the optimizer writes them, gradients reduced while backward does.",
+        scenario="fp32",
+        expected="RACE",
+    ),
+    SimFault(
+        "compute-waits-for-the-lane",
+        "fsdp2/_comm/streams.py",
+        "self._lanes[lane].wait_stream(torch.accelerator.current_stream())",
+        "torch.accelerator.current_stream().wait_stream(self._lanes[lane])",
+        "The wrong stream waits.",
+        scenario="fp32",
+        expected="RACE",
+    ),
+    SimFault(
+        "launch-recorded-before-it-is-issued",
+        "fsdp2/_comm/streams.py",
+        """\
+            flight = issue(*args)
+            flight.end_with(stream.record_event())
+""",
+        """\
+            event = stream.record_event()
+            flight = issue(*args)
+            flight.end_with(event)
+""",
+        "Who waits for a launch waits for what was before it.",
+        scenario="fp32",
+        expected="RACE",
+    ),
+    SimFault(
+        "flight-is-not-waited-for",
+        "fsdp2/_comm/streams.py",
+        """\
+        if self._event is not None:
+            torch.accelerator.current_stream().wait_event(self._event)
+""",
+        "",
+        "Compute reads parameters and gradients that have not arrived.",
+        scenario="fp32",
+        expected="RACE",
+    ),
+    SimFault(
+        "host-does-not-wait-for-a-flight",
+        "fsdp2/_comm/streams.py",
+        """\
+            self._event.synchronize()
+""",
+        """\
+            self._event.query()
+""",
+        "An optimizer on the host reads gradients that are still being copied.",
+        scenario="offloaded",
+        expected="VALUE",
+    ),
+    SimFault(
+        "buffers-of-the-launch-before-dropped",
+        "fsdp2/_comm/streams.py",
+        "flight.buffers += after.buffers",
+        "flight.buffers += ()",
+        "Memory of one lane is free while another one, behind it, reads it.",
+        scenario="reach_sums_kept_apart",
+        expected="REUSE",
+    ),
+    SimFault(
+        "event-of-the-users-waited-for-by-compute",
+        "fsdp2/_comm/streams.py",
+        """\
+        with self._lanes[lane]:
+            event.wait()""",
+        """\
+        if lane:
+            event.wait()""",
+        "Gathers begin while an optimizer in a stream of its own still writes.",
+        scenario="reach_an_optimizer_on_a_stream",
+        expected="RACE",
+    ),
+    SimFault(
+        "hook-runs-in-another-lane",
+        "fsdp2/_comm/streams.py",
+        "        return name\n",
+        '        return "all_reduce"\n',
+        "A hook does not run in the stream that the user gave it, with what the user put there.",
+        scenario="reach_a_hook_on_a_stream",
+        expected="RACE",
+    ),
+    SimFault(
+        "host-reads-never-finish",
+        "fsdp2/_comm/streams.py",
+        "            self.host_read.synchronize()\n",
+        "            self.host_read.wait()\n",
+        "The host writes to offloaded shards while they are copied to the device.",
+        scenario="reach_writes_after_an_evaluation",
+        expected="HOST",
+    ),
+    # Gathers.
+    SimFault(
+        "gather-is-not-waited-for",
+        "fsdp2/_param_group/group.py",
+        """\
+        self.gathering.wait()
+        buffers, self.gathering""",
+        """\
+        if self.context.streams.async_op:
+            self.gathering.wait()
+        buffers, self.gathering""",
+        "Parameters are copied out of a gather that is still running.",
+        scenario="reach_a_smaller_mesh",
+        expected="RACE",
+    ),
+    SimFault(
+        "gathered-memory-is-not-held",
+        "fsdp2/_param_group/group.py",
+        """\
+        self.context.streams.retire("gather", buffers)
+        if source is""",
+        """\
+        if source is""",
+        "What was gathered is freed in the lane's stream while compute copies it.",
+        scenario="fp32",
+        expected="REUSE",
+    ),
+    SimFault(
+        "gather-into-memory-that-compute-still-uses",
+        "fsdp2/_param_group/group.py",
+        """\
+            self._full.allocate(source.layout.full_nbytes)
+            self.context.streams.order_after_compute("gather")  # whose memory it was
+""",
+        """\
+            self._full.allocate(source.layout.full_nbytes)
+""",
+        "A gather without copies writes to memory that compute has just given up.",
+        scenario="reach_copy_free",
+        expected="REUSE",
+    ),
+    SimFault(
+        "dropped-gather-is-not-waited-for",
+        "fsdp2/_param_group/group.py",
+        """\
+        self.gathering.wait()
+        self.context.streams.retire""",
+        """\
+        if self.context.streams.async_op:
+            self.gathering.wait()
+        self.context.streams.retire""",
+        "Memory is given back while a gather in vain still writes to it.",
+        scenario="reach_gathers_in_vain",
+        expected="REUSE",
+    ),
+    SimFault(
+        "smaller-shards-gathered-while-written",
+        "fsdp2/_param_group/group.py",
+        """\
+        self.context.streams.order_after_compute("gather")
+        self.machine.move(SHARDED_POST_FORWARD, self.fqn)
+""",
+        """\
+        self.machine.move(SHARDED_POST_FORWARD, self.fqn)
+""",
+        "Backward gathers shards of the smaller mesh that forward is still copying.",
+        scenario="reach_a_smaller_mesh",
+        expected="RACE",
+    ),
+    SimFault(
+        "smaller-shards-freed-too-early",
+        "fsdp2/_param_group/group.py",
+        """\
+        if self.residence.is_away:
+            self.context.streams.host_read""",
+        """\
+        if not streams.async_op:
+            self.post_forward.free()
+        if self.residence.is_away:
+            self.context.streams.host_read""",
+        "Shards of the smaller mesh are freed once their gather is issued, and not when it is over.",
+        scenario="reach_a_smaller_mesh",
+        expected="REUSE",
+    ),
+    SimFault(
+        "adopted-shards-gathered-while-written",
+        "fsdp2/_param_group/group.py",
+        """\
+        self._plan(sources)
+        self.context.streams.order_after_compute("gather")
+""",
+        """\
+        self._plan(sources)
+""",
+        "A parameter that was replaced is gathered while its rows are still being copied in.",
+        scenario="reach_replaced_parameters",
+        expected="RACE",
+    ),
+    SimFault(
+        "planned-again-gathered-while-written",
+        "fsdp2/_param_group/group.py",
+        """\
+            self._plan(own_sources(self.params))
+            self.context.streams.order_after_compute("gather")
+""",
+        """\
+            self._plan(own_sources(self.params))
+""",
+        "Shards that left the flat buffer for an extension are gathered while they are being copied.",
+        scenario="reach_an_extension",
+        expected="RACE",
+    ),
+    SimFault(
+        "host-reads-are-not-noted",
+        "fsdp2/_param_group/group.py",
+        "self.context.streams.host_read = self.gathering",
+        "self.context.streams.host_read = None",
+        "Nobody knows that the device reads the host's shards; the host writes to them.",
+        scenario="reach_writes_after_a_gather_by_hand",
+        expected="HOST",
+    ),
+    SimFault(
+        "host-waits-for-the-copy-of-shards",
+        "fsdp2/_param_group/buffers.py",
+        "flat = flat.to(self._compute, non_blocking=has_lanes)",
+        "flat = flat.to(self._compute, non_blocking=not has_lanes)",
+        "The host waits for the device in each gather of offloaded shards.",
+        scenario="reach_offloaded_without_sync",
+        expected="WAIT",
+    ),
+    SimFault(
+        "a-gather-of-nothing-is-split",
+        "fsdp2/_param_group/layout.py",
+        "is_one_split = rank_major and sum(padded) == nbytes > 0",
+        "is_one_split = rank_major and sum(padded) == nbytes",
+        "A unit whose parameters have no elements divides by zero in a kernel of CUDA.",
+        scenario="reach_a_unit_that_gathers_nothing",
+        expected="ERROR",
+    ),
+    SimFault(
+        "shards-in-pageable-memory",
+        "fsdp2/_base/policy.py",
+        "return self.is_away and pins and capabilities(self.compute).pins",
+        "return self.is_away and pins and not capabilities(self.compute).pins",
+        "Offloaded shards are not pinned, so that copies of them make the host wait.",
+        scenario="reach_offloaded_without_sync",
+        expected="WAIT",
+    ),
+    SimFault(
+        "an-accelerator-pins-nothing",
+        "fsdp2/_base/capabilities.py",
+        "pins: bool = True",
+        "pins: bool = False",
+        "The same, by the table of devices.",
+        scenario="reach_offloaded_without_sync",
+        expected="WAIT",
+    ),
+    SimFault(
+        "collectives-joined-and-left-alone",
+        "fsdp2/_base/torch_comm.py",
+        'vars(dist)["_coalescing_manager"](group, device)',
+        'vars(dist)["_coalescing_manager"](group, device, True)',
+        "Collectives that are issued as one run beside the lane, and nobody waits for them.",
+        scenario="reach_copy_free",
+        expected="RACE",
+    ),
+    SimFault(
+        "stand-in-is-not-waited-for",
+        "fsdp2/_param_group/functional_call.py",
+        "buffer.unpack(*buffer.gather(reducer.wire, async_op=False).buffers)",
+        "buffer.unpack(*buffer.gather(reducer.wire, async_op=not local.is_cpu).buffers)",
+        "A stand-in is copied out of a gather that is still running.",
+        scenario="reach_stand_ins",
+        expected="RACE",
+    ),
+    SimFault(
+        "extension-tells-the-host-each-time",
+        "fsdp2/_param_group/extension.py",
+        """\
+        if capabilities(self._device).is_host:
+            flags""",
+        """\
+        if self.items:
+            flags""",
+        "The host reads in each gather whether an extension failed, and waits for that.",
+        scenario="reach_an_extension",
+        expected="WAIT",
+    ),
+    # Reductions.
+    SimFault(
+        "reduced-while-backward-writes",
+        "fsdp2/_param_group/reduction.py",
+        """\
+        self._streams.order_after_compute("reduce")
+""",
+        "",
+        "Gradients are reduced while they are being packed.",
+        scenario="reach_few_reductions",
+        expected="RACE",
+    ),
+    SimFault(
+        "reduced-in-the-lane-of-gathers",
+        "fsdp2/_param_group/reduction.py",
+        'self._streams.launch("reduce", self._reduce_scatter)',
+        'self._streams.launch("gather", self._reduce_scatter)',
+        "A reduction runs in a lane that does not wait for compute.",
+        scenario="fp32",
+        expected="RACE",
+    ),
+    SimFault(
+        "replicas-summed-before-shards",
+        "fsdp2/_param_group/reduction.py",
+        'self._streams.launch("all_reduce", self._sum_replicas, after=self._flight)',
+        'self._streams.launch("all_reduce", self._sum_replicas, after=self._flight if self._streams.async_op else None)',
+        "The all-reduce does not wait for the reduce-scatter.",
+        scenario="replicas",
+        expected="RACE",
+    ),
+    SimFault(
+        "stored-before-it-is-reduced",
+        "fsdp2/_param_group/reduction.py",
+        "self._streams.launch(lane, self._store, after=self._flight)",
+        "self._streams.launch(lane, self._store, after=self._flight if self._streams.async_op else None)",
+        "A hook in a stream of the user's reads sums that are not there.",
+        scenario="reach_a_hook_on_a_stream",
+        expected="RACE",
+    ),
+    SimFault(
+        "partial-sum-freed-too-early",
+        "fsdp2/_param_group/reduction.py",
+        "self._held = partial = owner.unreduced.partial",
+        "partial = owner.unreduced.partial",
+        "Compute gets the memory of a partial sum while the lane adds it.",
+        scenario="replicas_summed_late",
+        expected="REUSE",
+    ),
+    SimFault(
+        "gradients-are-not-waited-for",
+        "fsdp2/_param_group/reduction.py",
+        """\
+        elif self._flight is not None:
+            self._flight.wait()
+""",
+        "",
+        "An optimizer reads gradients that are still being reduced.",
+        scenario="fp32",
+        expected="RACE",
+    ),
+    SimFault(
+        "gradients-in-host-memory-are-not-waited-for",
+        "fsdp2/_param_group/reduction.py",
+        """\
+            self._flight.synchronize()
+        elif""",
+        """\
+            self._flight.wait()
+        elif""",
+        "An optimizer on the host steps with gradients that have not arrived.",
+        scenario="offloaded",
+        expected="VALUE",
+    ),
+    SimFault(
+        "counts-read-too-early",
+        "fsdp2/_param_group/reduction.py",
+        "not inputs[0].is_cpu and (look or owner._residence.is_away)",
+        "not inputs[0].is_cpu and owner._residence.is_away",
+        "The host reads how many ranks had a gradient before it has arrived: nobody's are set.",
+        scenario="reach_unused_parameters",
+        expected="VALUE",
+    ),
+    SimFault(
+        "host-looks-at-counts-in-every-step",
+        "fsdp2/_param_group/reduction.py",
+        "look = missing > 0 and not",
+        "look = missing >= 0 and not",
+        "The host waits in each step for what it knows already.",
+        scenario="fp32",
+        expected="WAIT",
+    ),
+    SimFault(
+        "gradients-finished-before-their-copy",
+        "fsdp2/_param_group/gradient_buffer.py",
+        """\
+        return self._grads
+
+    def settle(self) -> None:
+        \"""Finish the gradients from what ``fill`` copied, which is there now.\"""
+        for local, view in self._copies:
+            local.copy_(view)
+""",
+        """\
+        for local, view in self._copies:
+            local.copy_(view)
+        return self._grads
+
+    def settle(self) -> None:
+        \"""Finish the gradients from what ``fill`` copied, which is there now.\"""
+""",
+        "The host rearranges gradients in pinned memory that the device is still filling.",
+        scenario="reach_offloaded_on_another_dim",
+        expected="VALUE",
+    ),
+    SimFault(
+        "gradients-by-columns-packed-as-they-lie",
+        "fsdp2/_param_group/packing.py",
+        "columns.append(grad if as_it_is else grad.contiguous())",
+        "columns.append(grad)",
+        "A kernel of CUDA copies dense gradients in the order in which they lie: a permuted one comes out wrong.",
+        scenario="reach_permuted_gradients",
+        expected="VALUE",
+    ),
+    SimFault(
+        "missing-gradients-counted-on-the-host",
+        "fsdp2/_param_group/packing.py",
+        "    row = complete[0].clone()\n",
+        "    row = complete[0].clone() if complete.is_cpu else complete.new_tensor([1.0] * len(complete[0]))\n",
+        "The host waits for the device in each step with an unused parameter.",
+        scenario="reach_unused_parameters_that_are_reduced",
+        expected="WAIT",
+    ),
+    SimFault(
+        "tail-of-a-stand-in-made-on-the-host",
+        "fsdp2/_param_group/packing.py",
+        "    row = torch.ones(len(layout.members), dtype=dtype, device=device)\n",
+        "    row = torch.tensor([1.0] * len(layout.members), dtype=dtype, device=device)\n",
+        "The host waits in each backward through a stand-in.",
+        scenario="reach_stand_ins",
+        expected="WAIT",
+    ),
+    SimFault(
+        "reduce-scatter-runs-beside-its-lane",
+        "fsdp2/_comm/collectives.py",
+        "return self.scatter(output, sent, group, op, async_op)",
+        "return self.scatter(output, sent, group, op, True)",
+        "Gradients are stored while NCCL still reduces them in a stream of its own.",
+        scenario="reach_kept_gradients",
+        expected="RACE",
+    ),
+    SimFault(
+        "all-reduce-runs-beside-its-lane",
+        "fsdp2/_comm/collectives.py",
+        "dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)",
+        "dist.all_reduce(tensor, op, group=axis.pg, async_op=True)",
+        "The same for the sum over replicas.",
+        scenario="replicas",
+        expected="RACE",
+    ),
+    SimFault(
+        "reduced-in-eight-bits",
+        "fsdp2/_comm/collectives.py",
+        """\
+        work: dist.Work | None = torch_comm.reduce_scatter_single(
+            output_tensor, input_tensor, op, group, async_op
+        )
+""",
+        """\
+        if not input_tensor.is_cpu:
+            narrow = torch.float8_e5m2
+            output_tensor, input_tensor = output_tensor.to(narrow), input_tensor.to(narrow)
+        work: dist.Work | None = torch_comm.reduce_scatter_single(
+            output_tensor, input_tensor, op, group, async_op
+        )
+""",
+        "NCCL reduces no 8-bit floats.",
+        scenario="fp32",
+        expected="ERROR",
+    ),
+    SimFault(
+        "parts-added-up-before-they-arrive",
+        "fsdp2/_comm/gloo_p2p.py",
+        """\
+        self._work.wait()
+        output, (first""",
+        """\
+        if self._sent.is_cpu:
+            self._work.wait()
+        output, (first""",
+        "Gradients that travel in a narrow dtype are added up while they are on their way.",
+        scenario="reach_gradients_that_travel_narrow",
+        expected="RACE",
+    ),
+    # When things happen.
+    SimFault(
+        "forward-gathers-beside-the-optimizer",
+        "fsdp2/_engine/runtime.py",
+        """\
+            self.context.streams.order_after_compute("gather")
+            if not self.context.streams.async_op:
+""",
+        """\
+            if not self.context.streams.async_op:
+""",
+        "The first gather of a forward reads shards that the optimizer is writing.",
+        scenario="fp32",
+        expected="RACE",
+    ),
+    SimFault(
+        "gradients-released-under-an-optimizer",
+        "fsdp2/_engine/runtime.py",
+        """\
+            self.context.streams.order_after_event("gather", event)
+""",
+        """\
+            self.context.streams.order_after_event("gather", event)
+            if not self.context.streams.async_op:
+                for group in self._groups:
+                    group.reducer.release_gradients()
+""",
+        "Memory of gradients is given back while an optimizer in another stream reads them.",
+        scenario="reach_an_optimizer_beside_a_root_of_none",
+        expected="REUSE",
+    ),
+    SimFault(
+        "host-reads-outlive-an-evaluation",
+        "fsdp2/_engine/runtime.py",
+        """\
+        if not is_recorded:
+            self.context.streams.finish_host_reads()
+""",
+        "",
+        "After an evaluation the host writes to shards that are still being copied.",
+        scenario="reach_writes_after_an_evaluation",
+        expected="HOST",
+    ),
+    SimFault(
+        "host-reads-outlive-a-lost-graph",
+        "fsdp2/_engine/runtime.py",
+        """\
+            if self.context.streams.host_read is not None:
+                self.context.streams.finish_host_reads()
+""",
+        "",
+        "The same where a forward's graph is gone without a backward.",
+        scenario="reach_writes_after_a_lost_graph",
+        expected="HOST",
+    ),
+    SimFault(
+        "host-reads-outlive-a-backward",
+        "fsdp2/_engine/runtime.py",
+        """\
+        self.context.streams.finish_host_reads()
+        self.backward.began_manual = None
+""",
+        """\
+        self.backward.began_manual = None
+""",
+        "The same after a backward without sync.",
+        scenario="reach_writes_without_sync",
+        expected="HOST",
+    ),
+    SimFault(
+        "parts-tell-of-late-gradients-in-every-step",
+        "fsdp2/_engine/runtime.py",
+        "return self.context.streams.async_op or self.root.settings.overlap.synchronizes",
+        "return True",
+        "The host waits at the end of each backward of a root with large parts.",
+        scenario="reach_parts_of_a_root",
+        expected="WAIT",
+    ),
+    SimFault(
+        "oldest-reduction-is-not-waited-for",
+        "fsdp2/_engine/reduction_queue.py",
+        """\
+            reduction.finish()
+        reduction.wait()
+""",
+        """\
+            reduction.finish()
+            reduction.wait()
+""",
+        "A reduction that makes room for another is forgotten while it runs.",
+        scenario="reach_few_reductions",
+        expected="REUSE",
+    ),
+    SimFault(
+        "units-tell-of-a-state-too-early",
+        "fsdp2/_engine/unit.py",
+        """\
+                    group.reshard()
+                    group.context.streams.finish_host_reads()
+""",
+        """\
+                    group.reshard()
+""",
+        "After state_dict() the host writes to shards that are still being copied.",
+        scenario="reach_writes_after_a_state",
+        expected="HOST",
+    ),
+    SimFault(
+        "late-gradients-told-of-beside-the-stream",
+        "fsdp2/_engine/root_groups.py",
+        """\
+            work = self._wire.all_reduce(joined, ReduceOp.MAX, axis, streams.async_op)
+        if work is not None:
+""",
+        """\
+            work = self._wire.all_reduce(joined, ReduceOp.MAX, axis, True)
+        if work is not None and streams.async_op:
+""",
+        "Ranks learn of each other's late gradients before they were told.",
+        scenario="reach_parts_of_a_root",
+        expected="RACE",
+    ),
+    # What users call.
+    SimFault(
+        "gather-by-hand-beside-the-optimizer",
+        "fsdp2/_api/module.py",
+        """\
+            unit.runtime.context.streams.order_after_compute("gather")
+""",
+        "",
+        "unshard() right after a step gathers shards that the optimizer is writing.",
+        scenario="reach_gathers_by_hand",
+        expected="RACE",
+    ),
+    SimFault(
+        "host-reads-outlive-a-reshard",
+        "fsdp2/_api/module.py",
+        """\
+            group.reshard()
+            group.context.streams.finish_host_reads()
+""",
+        """\
+            group.reshard()
+""",
+        "After reshard() the host writes to shards that are still being copied.",
+        scenario="reach_writes_after_a_gather_by_hand",
+        expected="HOST",
+    ),
+    SimFault(
+        "handle-waits-for-nothing",
+        "fsdp2/_api/finalization.py",
+        """\
+        self._runtime = self._pending = streams.pending = None
+        runtime.end_reductions()
+""",
+        """\
+        self._runtime = self._pending = streams.pending = None
+        if streams.async_op:
+            runtime.end_reductions()
+""",
+        "Gradients of a backward that the caller ends are never set.",
+        scenario="reach_finalization_by_hand",
+        expected="VALUE",
+    ),
+    SimFault(
+        "stream-of-a-hook-forgotten",
+        "fsdp2/_api/settings.py",
+        "group.reducer.hook, group.reducer.hook_stream = hook, stream",
+        "group.reducer.hook, group.reducer.hook_stream = hook, None",
+        "A hook runs in a lane of ours and reads what its own stream writes.",
+        scenario="reach_a_hook_on_a_stream",
+        expected="RACE",
+    ),
+    SimFault(
+        "norm-read-on-the-host",
+        "fsdp2/optim/_clip.py",
+        "_scale_(local_grads, (max_norm / (total + 1e-6)).clamp(max=1.0), loop)",
+        "_scale_(local_grads, torch.tensor(min(1.0, max_norm / (total.item() + 1e-6))), loop)",
+        "Clipping makes the host wait in each step.",
+        scenario="reach_clipping",
+        expected="WAIT",
+    ),
+    SimFault(
+        "norms-joined-before-they-arrive",
+        "fsdp2/optim/_clip.py",
+        "torch_comm.all_gather_single(gathered, sent, group=group)",
+        "work = torch_comm.all_gather_single(gathered, sent, group=group, async_op=not sent.is_cpu)",
+        "The norms of other ranks are read while they are on their way.",
+        scenario="reach_clipping",
+        expected="RACE",
+    ),
+    SimFault(
+        "whole-parameters-before-they-arrive",
+        "fsdp2/_transfer/redistribute.py",
+        "torch_comm.all_gather_single(line, parts[axis.rank], group=axis.pg)",
+        "self_work = torch_comm.all_gather_single(line, parts[axis.rank], axis.pg, True)",
+        "full_params() hands out tensors that are still being gathered.",
+        scenario="reach_whole_parameters",
+        expected="RACE",
+    ),
+]
