@@ -8,8 +8,10 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests._pool import RankPool, _Run, make_request
 from tests._rank import PRELOADED
@@ -18,7 +20,8 @@ from tests._sim._build import build
 from tests.sim import fault_scenarios, scenarios  # noqa: F401  # they fill the list
 from tests.sim._faults import FAULTS
 from tests.sim._plant import Verdict, planting
-from tests.sim._world import SCENARIOS, Report, problems, run_scenario
+from tests.sim._coverage import measure, trace_scenario
+from tests.sim._world import SCENARIOS, problems, run_scenario
 
 LIMIT_S = 120.0
 
@@ -31,11 +34,13 @@ def write_report(name: str, folder: str, rank: int) -> None:
 write_report.body = write_report  # type: ignore[attr-defined]  # what a rank looks for
 
 
-def run(pool: RankPool, name: str) -> tuple[list[Report], str]:
-    """Return the reports of all ranks, and what went wrong where there are none."""
+def run(
+    pool: RankPool, name: str, body: Callable[..., None] = write_report
+) -> tuple[list[Any], str]:
+    """Return what a body left on each rank, and what went wrong where there is none."""
     with tempfile.TemporaryDirectory() as folder:
         request = make_request(
-            write_report,
+            body,
             f"sim-{name}",
             SCENARIOS[name].ranks,
             {"name": name, "folder": folder},
@@ -46,6 +51,56 @@ def run(pool: RankPool, name: str) -> tuple[list[Report], str]:
         files = sorted(Path(folder).iterdir())
         reports = [pickle.loads(file.read_bytes()) for file in files]
     return reports, "" if outcome.kind == "passed" else outcome.text
+
+
+@contextmanager
+def rank_pool() -> Iterator[RankPool]:
+    os.environ[PRELOADED] = "tests.sim._run"
+    ranks = _Run(notes_reach=False, patience=1.0)
+    pool = RankPool(ranks)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        ranks.close()
+
+
+def run_all(pool: RankPool, names: Sequence[str]) -> int:
+    """Run scenarios and print what was found; 1 if one is not clean."""
+    failed = []
+    print(
+        f"{'scenario':<40} {'ranks':>5} {'operations':>10} {'accesses':>9} {'found':>6} "
+        f"{'waits':>6} {'difference':>10} {'s':>5}"
+    )
+    for name in names:
+        begun = time.monotonic()
+        reports, wrong = run(pool, name)
+        told = wrong or "\n\n".join(filter(None, map(problems, reports)))
+        seconds = time.monotonic() - begun
+        if reports:
+            worst = max(report.difference for report in reports)
+            found = sum(len(report.reports) for report in reports)
+            waits = sum(wait.times for report in reports for wait in report.waits)
+            print(
+                f"{name:<40} {len(reports):>5} {reports[0].operations:>10} "
+                f"{reports[0].accesses:>9} {found:>6} {waits:>6} {worst:>10.1e} {seconds:>5.1f}"
+            )
+        if told:
+            failed.append(name)
+            print(f"{name}: FAILED\n\n{told}\n")
+    print(
+        f"{len(names)} scenarios, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}"
+    )
+    return 1 if failed else 0
+
+
+def print_coverage(pool: RankPool, names: Sequence[str]) -> int:
+    """Say which lines only a device executes, and which of them no scenario does."""
+    coverage = measure(names, lambda name: run(pool, name, trace_scenario))
+    print("\n".join(coverage.listing()))
+    print()
+    print("\n".join(coverage.table()))
+    return 0
 
 
 def meet_faults(names: Sequence[str], jobs: int) -> int:
@@ -96,10 +151,14 @@ def main() -> int:
         "--faults", nargs="*", metavar="NAME", help="plant faults, say what is reported of each"
     )
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    parser.add_argument(
+        "--coverage", action="store_true", help="which lines of a device's scenarios run"
+    )
     options = parser.parse_args()
     if options.faults is not None:
         return meet_faults(options.faults, options.jobs)
-    names = list(SCENARIOS) if options.all else options.names
+    everything = options.all or (options.coverage and not options.names)
+    names = list(SCENARIOS) if everything else options.names
     unknown = [name for name in names if name not in SCENARIOS]
     if unknown or not names:
         print("\n".join(SCENARIOS))
@@ -110,35 +169,5 @@ def main() -> int:
     except NoCompilerError as reason:
         print(f"no simulator: {reason}", file=sys.stderr)
         return 2
-    os.environ[PRELOADED] = "tests.sim._run"
-    ranks = _Run(notes_reach=False, patience=1.0)
-    pool = RankPool(ranks)
-    failed = []
-    print(
-        f"{'scenario':<36} {'ranks':>5} {'operations':>10} {'accesses':>9} {'found':>6} "
-        f"{'waits':>6} {'difference':>10} {'s':>5}"
-    )
-    try:
-        for name in names:
-            begun = time.monotonic()
-            reports, wrong = run(pool, name)
-            told = wrong or "\n\n".join(filter(None, map(problems, reports)))
-            seconds = time.monotonic() - begun
-            if reports:
-                worst = max(report.difference for report in reports)
-                found = sum(len(report.reports) for report in reports)
-                waits = sum(wait.times for report in reports for wait in report.waits)
-                print(
-                    f"{name:<36} {len(reports):>5} {reports[0].operations:>10} "
-                    f"{reports[0].accesses:>9} {found:>6} {waits:>6} {worst:>10.1e} {seconds:>5.1f}"
-                )
-            if told:
-                failed.append(name)
-                print(f"{name}: FAILED\n\n{told}\n")
-    finally:
-        pool.close()
-        ranks.close()
-    print(
-        f"{len(names)} scenarios, {len(failed)} failed{': ' + ', '.join(failed) if failed else ''}"
-    )
-    return 1 if failed else 0
+    with rank_pool() as pool:
+        return print_coverage(pool, names) if options.coverage else run_all(pool, names)
