@@ -568,8 +568,8 @@ class Reduction:
         self._drop()
 
     def _drop(self) -> None:
-        if self._flight is not None and self._packed_on is not None:
-            if self._packed_on != self._streams.current():
-                self._flight.hold_back(self._packed_on)
+        flight, packed_on = self._flight, self._packed_on
+        if flight is not None and packed_on not in (None, self._streams.current()):
+            flight.hold_back(packed_on)
         self._inputs = []
         self._flight = self._reduced = self._held = self._grads = None

@@ -1,9 +1,9 @@
 """Which lines of the package only a device executes, and whether a scenario does: `--coverage`.
 
 Two views. What *ran*: a trace hook notes the lines of the package in each world of each scenario;
-some ran in the simulated one alone. What *could* run: branches that a CPU cannot take, read from the
-source (`device_only`). A statement in such a branch that no scenario ran is listed with its text.
-Decisions within a line (``a if x.is_cpu else b``) are counted as one statement.
+some ran in the simulated one alone. What *could* run: branches that a CPU cannot take, read from
+the source (`device_only`). A statement in such a branch that no scenario ran is listed with its
+text. Decisions within a line (``a if x.is_cpu else b``) are counted as one statement.
 """
 
 from __future__ import annotations
@@ -164,9 +164,12 @@ class _Reader:
         tree = ast.parse(self.source)
         self._block(tree.body, False)
         for node in ast.walk(tree):
-            if isinstance(node, ast.IfExp) and self._value(node.test) is not None:
-                if not any(each.first <= node.lineno <= each.last for each in self.found):
-                    self._add(node)
+            if (
+                isinstance(node, ast.IfExp)
+                and self._value(node.test) is not None
+                and not any(each.first <= node.lineno <= each.last for each in self.found)
+            ):
+                self._add(node)
         return self.found
 
     def _block(self, body: Sequence[ast.stmt], is_device: bool) -> None:
@@ -201,12 +204,9 @@ class _Reader:
                 self._block(handler.body, is_device)
 
     def _add(self, statement: ast.stmt | ast.IfExp) -> None:
-        body = getattr(statement, "body", None)
-        last = (
-            body[0].lineno - 1
-            if isinstance(body, list)
-            else statement.end_lineno or statement.lineno
-        )
+        body, last = getattr(statement, "body", None), statement.end_lineno or statement.lineno
+        if isinstance(body, list):
+            last = body[0].lineno - 1
         text = " ".join(line.strip() for line in self._lines[statement.lineno - 1 : last])
         last = max(last, statement.lineno)
         self.found.append(Statement(self.file, statement.lineno, last, text))

@@ -84,15 +84,26 @@ FAULTS = [
         "fsdp2/_comm/streams.py",
         """\
             flight = issue(*args)
+            flight.wait()  # a work that a collective of the user's returned, unasked
             flight.end_with(stream.record_event())
 """,
         """\
             event = stream.record_event()
             flight = issue(*args)
+            flight.wait()
             flight.end_with(event)
 """,
         "Who waits for a launch waits for what was before it.",
         scenario="fp32",
+        expected="RACE",
+    ),
+    SimFault(
+        "work-of-the-users-is-not-waited-for",
+        "fsdp2/_comm/streams.py",
+        "            flight.wait()  # a work that a collective of the user's returned, unasked\n",
+        "",
+        "A collective of the user's runs beside its lane, and what is behind it does not wait.",
+        scenario="reach_custom_collectives",
         expected="RACE",
     ),
     SimFault(
@@ -488,24 +499,6 @@ FAULTS = [
         "The host waits in each backward through a stand-in.",
         scenario="reach_stand_ins",
         expected="WAIT",
-    ),
-    SimFault(
-        "reduce-scatter-runs-beside-its-lane",
-        "fsdp2/_comm/collectives.py",
-        "return self.scatter(output, sent, group, op, async_op)",
-        "return self.scatter(output, sent, group, op, True)",
-        "Gradients are stored while NCCL still reduces them in a stream of its own.",
-        scenario="reach_kept_gradients",
-        expected="RACE",
-    ),
-    SimFault(
-        "all-reduce-runs-beside-its-lane",
-        "fsdp2/_comm/collectives.py",
-        "dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)",
-        "dist.all_reduce(tensor, op, group=axis.pg, async_op=True)",
-        "The same for the sum over replicas.",
-        scenario="replicas",
-        expected="RACE",
     ),
     SimFault(
         "reduced-in-eight-bits",

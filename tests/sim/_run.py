@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests._mutants import ROOT, plant
 from tests._pool import RankPool, _Run, make_request
 from tests._rank import PRELOADED
 from tests._sim import NoCompilerError
 from tests._sim._build import build
 from tests.sim import fault_scenarios, scenarios  # noqa: F401  # they fill the list
+from tests.sim._coverage import measure, trace_scenario
 from tests.sim._faults import FAULTS
 from tests.sim._plant import Verdict, planting
-from tests.sim._coverage import measure, trace_scenario
 from tests.sim._world import SCENARIOS, problems, run_scenario
 
 LIMIT_S = 120.0
@@ -110,6 +111,8 @@ def meet_faults(names: Sequence[str], jobs: int) -> int:
         print(f"no such fault: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     faults = [fault for fault in FAULTS if not names or fault.name in names]
+    for fault in faults:
+        plant(fault, (ROOT / fault.file).read_text())  # or it says which text is not there
     try:
         build()
     except NoCompilerError as reason:

@@ -1,4 +1,4 @@
-"""Promise: what only a device executes is found by branches, and lines in autograd's threads too."""
+"""Promise: branches tell which statements of the package a CPU cannot reach."""
 
 from __future__ import annotations
 
