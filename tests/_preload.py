@@ -41,8 +41,8 @@ for name in ("tests._parity", *filter(None, os.environ.get(PRELOADED, "").split(
 
 if DEVICE == "cpu" and {"tests._traced", "tests.behaviour.test_composition"} & set(sys.modules):
     # The first call of a compiler loads 600 modules and builds its tables: two seconds a rank.
-    # Autograd starts threads in a build with CUDA, and a process that has them cannot be forked. And
-    # it counts devices once: the simulated one is known to some of the ranks, and not yet here.
+    # Autograd starts threads in a build with CUDA, and a process that has them cannot be forked.
+    # And it counts devices once: the simulated one is known to some ranks, and not yet here.
     may_train = torch.version.cuda is None and "tests.sim" not in sys.modules
 
     def warm(*, backend: str) -> None:

@@ -86,6 +86,7 @@ class ShardBuffer:
         self._inputs: list[Tensor] = []  # what each collective sends, if nothing is cast
         self._landing: Landing | None = None
         self._seen, self._expected = self.flat[:0], b""  # all ranks' stamps, as bytes
+        self._code: Tensor | None = None  # the stamp, where the shards are
         self.tail_nbytes = 0  # what extended parameters add to each rank's part
         self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
         self._is_one_cast = (
@@ -96,12 +97,11 @@ class ShardBuffer:
     def write_stamp(self) -> None:
         """Put the stamp behind the parameters, where the all-gather takes it along."""
         if self.stamp is not None and not self.flat.is_meta:
-            self.shards[-1].copy_(self._code)
-
-    @property
-    def _code(self) -> Tensor:
-        assert self.stamp is not None
-        return torch.tensor(self.stamp.code, dtype=torch.float32, device="cpu")
+            code = self._code
+            if code is None:  # kept: to bring it to a device lets the host wait
+                code = torch.tensor(self.stamp.code, dtype=torch.float32, device=self.flat.device)
+                self._code = code
+            self.shards[-1].copy_(code)
 
     def span(self, index: int) -> Span:
         """Say where the shard of an item lies."""
@@ -112,9 +112,11 @@ class ShardBuffer:
     def take_stamp(self) -> None:
         """Send and expect the number that the stamp has now."""
         if self.stamp is not None:
+            self._code = None
             if self.flat.untyped_storage().nbytes():  # else it is written with the shards
                 self.write_stamp()
-            code = self._code.to(self.layout.items[-1].compute_dtype)
+            code = torch.tensor(self.stamp.code, dtype=torch.float32, device="cpu")
+            code = code.to(self.layout.items[-1].compute_dtype)
             self._expected = bytes(code.view(torch.uint8).tolist()) * self.axis.size
             if self.stamp.seen is not None:
                 self._look_late()

@@ -25,6 +25,8 @@ from tests._parity import whole
 from tests.sim._streams import NoEvent, NoStream, OwnEvent, OwnStream
 
 TOLERANCE = 1e-6  # of fp32, relative to the largest value; other dtypes have their own eps
+UNSTEADY = 3
+"""Steps in which a program is learnt: what comes next, and how ranks take turns."""
 Values = Mapping[str, Tensor]
 Program = Callable[["World"], Values]
 
@@ -100,8 +102,8 @@ class World:
             if times:
                 self.waits.append(_sim.Found(found.kind, found.text, times))
 
-    def steps(self, count: int, unsteady: int = 2) -> Iterator[int]:
-        """Count steps; from the third on they are steady, and the host may not wait in them."""
+    def steps(self, count: int, unsteady: int = UNSTEADY) -> Iterator[int]:
+        """Count steps; those behind the first few are steady: the host may not wait in them."""
         for step in range(count):
             if step < unsteady:
                 yield step

@@ -1,6 +1,6 @@
 """The scenarios: what users do with sharded models, each on the simulated device.
 
-Every scenario trains a few steps and returns its parameters. Steps from the third on are steady:
+Every scenario trains a few steps and returns its parameters. Steps from the fourth on are steady:
 there the host may not wait for the device. The files are by subject; importing this package fills
 the list.
 """

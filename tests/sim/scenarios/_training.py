@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from tests._models import CASES, WIDTH, Case, each_block, loss_of, stack
-from tests.sim._world import Values, World
+from tests.sim._world import UNSTEADY, Values, World
 
 STACK = stack()
 ROWS = 3  # of a rank's batch
@@ -36,7 +36,7 @@ class Training:
     inputs: list[Tensor]
     count: int
 
-    def steps(self, unsteady: int = 2) -> Iterator[int]:
+    def steps(self, unsteady: int = UNSTEADY) -> Iterator[int]:
         return self.world.steps(self.count, unsteady)
 
     def update(self) -> None:
