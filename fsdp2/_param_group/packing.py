@@ -158,7 +158,11 @@ def pack_gradients(
         if shard.padded_numel == 0:
             continue
         if grad is None:
-            grad = behind.new_zeros(()).expand(shard.shape)
+            grad = (
+                behind.new_zeros(()).expand(shard.shape)
+                if as_it_is
+                else behind.new_zeros(shard.shape)
+            )
         if layout.slotted[position]:
             slots = grad.new_zeros((layout.size, shard.numel))
             slots[rank] = grad.reshape(-1)
