@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Iterable
 
@@ -57,6 +58,7 @@ class Backward:
         self.with_graph = False  # it creates a graph
         self.began_manual: bool | None = None  # the mode of those since the last end; None: no one
         self.callback: weakref.ref[EndOfBackward] | None = None  # None: none is running
+        self.dropping = threading.RLock()  # of a device, autograd's thread lets go of a backward
 
     def forget_places(self) -> None:
         self.open.clear()
@@ -510,8 +512,9 @@ class Runtime:
             raise
 
     def _drop_backward(self, number: int) -> None:
-        if number == self.backward.number:
-            self.abandon_backward()
+        with self.backward.dropping:
+            if number == self.backward.number:
+                self.abandon_backward()
 
     def abandon_backward(self) -> None:
         """The running backward raised. The next forward recovers; parameters are sharded at once.
@@ -541,6 +544,8 @@ class Runtime:
             for group in self._groups:
                 group.forget_step()
             raise StateError(broken)
+        with self.backward.dropping:  # that thread may be late: what it drops is over by now
+            self.backward.number += 1
         self.reductions.drop()
         self.backward.forget_places()
         for unit in self.units:

@@ -291,3 +291,25 @@ def test_what_wants_an_idle_model_recovers_a_failed_one(phase: str, rank: int) -
     with fsdp2.no_sync(pair.model):
         pass
     pair.train(steps=2)
+
+
+@ranks(2)
+def test_a_failed_backward_that_is_dropped_late() -> None:
+    """On a device another thread lets go of it, perhaps while the next forward runs already."""
+    pair = Pair("stack", mesh=make_mesh())
+    pair.train(1)
+    runtime = fsdp2.fully_shard.state(pair.model).runtime  # type: ignore[union-attr]  # it is one
+    with failing(pair.model.blocks[1], "backward"), pytest.raises(ProvokedError):
+        pair.run(pair.model, pair.local(pair.batch())).backward()
+    number = runtime.backward.number
+    pair.model.zero_grad()
+    dropped = []
+
+    def drop(*_: Any) -> None:
+        runtime._drop_backward(number)
+        dropped.append(number)
+
+    handle = pair.model.inp.register_forward_pre_hook(drop)
+    pair.train(1)
+    handle.remove()
+    assert dropped
