@@ -198,6 +198,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
             unit.runtime.context.streams.order_after_compute("gather")
+        else:
+            unit.have_lanes()
         groups = unit.own_groups
         for group in groups:
             group.inspect()

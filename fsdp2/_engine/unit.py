@@ -27,7 +27,7 @@ from fsdp2._base.events import IDLE
 from fsdp2._base.names import clean
 from fsdp2._base.policy import Settings
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._comm.streams import StepContext, Streams
+from fsdp2._comm.streams import StepContext, Streams, streams_for
 from fsdp2._engine.precision import Precision
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SHARDED, FSDPParam
@@ -217,6 +217,14 @@ class Unit:
             p is not None and torch_autograd.computes_gradient(p) for p in trainable
         ):
             self.may_lose_gradients = True
+
+    def have_lanes(self) -> None:
+        """Let a gather by hand run as those of steps do, before the first forward."""
+        if self.streams is None:
+            self.streams = streams_for(self.device)
+        for group in self.own_groups:
+            group.context.streams = self.streams
+        self.streams.order_after_compute("gather")
 
     def reshard_if_idle(self, *_: Any, **__: Any) -> None:
         """Register sharded parameters, before ``state_dict`` for one (a hook)."""
