@@ -132,6 +132,9 @@ class Streams:
         """Let a lane wait for an event of the user's; here, the host does."""
         event.synchronize()
 
+    def hold_back(self, stream: torch.Stream | None) -> None:
+        """Let a stream whose memory compute has used, and gives back, wait for compute."""
+
     def finish_host_reads(self) -> None:
         """Make the host wait until nothing reads its memory, which the user may write to then."""
         if self.host_read is not None:
@@ -202,6 +205,11 @@ class DeviceStreams(Streams):
     def order_after_event(self, lane: str, event: torch.Event) -> None:
         with self._lanes[lane]:
             event.wait()  # its own method: a stream takes a torch.cuda.Event, and waits for nothing
+
+    def hold_back(self, stream: torch.Stream | None) -> None:
+        current = torch.accelerator.current_stream()
+        if stream is not None and stream != current:
+            stream.wait_stream(current)
 
     def lane_of(self, stream: torch.Stream) -> str:
         name = f"stream {stream.stream_id}"

@@ -313,16 +313,17 @@ class FullBuffer:
         self.number = torch_tensors.number_of(self._storage)  # to count who holds it
         self.has_memory = True  # the state of the group does not tell: a gather may fill it
         self.keeps_memory = False  # the user wants it to stay at one address
+        self.stream: torch.Stream | None = None  # whose memory it is
 
     @property
     def nbytes(self) -> int:
         return self.flat.nbytes
 
-    def allocate(self, nbytes: int) -> None:
+    def allocate(self, nbytes: int, stream: torch.Stream | None = None) -> None:
         if self.has_memory and self._storage.nbytes() == nbytes:
             return
         self._storage.resize_(nbytes)
-        self.has_memory = True
+        self.has_memory, self.stream = True, stream
 
     def free(self) -> None:
         """Give the memory back, unless it is to stay; what it holds counts as gone."""

@@ -537,7 +537,7 @@ class ParamGroup:
         wire = self.reducer.wire
         if source.layout.zero_copy and source.gathers_zero_copy(wire):
             assert self._full is not None
-            self._full.allocate(source.layout.full_nbytes)
+            self._full.allocate(source.layout.full_nbytes, self.context.streams.current())
             self.context.streams.order_after_compute("gather")  # whose memory it was
         gather = self._gather_extended if self._tail.items else source.gather
         streams = self.context.streams
@@ -570,7 +570,7 @@ class ParamGroup:
         self.gathering.wait()
         buffers, self.gathering = self.gathering.buffers, None
         if not self._full.has_memory:
-            self._full.allocate(source.layout.full_nbytes)
+            self._full.allocate(source.layout.full_nbytes, self.context.streams.current())
         try:
             source.unpack(*buffers)
             if self._tail.items:
@@ -633,6 +633,7 @@ class ParamGroup:
             assert self._full is not None
             self.machine.move(SHARDED, self.fqn)
             self._register(SHARDED)
+            self.context.streams.hold_back(self._full.stream)
             self._full.free()
 
     def is_unread(self) -> bool:
@@ -666,6 +667,7 @@ class ParamGroup:
 
     def _give_up_full(self) -> None:
         assert self._full is not None
+        self.context.streams.hold_back(self._full.stream)
         self._full.free()
         if self._tail.items:
             self._tail.free()
