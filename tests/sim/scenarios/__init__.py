@@ -6,6 +6,7 @@ the list.
 """
 
 from tests.sim.scenarios import (
+    combined,
     comms,
     compiled,
     control,
@@ -23,6 +24,7 @@ from tests.sim.scenarios import (
 )
 
 __all__ = [
+    "combined",
     "comms",
     "compiled",
     "control",

@@ -155,3 +155,18 @@ def offloaded_with_adamw(world: World) -> Values:
 def offloaded_and_not_contiguous(world: World) -> Values:
     assert CASES["non_contiguous"]
     return train_case(world, "non_contiguous", offload_policy=CPUOffloadPolicy())
+
+
+@scenario(2, may_wait=WRITES)
+def offloaded_and_gathered_before_the_first_forward(world: World) -> Values:
+    """A unit that has no root yet is gathered by hand, and then the host writes to its shards."""
+    run = training(world, offload_policy=CPUOffloadPolicy())
+    for block in run.model.blocks:
+        block.unshard(async_op=True).wait()
+        block.reshard()
+        for param in block.parameters():
+            param.detach().to_local().mul_(1.25)
+    for step in run.steps():
+        learn(run.model, run.inputs[step])
+        run.update()
+    return run.values()
