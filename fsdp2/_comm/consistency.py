@@ -114,6 +114,45 @@ class Operation:
         return Wire() if wire is None or (wire.is_custom and not self.is_custom) else wire
 
 
+class Enqueued:
+    """What a device was given up to here, as a work."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream().wait_event(self._event)
+
+
+class _Streams(threading.local):
+    """The stream of each thread in which a device is asked what others want."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, torch.Stream] = {}
+
+
+_streams = _Streams()
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[tuple[bool, Callable[[Any], Any]]]:
+    """Issue what is inside beside the compute, which must not wait for ranks that never come.
+
+    Yields if works are asked for, and what makes a work of what was issued.
+    """
+    if device == HOST:
+        yield True, lambda work: work
+        return
+    stream = _streams.of.get(device)
+    if stream is None:
+        stream = _streams.of[device] = torch.Stream(device)
+    with stream:
+        yield False, lambda _work: Enqueued(stream.record_event())
+
+
 @dataclass(frozen=True)
 class Sent:
     """An issued collective, and the memory that it works on."""
@@ -208,20 +247,20 @@ class Agreement:
 
     @staticmethod
     def send_number(number: int, axis: MeshAxis, device: torch.device) -> Sent:
-        own = torch.tensor([number], dtype=torch.int64, device=device)
-        received = torch.full((axis.size,), -1, dtype=torch.int64, device=device)
-        with torch_modes.hidden_from_modes():
-            work = torch_comm.all_gather_single(received, own, axis.pg, True)
-            return Sent(received, [(received, own)], work)
+        with torch_modes.hidden_from_modes(), _beside(device) as (async_op, end):
+            own = torch.tensor([number], dtype=torch.int64, device=device)
+            received = torch.full((axis.size,), -1, dtype=torch.int64, device=device)
+            work = torch_comm.all_gather_single(received, own, axis.pg, async_op)
+            return Sent(received, [(received, own)], end(work))
 
     @staticmethod
     def send_stamp(expected: Operation, number: int, axis: MeshAxis) -> Sent:
         wire, dtype, seen_as = expected.sender, expected.dtype, expected.seen_as
         first, *others = expected.numels
         device = expected.device
-        code = torch.tensor(stamp_of(expected.kind, number), dtype=torch.float32, device=device)
-        at = slice(expected.stamp, expected.stamp + len(code))
-        with torch_modes.hidden_from_modes():
+        with torch_modes.hidden_from_modes(), _beside(device) as (async_op, end):
+            code = torch.tensor(stamp_of(expected.kind, number), dtype=torch.float32, device=device)
+            at = slice(expected.stamp, expected.stamp + len(code))
             if expected.kind == "gather":
                 own = torch.zeros(first, dtype=dtype, device=device)
                 own.view(seen_as)[at] = code.to(seen_as)
@@ -229,7 +268,7 @@ class Agreement:
                 for numel in others:
                     gathered = torch.empty(axis.size * numel, dtype=dtype, device=device)
                     pairs.append((gathered, own.new_zeros(numel)))
-                work = wire.all_gather_each(pairs, axis, True)
+                work = wire.all_gather_each(pairs, axis, async_op)
             elif expected.kind == "reduce":
                 own = wire.allocate((axis.size, first), dtype, device).zero_()
                 own[:, at] = code.to(dtype)
@@ -237,13 +276,13 @@ class Agreement:
                 for numel in others:
                     zeros = torch.zeros(axis.size * numel, dtype=dtype, device=device)
                     pairs.append((torch.empty(numel, dtype=seen_as, device=device), zeros))
-                work = wire.reduce_scatter_each(pairs, expected.reduction, axis, True)
+                work = wire.reduce_scatter_each(pairs, expected.reduction, axis, async_op)
             else:
                 own = torch.zeros(first, dtype=dtype, device=device)
                 own[at] = code.to(dtype)
                 pairs = [(own, own)]
-                work = wire.all_reduce(own, expected.reduction, axis, True)
-        return Sent(pairs[0][0].view(seen_as), pairs, work)
+                work = wire.all_reduce(own, expected.reduction, axis, async_op)
+            return Sent(pairs[0][0].view(seen_as), pairs, end(work))
 
     def compare(self, number: int, numbers: list[int | None], axis: MeshAxis) -> None:
         """Raise StateError unless every rank of the axis wants the same."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 CONTEXT = 4
 """How many operations a prediction looks back."""
 
-LONG_RUN = 8
+LONG_RUN = 3
 """What followed this often in a row is expected again."""
 
 MAX_RUN = 4096

@@ -77,11 +77,12 @@ def train(
     microbatches: int = 1,
     each: Callable[[Any, Tensor], Any] = learn,
     update: Callable[[Training], Any] = Training.update,
+    unsteady: int = UNSTEADY,
     **kwargs: Any,
 ) -> Values:
     """Train a model the plain way."""
     run = training(world, make, microbatches=microbatches, **kwargs)
-    for step in run.steps():
+    for step in run.steps(unsteady):
         for index in range(microbatches):
             if microbatches > 1:
                 run.model.set_requires_gradient_sync(index == microbatches - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import learn, train, training
 
 LONG = 1e-5  # sums over 20480 elements
+LEARNT = 7  # steps: ranks exchange what they know of parts in the first ones, and then no more
 AGREES = "with little memory the host waits after backward, so that parts are reduced early"
 
 
@@ -135,8 +137,8 @@ class LargeRoot(nn.Module):
 
 @scenario(2, tolerance=LONG)
 def parts_of_a_root(world: World) -> Values:
-    """Large parts are groups of their own: reduced early, and released early."""
-    return train(world, LargeRoot)
+    """Large parts are groups of their own: reduced and released early, once that is learnt."""
+    return train(world, LargeRoot, steps=8, unsteady=LEARNT)
 
 
 @scenario(2, slow=True, tolerance=LONG, may_wait=AGREES)
@@ -146,12 +148,13 @@ def parts_of_a_root_with_little_memory(world: World) -> Values:
 
 @scenario(2, slow=True, tolerance=LONG)
 def parts_of_a_root_kept(world: World) -> Values:
-    return train(world, LargeRoot, set_up=lambda model: model.set_memory("fast"))
+    set_up = operator.methodcaller("set_memory", "fast")
+    return train(world, LargeRoot, steps=8, unsteady=LEARNT, set_up=set_up)
 
 
 @scenario(2, slow=True, tolerance=LONG)
 def parts_of_a_root_tied(world: World) -> Values:
-    return train(world, lambda: LargeRoot(True), microbatches=2)
+    return train(world, lambda: LargeRoot(True), microbatches=2, steps=8, unsteady=LEARNT)
 
 
 @scenario(2, tolerance=2e-2)
