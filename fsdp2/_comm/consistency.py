@@ -149,8 +149,14 @@ def _beside(device: torch.device) -> Iterator[tuple[bool, Callable[[Any], Any]]]
     stream = _streams.of.get(device)
     if stream is None:
         stream = _streams.of[device] = torch.Stream(device)
+
+    def end(work: Any) -> Enqueued:
+        if work is not None:  # of a custom collective, which nobody asked for one
+            work.wait()
+        return Enqueued(stream.record_event())
+
     with stream:
-        yield False, lambda _work: Enqueued(stream.record_event())
+        yield False, end
 
 
 @dataclass(frozen=True)

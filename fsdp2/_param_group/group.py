@@ -133,6 +133,7 @@ class ParamGroup:
         """Take notice of what changed on the wire: every rank does so between the same steps."""
         if self.gathering is not None:  # by hand, and by what the wire or its number was
             self._drop_gather()
+        self.context.streams.finish_host_reads()  # of shards in whose memory numbers are written
         for buffer in self._shard_buffers:
             self._register_ids(buffer)
         self.reducer.invalidate()
