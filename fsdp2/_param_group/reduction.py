@@ -360,14 +360,15 @@ class Reducer:
     def acquire(self) -> GradientBuffer:
         """Return a buffer for sharded gradients that nobody reads."""
         buffer = self._buffer
-        if buffer is not None and not buffer.is_released and buffer.is_free and self._has_streams:
-            buffer.release()  # the allocator knows of streams that users recorded on gradients
         if buffer is not None and buffer.is_released:
             buffer.reclaim()
         elif buffer is None or not buffer.is_free:
             plan, rank = self.plan(), self.data.shard.rank
             buffer = GradientBuffer(plan.layout, plan.members, rank, self._residence)
             self._buffer = buffer
+        elif self._has_streams:  # the allocator knows of those that users recorded on gradients
+            buffer.release()
+            buffer.reclaim()
         buffer.is_filling = True
         return buffer
 
