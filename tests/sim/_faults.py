@@ -280,7 +280,7 @@ FAULTS = [
             self._plan(own_sources(self.params))
 """,
         "Shards that left the flat buffer for an extension are gathered while they are being copied.",
-        scenario="reach_an_extension",
+        scenario="reach_a_late_extension",
         expected="RACE",
     ),
     SimFault(
@@ -330,10 +330,18 @@ FAULTS = [
     ),
     SimFault(
         "collectives-joined-and-left-alone",
-        "fsdp2/_base/torch_comm.py",
-        'vars(dist)["_coalescing_manager"](group, device)',
-        'vars(dist)["_coalescing_manager"](group, device, True)',
-        "Collectives that are issued as one run beside the lane, and nobody waits for them.",
+        "fsdp2/_comm/collectives.py",
+        """\
+        with torch_comm.coalesced(axis.pg, pairs[0][0].device, async_op) as one:
+            works = [self.all_gather(*pair, axis, async_op) for pair in pairs]
+        return _joined(works if one is None else one.works)
+""",
+        """\
+        with torch_comm.coalesced(axis.pg, pairs[0][0].device, True) as one:
+            works = [self.all_gather(*pair, axis, async_op) for pair in pairs]
+        return _joined(works if one is None else [])
+""",
+        "Gathers that are issued as one run beside the lane, and nobody waits for them.",
         scenario="reach_copy_free",
         expected="RACE",
     ),
@@ -655,6 +663,74 @@ FAULTS = [
         "Ranks learn of each other's late gradients before they were told.",
         scenario="reach_parts_of_a_root",
         expected="RACE",
+    ),
+    SimFault(
+        "missed-units-done-in-whatever-stream",
+        "fsdp2/_engine/runtime.py",
+        "with self.context.streams.on(visit.stream):",
+        "with self.context.streams.on(self.context.streams.current()):",
+        "Gradients of a branch in a stream of its own are packed in another stream, which does not wait for them.",
+        scenario="two_streams_in_one_forward",
+        expected="RACE",
+    ),
+    SimFault(
+        "gradients-add-up-in-the-first-stream",
+        "fsdp2/_param_group/early_release.py",
+        "if stream != self._stream and self._accumulators:",
+        "if stream is None and self._accumulators:",
+        "After a warm-up beside, gradients of parts add up in that stream for good.",
+        scenario="parts_warmed_up_on_a_side_stream",
+        expected="RACE",
+    ),
+    SimFault(
+        "gradients-filled-under-a-recorded-stream",
+        "fsdp2/_param_group/reduction.py",
+        "buffer is not None and not buffer.is_released and buffer.is_free and self._has_streams",
+        "buffer is not None and not buffer.is_released and buffer.is_free and not self._has_streams",
+        "Gradients are written over while a stream that the user recorded on them reads them.",
+        scenario="gradients_recorded_on_a_stream",
+        expected="RACE",
+    ),
+    SimFault(
+        "numbers-made-anew-in-every-step",
+        "fsdp2/_param_group/reduction.py",
+        "            self._completes[tuple(codes)] = complete\n",
+        "",
+        "The host waits where reductions take turns: with and without the sum over replicas.",
+        scenario="replicas_summed_late",
+        expected="WAIT",
+    ),
+    # What ranks see of each other.
+    SimFault(
+        "late-look-is-too-early",
+        "fsdp2/_comm/late_look.py",
+        "if self._event is None or not self._event.query():",
+        "if self._event is None:",
+        "The host reads what other ranks did before it has arrived.",
+        scenario="fp32",
+        expected="HOST",
+    ),
+    SimFault(
+        "late-look-waits",
+        "fsdp2/_comm/late_look.py",
+        "if self._event is None or not self._event.query():",
+        "if self._event is None or self._event.synchronize():",
+        "The host waits in each step to see what other ranks did.",
+        scenario="fp32",
+        expected="WAIT",
+    ),
+    SimFault(
+        "late-look-into-pageable-memory",
+        "fsdp2/_comm/late_look.py",
+        """\
+                len(self._all), dtype=torch.uint8, device="cpu", pin_memory=True
+""",
+        """\
+                len(self._all), dtype=torch.uint8, device="cpu"
+""",
+        "The same, because a copy to pageable memory is waited for.",
+        scenario="fp32",
+        expected="WAIT",
     ),
     # What users call.
     SimFault(

@@ -50,10 +50,16 @@ def batches(world: World, count: int) -> list[Tensor]:
     return [world.tensor(ROWS, WIDTH, seed=step) for step in range(count)]
 
 
-def train(world: World, model: Any, steps: int = 4, do: Callable[..., None] = learn) -> Values:
+def train(
+    world: World,
+    model: Any,
+    steps: int = 4,
+    unsteady: int = 2,
+    do: Callable[..., None] = learn,
+) -> Values:
     optim = SGD(model.parameters(), lr=LR)
     inputs = batches(world, steps)
-    for step in world.steps(steps):
+    for step in world.steps(steps, unsteady):
         do(model, inputs[step])
         optim.step()
         optim.zero_grad()
@@ -239,7 +245,7 @@ class Detour(Stack):
         return self.out(x)
 
 
-@scenario(2, slow=True)
+@scenario(2, slow=True, may_wait="ranks tell each other what they do where the order changes")
 def reach_gathers_in_vain(world: World) -> Values:
     """A prefetched unit does not run: its gather, into the memory of the whole, is dropped."""
     model = sharded(world, lambda: Detour(count=3))
@@ -259,13 +265,16 @@ def reach_gathers_in_vain(world: World) -> Values:
 
 @scenario(4, slow=True)
 def reach_a_smaller_mesh(world: World) -> Values:
-    return train(world, sharded(world, reshard_after_forward=2))
+    return train(world, sharded(world, reshard_after_forward=2), unsteady=3)
 
 
-@scenario(2, slow=True)
+@scenario(1, slow=True, tolerance=COARSE)
 def reach_replaced_parameters(world: World) -> Values:
-    """A parameter is replaced between the forwards of two blocks: it is adopted in a forward."""
-    model = sharded(world)
+    """A parameter is replaced between the forwards of two blocks: it is adopted in a forward.
+
+    On one rank: several write the number of the gather behind the shards, and the host waits once.
+    """
+    model = sharded(world, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fresh = [world.tensor(Block().up.weight.shape[0], WIDTH, seed=s, by_rank=False) for s in (7, 8)]
     inputs = batches(world, 2)
     found = {}
@@ -377,6 +386,14 @@ def extend(model: nn.Module) -> None:
         local = block.up.weight._local_tensor  # type: ignore[union-attr]  # a DTensor
         local.fsdp_pre_all_gather = MethodType(pre_all_gather, local)  # type: ignore[operator]
         local.fsdp_post_all_gather = MethodType(post_all_gather, local)  # type: ignore[operator]
+
+
+@scenario(1, slow=True)
+def reach_a_late_extension(world: World) -> Values:
+    """Methods are set on shards: the first gather moves these to memory of their own."""
+    model = sharded(world)
+    extend(model)
+    return train(world, model, steps=2)
 
 
 @scenario(2, slow=True)
