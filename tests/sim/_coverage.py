@@ -46,6 +46,8 @@ ON_A_CPU = {
 ABSENT_ON_A_CPU = ("host_read",)  # None there
 PRESENT_ON_A_CPU = ("_views",)
 CLASSES = {  # whose methods a CPU never enters
+    "_comm/consistency.py": ("Follower",),
+    "_comm/late_look.py": ("LateLook",),
     "_comm/streams.py": ("DeviceStreams",),
     "_comm/collectives.py": ("SymmetricMemoryAllGather",),
     "_base/torch_comm.py": ("SymmetricMemory",),

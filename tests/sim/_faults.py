@@ -202,14 +202,27 @@ FAULTS = [
         "gather-into-memory-that-compute-still-uses",
         "fsdp2/_param_group/group.py",
         """\
-            self._full.allocate(source.layout.full_nbytes)
             self.context.streams.order_after_compute("gather")  # whose memory it was
 """,
-        """\
-            self._full.allocate(source.layout.full_nbytes)
-""",
+        "",
         "A gather without copies writes to memory that compute has just given up.",
         scenario="reach_copy_free",
+        expected="REUSE",
+    ),
+    SimFault(
+        "whole-memory-freed-beside-its-stream",
+        "fsdp2/_param_group/group.py",
+        """\
+        self.context.streams.hold_back(self._full.stream)
+        self._full.free()
+        if self._tail.items:
+""",
+        """\
+        self._full.free()
+        if self._tail.items:
+""",
+        "Memory of whole parameters goes back to a stream that does not know who reads it.",
+        scenario="branches_with_no_copies",
         expected="REUSE",
     ),
     SimFault(

@@ -53,13 +53,12 @@ def batches(world: World, count: int) -> list[Tensor]:
 def train(
     world: World,
     model: Any,
-    steps: int = 4,
-    unsteady: int = 2,
+    steps: int = 5,
     do: Callable[..., None] = learn,
 ) -> Values:
     optim = SGD(model.parameters(), lr=LR)
     inputs = batches(world, steps)
-    for step in world.steps(steps, unsteady):
+    for step in world.steps(steps):
         do(model, inputs[step])
         optim.step()
         optim.zero_grad()
@@ -265,7 +264,7 @@ def reach_gathers_in_vain(world: World) -> Values:
 
 @scenario(4, slow=True)
 def reach_a_smaller_mesh(world: World) -> Values:
-    return train(world, sharded(world, reshard_after_forward=2), unsteady=3)
+    return train(world, sharded(world, reshard_after_forward=2))
 
 
 @scenario(1, slow=True, tolerance=COARSE)
@@ -357,9 +356,9 @@ def reach_stand_ins(world: World) -> Values:
     model = sharded(world)
     model.set_reduce_scatter_unused_params(True)
     optim = SGD(model.parameters(), lr=LR)
-    inputs = batches(world, 3)
+    inputs = batches(world, 5)
     name = "blocks.0.up.weight"
-    for step in world.steps(3):
+    for step in world.steps(5):
         scaled = dict(model.named_parameters())[name] * 0.5
         loss_of(functional_call(model, {name: scaled}, (inputs[step],))).backward()
         optim.step()
