@@ -612,7 +612,6 @@ def attach(root: Unit) -> Runtime:
             root.post_optim_event, unit.post_optim_event = unit.post_optim_event, None
         for group in unit.groups:
             group.enroll(".".join(filter(None, (name, group.early.part))))
-            group.context.streams.finish_host_reads()  # of a gather by hand, in other lanes
             group.context = runtime.context
     for owner, conditional in owned.items():
         owner.take_over(conditional)

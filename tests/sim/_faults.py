@@ -345,14 +345,14 @@ FAULTS = [
         "collectives-joined-and-left-alone",
         "fsdp2/_comm/collectives.py",
         """\
-        with torch_comm.coalesced(axis.pg, pairs[0][0].device, async_op) as one:
-            works = [self.all_gather(*pair, axis, async_op) for pair in pairs]
-        return _joined(works if one is None else one.works)
+        with torch_comm.coalesced(axis.pg, pairs[0][0].device):
+            return _joined([self.all_gather(*pair, axis, async_op) for pair in pairs])
 """,
         """\
-        with torch_comm.coalesced(axis.pg, pairs[0][0].device, True) as one:
+        together = vars(dist)["_coalescing_manager"](axis.pg, pairs[0][0].device, True)
+        with torch_comm.contextlib.nullcontext() if pairs[0][0].is_cpu else together:
             works = [self.all_gather(*pair, axis, async_op) for pair in pairs]
-        return _joined(works if one is None else [])
+        return _joined(works) if pairs[0][0].is_cpu else None
 """,
         "Gathers that are issued as one run beside the lane, and nobody waits for them.",
         scenario="reach_copy_free",
@@ -698,8 +698,8 @@ FAULTS = [
     SimFault(
         "gradients-filled-under-a-recorded-stream",
         "fsdp2/_param_group/reduction.py",
-        "buffer is not None and not buffer.is_released and buffer.is_free and self._has_streams",
-        "buffer is not None and not buffer.is_released and buffer.is_free and not self._has_streams",
+        "        elif self._has_streams:  # the allocator",
+        "        elif not self._has_streams:  # the allocator",
         "Gradients are written over while a stream that the user recorded on them reads them.",
         scenario="gradients_recorded_on_a_stream",
         expected="RACE",

@@ -250,8 +250,8 @@ def reach_gathers_in_vain(world: World) -> Values:
     model = sharded(world, lambda: Detour(count=3))
     model.set_copy_free_min_bytes(1)
     optim = SGD(model.parameters(), lr=LR)
-    inputs = batches(world, 4)
-    for step in world.steps(4):
+    inputs = batches(world, 10)
+    for step in world.steps(10, unsteady=8):
         model.is_straight = step % 2 == 0
         with torch.no_grad():
             loss_of(model(inputs[step]))  # in memory that the dropped gather may have had
@@ -595,9 +595,9 @@ def reach_parts_of_a_root(world: World) -> Values:
     generator = torch.Generator("cpu").manual_seed(world.rank)
     inputs = [
         torch.randint(1024, (ROWS,), generator=generator, device="cpu").to(world.device)
-        for _ in range(4)
+        for _ in range(8)
     ]
-    for step in world.steps(4):
+    for step in world.steps(8, unsteady=7):
         loss_of(model(inputs[step])).backward()
         optim.step()
         optim.zero_grad()
