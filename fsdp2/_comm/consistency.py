@@ -599,15 +599,23 @@ class Stamp:
         numbers = [number_of_digits(row) for row in seen.tolist()]
         self._agreement.compare(self.number, numbers, self.axis)
 
-    def check_sum(self, seen: Tensor) -> None:
-        """Look at the sum of the stamps ``[n]`` of a reduction, which is not this one's."""
-        if not self.is_checked:
-            return
-        self._agreement.compare_sum(self.number, seen.tolist(), self.axis)
+    def check_sum(self, seen: Tensor, number: int | None = None) -> None:
+        """Look at the sum of the stamps ``[n]`` of a reduction, which is not this one's.
+
+        ``number``: what this one's was, if it has changed since.
+        """
+        if self.is_checked:
+            known = self.number if number is None else number
+            self._agreement.compare_sum(known, seen.tolist(), self.axis)
+
+    @property
+    def look(self) -> LateLook | None:
+        """What looks later at the stamps over the axis; None: nothing has to."""
+        return self._agreement.late
 
     def see_sum(self, total: Tensor) -> None:
         """Look at the sum of the stamps of a device's reduction later: the last one of a step."""
-        self._agreement.look_late().see_sum(self, total)
+        self._agreement.look_late().see_sum(self, self.number, total)
 
     def silence(self, is_silent: bool) -> bool:
         """Switch checks of the process group off (or on); return whether they were off before."""

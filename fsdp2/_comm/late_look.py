@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from ctypes import string_at
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ class Seen(Protocol):
     def check(self, seen: Tensor) -> None:
         """Compare what was copied."""
 
-    def check_sum(self, seen: Tensor) -> None:
-        """Compare the sum of the stamps of a reduction."""
+    def check_sum(self, seen: Tensor, number: int) -> None:
+        """Compare the sum of the stamps of a reduction, which had a number."""
 
 
 class LateLook:
@@ -33,6 +33,8 @@ class LateLook:
     they are looked at mostly a step later.
     """
 
+    count: ClassVar[int] = 0  # of those that were made: who collects them collects again
+
     def __init__(self) -> None:
         self._expected: weakref.WeakKeyDictionary[Seen, bytes] = weakref.WeakKeyDictionary()
         self._slots: list[Tensor] = []  # of these stamps, as bytes
@@ -40,18 +42,18 @@ class LateLook:
         self._is_known = False  # what is above is that of the stamps that live
         self._copied: Tensor | None = None  # in pinned memory
         self._event: torch.Event | None = None  # of the copy that nobody has looked at
-        self._sum: tuple[Seen, Tensor] | None = None  # of the last reduction; holds its memory
-        self._copied_sum: tuple[Seen, Tensor] | None = None
-        _looks.add(self)
+        self._sum: tuple[Seen, int, Tensor] | None = None  # of the last reduction; holds its memory
+        self._copied_sum: tuple[Seen, int, Tensor] | None = None
+        LateLook.count += 1
 
     def add(self, stamp: Seen, expected: Tensor) -> None:
         """Look at what a device leaves in ``stamp.seen``."""
         self._expected[stamp] = bytes(expected.view(torch.uint8).flatten().tolist())
         self._is_known, self._event = False, None
 
-    def see_sum(self, stamp: Seen, total: Tensor) -> None:
+    def see_sum(self, stamp: Seen, number: int, total: Tensor) -> None:
         """Look at the sum of stamps ``[n]`` too; a rank that gives up does so in every one."""
-        self._sum = stamp, total
+        self._sum = stamp, number, total
 
     def note(self) -> None:
         """Copy what the device has seen, behind what it was given so far."""
@@ -69,12 +71,11 @@ class LateLook:
         if self._copied is not None and self._slots:
             self._copied.copy_(torch.cat(self._slots), non_blocking=True)
         if total is not None:
-            stamp, seen = total
-            known = self._copied_sum
-            if known is None or known[1].dtype is not seen.dtype:
+            stamp, number, seen = total
+            copied = None if self._copied_sum is None else self._copied_sum[2]
+            if copied is None or copied.dtype is not seen.dtype:
                 copied = torch.empty(seen.shape, dtype=seen.dtype, device="cpu", pin_memory=True)
-                known = stamp, copied
-            self._copied_sum = stamp, known[1].copy_(seen, non_blocking=True)
+            self._copied_sum = stamp, number, copied.copy_(seen, non_blocking=True)
         if self._slots or total is not None:
             self._event = torch.accelerator.current_stream().record_event()
 
@@ -88,8 +89,8 @@ class LateLook:
             return
         self._event = None
         if self._copied_sum is not None:
-            stamp, total = self._copied_sum
-            stamp.check_sum(total)
+            stamp, number, total = self._copied_sum
+            stamp.check_sum(total, number)
         copied = self._copied
         if copied is None or string_at(copied.data_ptr(), len(self._all)) == self._all:
             return
@@ -99,22 +100,3 @@ class LateLook:
             begin += len(expected)
             if stamp.seen is not None and bytes(rows.tolist()) != expected:
                 stamp.check(rows.view(stamp.seen.dtype).view(stamp.seen.shape))
-
-
-_looks: weakref.WeakSet[LateLook] = weakref.WeakSet()
-
-
-def note_all() -> None:
-    """Let devices tell the host what they have seen, behind what they were given so far."""
-    for look in list(_looks):
-        look.note()
-
-
-def look_at_all() -> None:
-    """Look at what devices have told.
-
-    Raises:
-        StateError: a rank gathered something else.
-    """
-    for look in list(_looks):
-        look.look()

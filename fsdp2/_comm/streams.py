@@ -14,7 +14,7 @@ inputs are allocated by compute and read by the reduce lane: ``InFlight.wait`` m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
-from fsdp2._comm import late_look
+from fsdp2._comm.late_look import LateLook
 
 
 class PendingReduction:
@@ -141,10 +141,10 @@ class Streams:
             self.host_read.synchronize()
             self.host_read = None
 
-    def note_late(self) -> None:
+    def note_late(self, looks: Iterable[LateLook]) -> None:
         """Let the device tell what it has seen of other ranks; here, the host sees at once."""
 
-    def look_late(self) -> None:
+    def look_late(self, looks: Iterable[LateLook]) -> None:
         """Look at what the device has told, if that takes no wait.
 
         Raises:
@@ -222,13 +222,15 @@ class DeviceStreams(Streams):
             self._retired[name] = []
         return name
 
-    def note_late(self) -> None:
+    def note_late(self, looks: Iterable[LateLook]) -> None:
         if not self._is_capturing():
-            late_look.note_all()
+            for look in looks:
+                look.note()
 
-    def look_late(self) -> None:
+    def look_late(self, looks: Iterable[LateLook]) -> None:
         if not self._is_capturing():  # a graph that is captured must not ask for events
-            late_look.look_at_all()
+            for look in looks:
+                look.look()
 
     def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
         event = torch.accelerator.current_stream().record_event()

@@ -39,6 +39,7 @@ from fsdp2._base import events, torch_autograd, torch_modes, torch_modules
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import BACKWARD, FORWARD, IDLE
 from fsdp2._base.torch_autograd import EndOfBackward
+from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.streams import StepContext, streams_for
 from fsdp2._engine.reduction_queue import SMALL_NBYTES, ReductionQueue
 from fsdp2._engine.root_groups import Part, Parts
@@ -83,6 +84,7 @@ class Runtime:
         self.parts: Parts | None = None  # None: the tree has no large part of a root
         sizes = [sum(param.nbytes for param in group.params) for group in self._groups]
         self.reductions = ReductionQueue(self.context, max(sizes, default=0) >= SMALL_NBYTES)
+        self._known_looks: tuple[int, tuple[LateLook, ...]] = (0, ())  # by how many were made
         self._prefetched: list[Unit] = []  # gathers that somebody may not have used
 
     # Forward.
@@ -92,7 +94,7 @@ class Runtime:
         if self.context.streams.pending is not None:
             self.refuse_pending("forward")
         self.recover_if_failed()
-        self.context.streams.look_late()
+        self.context.streams.look_late(self._looks())
         events.follow(events.profile_event, torch_modules.profiler_is_running())
         events.follow(events.log_event, events.logger.isEnabledFor(logging.DEBUG))
         event, self.root.post_optim_event = self.root.post_optim_event, None
@@ -138,6 +140,14 @@ class Runtime:
             group.unshard()
         self._prefetched.append(unit)
 
+    def _looks(self) -> tuple[LateLook, ...]:
+        """Return what looks later at what ranks sent along; nothing does on a CPU."""
+        if self._known_looks[0] != LateLook.count:
+            stamps = [stamp for group in self._groups for stamp in group.ids.all]
+            looks = dict.fromkeys(stamp.look for stamp in stamps if stamp.look is not None)
+            self._known_looks = LateLook.count, tuple(looks)
+        return self._known_looks[1]
+
     def end_forward(self) -> None:
         """The forward that began outside of any other is over."""
         self.schedule.end()
@@ -156,7 +166,7 @@ class Runtime:
                 unit.show_shards()
         if not is_recorded:
             self.context.streams.finish_host_reads()
-            self.context.streams.note_late()
+            self.context.streams.note_late(self._looks())
 
     def lose_graph(self, unit: Unit) -> None:
         """A recorded forward of a unit is gone: no backward through it can come any more."""
@@ -373,7 +383,7 @@ class Runtime:
         if is_last:
             self.end_reductions()
         else:
-            self.context.streams.note_late()
+            self.context.streams.note_late(self._looks())
         self.context.phase = IDLE if self.forward_root is None else FORWARD
         self.backward.callback = None
 
@@ -428,7 +438,7 @@ class Runtime:
         """Make every gradient safe to use: backwards are complete."""
         self._wait_for_reductions()
         self._flush_partial()
-        self.context.streams.note_late()
+        self.context.streams.note_late(self._looks())
         self.context.streams.finish_host_reads()
         self.backward.began_manual = None
 
