@@ -12,12 +12,12 @@ from tests import _sim as simulator
 DEVICE = os.environ.get("FSDP2_TEST_DEVICE", "cpu")
 """Where bodies make their models, batches and meshes: docs/testing.md, "On a GPU"."""
 
-_made: dict[tuple[tuple[int, ...], tuple[str, ...] | None], DeviceMesh] = {}
+_made: dict[tuple[str, tuple[int, ...], tuple[str, ...] | None], DeviceMesh] = {}
 
 
 def shared_mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return the mesh of this shape and these names."""
-    key = (shape, names)
+    key = (DEVICE, shape, names)
     if key not in _made:
         _made[key] = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
     return _made[key]

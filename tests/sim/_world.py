@@ -178,7 +178,6 @@ def run_scenario(name: str) -> Report:
     rank, size = dist.get_rank(), dist.get_world_size()
     results = {}
     for kind in ("cpu", "sim"):
-        _meshes.forget_meshes()
         _meshes.use_device(kind)
         torch.set_default_device(kind)
         torch.manual_seed(7)

@@ -40,4 +40,8 @@ def marked(name: str) -> Any:
 @pytest.mark.usefixtures("simulator")
 def test_scenario(name: str, run_on_ranks: RunOnRanks, request: pytest.FixtureRequest) -> None:
     size = SCENARIOS[name].ranks
-    run_on_ranks(make_request(on_a_rank, request.node.nodeid, size, {"name": name}, device="sim"))
+    run_on_ranks(
+        make_request(
+            on_a_rank, request.node.nodeid, size, {"name": name}, device="sim", shares_world=True
+        )
+    )

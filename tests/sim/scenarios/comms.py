@@ -84,7 +84,7 @@ def custom(memory: type, gather: type, scatter: type) -> Callable[[Any], None]:
     return set_up
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def custom_collectives(world: World) -> Values:
     return train(world, set_up=custom(FreshMemory, Gather, Scatter))
 
@@ -137,7 +137,7 @@ def comm_hook_and_replicas(world: World) -> Values:
     )
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def comm_hook_with_a_stream(world: World) -> Values:
     """The hook sends in a stream of its own, and is done when the current stream has waited."""
     side = world.stream()
@@ -151,7 +151,7 @@ def comm_hook_with_a_stream(world: World) -> Values:
     return train(world, set_up=lambda model: fsdp2.register_comm_hook(model, hook))
 
 
-@scenario(2, tolerance=2e-2)
+@scenario(2, slow=True, tolerance=2e-2)
 def compressed(world: World) -> Values:
     """bf16 on the wire; what is rounded off is added to the next gradients."""
     hook = fsdp2.Compress(torch.bfloat16, error_feedback=True)
@@ -182,7 +182,7 @@ def all_reduce_hook_in_our_stream(world: World) -> Values:
     return all_reduce_hook(world, None)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def all_reduce_hook_in_a_plain_stream(world: World) -> Values:
     return all_reduce_hook(world, world.stream())
 
@@ -207,12 +207,12 @@ def all_reduce_hook_after_replicas(world: World) -> Values:
 # Scales.
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def gradients_summed(world: World) -> Values:
     return train(world, set_up=lambda model: model.set_gradient_reduction("sum"), steps=3)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def divided_by_hand(world: World) -> Values:
     def set_up(model: Any) -> None:
         for unit in all_units(model):
@@ -222,7 +222,7 @@ def divided_by_hand(world: World) -> Values:
     return train(world, set_up=set_up)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def divided_by_a_factor(world: World) -> Values:
     """NCCL multiplies before it adds: PREMUL_SUM."""
 
@@ -302,7 +302,7 @@ def extension_in_bf16_uneven(world: World) -> Values:
 # Looking on.
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def order_checked(world: World) -> Values:
     """`fsdp2.debug.check_order` compares ranks, over the host."""
     run = training(world)
@@ -315,7 +315,7 @@ def order_checked(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def without_communication(world: World) -> Values:
     run = training(world, steps=3)
     for step in run.steps():

@@ -20,7 +20,7 @@ def accumulated(world: World) -> Values:
     return train(world, microbatches=3)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def no_sync(world: World) -> Values:
     run = training(world, microbatches=2)
     for step in run.steps():
@@ -31,7 +31,7 @@ def no_sync(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def last_backward_said(world: World) -> Values:
     run = training(world, microbatches=2)
     for step in run.steps():
@@ -76,7 +76,7 @@ def backwards_in_another_order(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def forwards_without_backward(world: World) -> Values:
     """Outputs that are dropped, and evaluations between steps."""
     run = training(world)
@@ -115,7 +115,7 @@ def finalized(world: World, async_op: bool) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def ended_by_hand(world: World) -> Values:
     return finalized(world, async_op=False)
 
@@ -197,7 +197,7 @@ def two_roots_that_share_streams(world: World) -> Values:
     return world.values(*models)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def two_roots_one_after_the_other(world: World) -> Values:
     """What one model returns is the other one's input; each has streams of its own."""
     models: list[Any] = [world.build(stack(Block, 2), seed=seed) for seed in (1, 2)]
@@ -260,7 +260,7 @@ def conditional_units_that_get_zeros(world: World) -> Values:
     return routed(world, True)
 
 
-@scenario(2, may_wait=WHO_HAS_WHAT)
+@scenario(2, slow=True, may_wait=WHO_HAS_WHAT)
 def stand_ins(world: World) -> Values:
     """``functional_call`` with other values for some parameters, and gradients for these."""
     run = training(world)
@@ -275,7 +275,7 @@ def stand_ins(world: World) -> Values:
     return run.values(**grads)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def other_forward_methods(world: World) -> Values:
     class WithEncoder(Block):
         def encode(self, x: Tensor) -> Tensor:
@@ -294,7 +294,7 @@ def other_forward_methods(world: World) -> Values:
     return world.values(*model)
 
 
-@scenario(2, may_wait=WHO_HAS_WHAT)
+@scenario(2, slow=True, may_wait=WHO_HAS_WHAT)
 def gradients_of_inputs(world: World) -> Values:
     """``torch.autograd.grad`` of inputs alone, then a backward of the rest."""
     run = training(world)

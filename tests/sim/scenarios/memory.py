@@ -24,7 +24,7 @@ def memory_low(world: World) -> Values:
     return train(world, set_up=lambda model: model.set_memory("low"))
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def memory_balanced(world: World) -> Values:
     return train(world, set_up=lambda model: model.set_memory("balanced"))
 
@@ -44,7 +44,7 @@ def kept_between_forward_and_backward(world: World) -> Values:
     return train(world, reshard_after_forward=False)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def whole_storage_kept(world: World) -> Values:
     """The memory of whole parameters stays: gathers write where backward has read."""
     return train(world, set_up=lambda model: model.set_keep_unsharded_storage(True))
@@ -59,7 +59,7 @@ def whole_storage_kept_without_copies(world: World) -> Values:
     return train(world, set_up=set_up)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def kept_after_backward(world: World) -> Values:
     """Units stay whole between the backwards of a step."""
 
@@ -74,7 +74,7 @@ def kept_after_backward(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def whole_at_evaluation(world: World) -> Values:
     """Parameters that stay whole between forwards without gradients, and steps in between."""
     run = training(world, reshard_after_forward=False)
@@ -168,7 +168,7 @@ def one_reduction_at_a_time(world: World) -> Values:
     return train(world, set_up=lambda model: model.set_reduce_scatter_max_input_buffers(1))
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def prefetch_by_hand(world: World) -> Values:
     def set_up(model: Any) -> None:
         first, second, third = each_block(model)
@@ -179,7 +179,7 @@ def prefetch_by_hand(world: World) -> Values:
     return train(world, set_up=set_up)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def backward_that_gathers_nothing(world: World) -> Values:
     """A unit whose backward reads no parameter is told not to gather."""
 
@@ -225,7 +225,7 @@ def gradients_that_add_up(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def gradients_that_are_zeroed(world: World) -> Values:
     run = training(world)
     for step in run.steps():
@@ -235,7 +235,7 @@ def gradients_that_are_zeroed(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def averages(world: World) -> Values:
     run = training(world)
     ema = fsdp2.optim.EMA(run.model, 0.9)

@@ -69,12 +69,12 @@ def replicas_without_sync(world: World) -> Values:
     return train(world, mesh=world.mesh(2, 2), microbatches=3)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def replicas_only(world: World) -> Values:
     return train(world, mesh=world.mesh(2, 1))
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def data_parallel(world: World) -> Values:
     """Plain data parallelism: no dim shards."""
     mesh = shared_mesh((2,), ("data",))

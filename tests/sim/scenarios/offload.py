@@ -29,7 +29,7 @@ def offloaded_not_pinned(world: World) -> Values:
     return train(world, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
-@scenario(2, may_wait=ON_HOST, tolerance=2e-2)
+@scenario(2, slow=True, may_wait=ON_HOST, tolerance=2e-2)
 def offloaded_in_bf16(world: World) -> Values:
     return train(world, offload_policy=CPUOffloadPolicy(), mp_policy=BF16, microbatches=2)
 
@@ -60,7 +60,7 @@ def offloaded_over_a_smaller_mesh(world: World) -> Values:
     return train(world, offload_policy=CPUOffloadPolicy(), reshard_after_forward=2)
 
 
-@scenario(2, may_wait=ON_HOST)
+@scenario(2, slow=True, may_wait=ON_HOST)
 def offloaded_gradients_that_add_up(world: World) -> Values:
     run = training(world, offload_policy=CPUOffloadPolicy(), microbatches=2)
     for step in run.steps():
@@ -82,7 +82,7 @@ def written_between(world: World, **kwargs: Any) -> Values:
     return run.values(**outputs)
 
 
-@scenario(2, may_wait=WRITES)
+@scenario(2, slow=True, may_wait=WRITES)
 def offloaded_evaluation(world: World) -> Values:
     return written_between(world)
 
@@ -116,7 +116,7 @@ def offloaded_and_clipped(world: World) -> Values:
     return train(world, offload_policy=CPUOffloadPolicy(), update=update)
 
 
-@scenario(2, may_wait=ON_HOST)
+@scenario(2, slow=True, may_wait=ON_HOST)
 def offloaded_optimizer_in_backward(world: World) -> Values:
     """A hook that runs when a gradient is there steps its parameter on the host."""
     run = training(world, offload_policy=CPUOffloadPolicy())
@@ -138,7 +138,7 @@ def offloaded_and_unused(world: World) -> Values:
     return train_case(world, "unused_parts", offload_policy=CPUOffloadPolicy())
 
 
-@scenario(2, may_wait=ON_HOST, tolerance=1e-5)
+@scenario(2, slow=True, may_wait=ON_HOST, tolerance=1e-5)
 def offloaded_with_local_adamw(world: World) -> Values:
     def optimizer(params: Any, lr: float) -> Any:
         return fsdp2.optim.local(torch.optim.AdamW, params, lr=lr, eps=1e-3, fused=True)

@@ -34,18 +34,18 @@ def local_adamw_fused(world: World) -> Values:
     return train(world, optimizer=local(torch.optim.AdamW, eps=1e-3, fused=True))
 
 
-@scenario(2, tolerance=ROUNDS)
+@scenario(2, slow=True, tolerance=ROUNDS)
 def local_adamw_foreach(world: World) -> Values:
     """Steps are counted on the device; torch's kernels for many tensors."""
     return train(world, optimizer=local(torch.optim.AdamW, eps=1e-3, foreach=True))
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def local_sgd(world: World) -> Values:
     return train(world, optimizer=local(torch.optim.SGD, momentum=0.9), microbatches=2)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def local_sgd_fused(world: World) -> Values:
     return train(world, optimizer=local(torch.optim.SGD, momentum=0.9, fused=True))
 
@@ -72,7 +72,7 @@ def in_backward(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def hooks_on_gradients(world: World) -> Values:
     run = training(world)
     for param in run.model.parameters():
@@ -123,7 +123,7 @@ def clipped_over_replicas(world: World) -> Values:
     return train(world, mesh=world.mesh(2, 2), update=update)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def clipped_by_value(world: World) -> Values:
     def update(run: Any) -> None:
         for param in run.model.parameters():
@@ -146,7 +146,7 @@ def loss_gathered_for_a_log(world: World) -> Values:
     return run.values(losses=torch.stack(losses))
 
 
-@scenario(2, may_wait="the user reads the loss on the host in each step")
+@scenario(2, slow=True, may_wait="the user reads the loss on the host in each step")
 def loss_read_in_each_step(world: World) -> Values:
     run = training(world)
     losses = []

@@ -31,13 +31,13 @@ def bf16_reduced_in_fp32(world: World) -> Values:
     return train(world, mp_policy=MIXED)
 
 
-@scenario(2, tolerance=COARSE)
+@scenario(2, slow=True, tolerance=COARSE)
 def bf16(world: World) -> Values:
     """Gradients are reduced in the dtype of the shards, which is fp32."""
     return train(world, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
 
 
-@scenario(2, tolerance=COARSE)
+@scenario(2, slow=True, tolerance=COARSE)
 def bf16_throughout(world: World) -> Values:
     return train(world, mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16))
 
@@ -47,13 +47,13 @@ def bf16_accumulated(world: World) -> Values:
     return train(world, mp_policy=MIXED, microbatches=3)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def reduced_in_fp64(world: World) -> Values:
     """Reduced gradients lie in memory of the reduce lane, and are copied to narrower ones."""
     return train(world, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP64))
 
 
-@scenario(2, tolerance=COARSE)
+@scenario(2, slow=True, tolerance=COARSE)
 def inputs_as_they_are(world: World) -> Values:
     policy = MixedPrecisionPolicy(
         param_dtype=BF16,
@@ -64,7 +64,7 @@ def inputs_as_they_are(world: World) -> Values:
     return train(world, mp_policy=policy)
 
 
-@scenario(2, tolerance=COARSE)
+@scenario(2, slow=True, tolerance=COARSE)
 def outputs_in_fp32(world: World) -> Values:
     """The root's outputs are cast; what blocks give each other is not."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, output_dtype=FP32)
@@ -105,7 +105,7 @@ class CastsItself(PlainBlock):
         return x + (hidden * self.norm.weight + self.norm.bias).to(x.dtype)
 
 
-@scenario(2, tolerance=COARSE)
+@scenario(2, slow=True, tolerance=COARSE)
 def gradients_stay_narrow(world: World) -> Values:
     """The optimizer gets gradients in the dtype of the reduction."""
     policy = MixedPrecisionPolicy(
@@ -156,7 +156,7 @@ def buffers_in_bf16(world: World) -> Values:
     return train(world, stack(WithBuffer), mp_policy=policy)
 
 
-@scenario(2, tolerance=COARSE)
+@scenario(2, slow=True, tolerance=COARSE)
 def evaluation_in_fp32(world: World) -> Values:
     """Units are planned again at each change between training and evaluation."""
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32, full_precision_in_eval=True)
@@ -172,7 +172,7 @@ def evaluation_in_fp32(world: World) -> Values:
     return run.values(**seen)
 
 
-@scenario(2, tolerance=FINE)
+@scenario(2, slow=True, tolerance=FINE)
 def fp16_with_a_fixed_scale(world: World) -> Values:
     """Reductions in fp16 are divided in two steps."""
     policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP16)
@@ -205,7 +205,7 @@ def mixed_dtypes(world: World) -> Values:
     return train_case(world, "mixed_dtypes", mp_policy=MixedPrecisionPolicy(reduce_dtype=FP64))
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def quantised(world: World) -> Values:
     """Frozen int8 and float8 weights, with adapters that are trained."""
     return train_case(world, "quantised")

@@ -44,7 +44,7 @@ def recomputed_reentrant(world: World) -> Values:
     return train(world, lambda: Recomputed(True))
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def recomputed_with_random_numbers(world: World) -> Values:
     """The state of the device's generator is kept for the recomputation."""
 
@@ -57,7 +57,7 @@ def recomputed_with_random_numbers(world: World) -> Values:
     return train(world, lambda: Dropping(False))
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def recomputed_and_kept_whole(world: World) -> Values:
     return train(world, lambda: Recomputed(False), reshard_after_forward=False, microbatches=2)
 
@@ -71,7 +71,7 @@ def recomputed_without_copies(world: World) -> Values:
     return train(world, lambda: Recomputed(False), set_up=set_up)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def wrapped_for_recomputation(world: World) -> Values:
     """The wrapper is inside the unit: what is recomputed is a part of it."""
 

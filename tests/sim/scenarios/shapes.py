@@ -20,7 +20,7 @@ def one_row(world: World) -> Values:
     return train_case(world, "one_row")
 
 
-@scenario(3)
+@scenario(3, slow=True)
 def few_rows(world: World) -> Values:
     return train_case(world, "few_rows")
 
@@ -107,12 +107,12 @@ def channels_last_on_replicas(world: World) -> Values:
     return convolutions(world, True, mesh=world.mesh(2, 1))
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def tied_within_a_unit(world: World) -> Values:
     return train_case(world, "tied_within")
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def tied_over_units(world: World) -> Values:
     return train_case(world, "tied_blocks")
 
@@ -122,7 +122,7 @@ def tied_embedding(world: World) -> Values:
     return train_case(world, "tied_lm")
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def block_called_twice(world: World) -> Values:
     return train_case(world, "shared_block")
 
@@ -132,7 +132,7 @@ def partly_frozen(world: World) -> Values:
     return train_case(world, "partly_frozen")
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def frozen_units(world: World) -> Values:
     return train_case(world, "all_frozen_blocks")
 
@@ -185,17 +185,17 @@ def unused_and_summed_late(world: World) -> Values:
     return world.values(model)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def embeddings(world: World) -> Values:
     return train_case(world, "untied_lm")
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def auxiliary_outputs(world: World) -> Values:
     return train_case(world, "aux_output")
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def containers(world: World) -> Values:
     return train_case(world, "containers")
 
@@ -205,7 +205,7 @@ def keyword_arguments(world: World) -> Values:
     return train_case(world, "kwargs")
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def nested_units(world: World) -> Values:
     return train_case(world, "nested_units")
 

@@ -61,7 +61,7 @@ def full_states(world: World) -> Values:
     return world.values(run.model, other.model)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def full_states_on_the_device(world: World) -> Values:
     run = training(world, steps=3)
     for step in run.steps(unsteady=99):
@@ -88,7 +88,7 @@ def checkpoints(world: World) -> Values:
     return world.values(run.model, other.model)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def safetensors(world: World) -> Values:
     run, other = training(world, steps=2), training(world, steps=2)
     with shared_folder() as folder:
@@ -123,7 +123,7 @@ def whole_parameters_one_by_one(world: World) -> Values:
     return run.values(**seen)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def summoned(world: World) -> Values:
     run = training(world)
     for step in run.steps(unsteady=99):
@@ -157,7 +157,7 @@ def init(module: nn.Module) -> None:
             param.copy_(values.to(param.device))
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def materialized(world: World) -> Values:
     with torch.device("meta"):
         model: Any = STACK()

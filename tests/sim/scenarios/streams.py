@@ -27,7 +27,7 @@ def forward_and_backward_on_a_side_stream(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def side_stream_and_default_stream(world: World) -> Values:
     """Forward and backward on a side stream, the optimizer on the default one."""
     run = training(world)
@@ -73,7 +73,7 @@ def warm_up_on_a_side_stream(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def evaluation_on_another_stream(world: World) -> Values:
     run = training(world)
     seen = {}
@@ -120,7 +120,7 @@ def post_optim_event_and_much_memory(world: World) -> Values:
     return optimizer_elsewhere(world, own=True, set_up=lambda model: model.set_memory("fast"))
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def event_of_the_compute_stream(world: World) -> Values:
     """The idiomatic use: what the optimizer was given, and nothing behind it, is waited for."""
     run = training(world)
@@ -262,7 +262,7 @@ def parts_warmed_up_on_a_side_stream(world: World) -> Values:
     return run.values()
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def warmed_up_without_resharding(world: World) -> Values:
     """Parameters stay whole from the side stream to the other one."""
     run = training(world, steps=5, reshard_after_forward=False, microbatches=2)
