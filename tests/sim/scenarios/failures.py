@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from tests._models import loss_of
+from fsdp2 import StateError
+from tests._models import WIDTH, each_block, loss_of
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import learn, training
+from tests.sim.scenarios._training import ROWS, STACK, learn, training
 
 AFTER_A_FAILURE = "after a step that failed the next one begins when the device is idle"
 
@@ -133,3 +136,24 @@ def infinite_losses_skipped(world: World) -> Values:
                 local.copy_(torch.where(local.isfinite(), local, 0.0))
         run.update()
     return run.values()
+
+
+@scenario(2)
+def ranks_that_go_different_ways(world: World) -> Values:
+    """Each gets an error, a step late on a device; more of it is in `tests.sim.test_agreement`."""
+    if not world.is_simulated:
+        return {"told": torch.ones(1, device="cpu")}
+    mesh = DeviceMesh.from_group(dist.new_group(), world.kind)  # it is of no use afterwards
+    model: Any = world.build(STACK)
+    world.shard(model, each_block(model), mesh=mesh)
+    told = torch.zeros(1, device="cpu")
+    inputs = [world.tensor(ROWS, WIDTH, seed=step) for step in range(12)]
+    for step in range(12):
+        try:
+            if step == 5 and world.rank == 1:
+                model.blocks[1].up.weight.requires_grad_(False)
+            learn(model, inputs[step])
+        except StateError:
+            told.fill_(1)
+            break
+    return {"told": told}
