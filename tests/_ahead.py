@@ -7,14 +7,17 @@ first: while they run, the ranks work. A test then finds the outcome of its body
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import pytest
 
+from tests import _sim as simulator
 from tests._pool import Pools
 from tests._rank import PRELOADED, Request
+from tests._sim._build import build
 
 GIVEN = {"run_on_ranks", "request", "world_size"}  # what `ranks` adds to a body's own arguments
 
@@ -52,6 +55,9 @@ class AheadOfTests:
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         if self._looks_ahead and not session.config.option.collectonly:
             requests = list(_requests(session.items))
+            if any(request.device == simulator.DEVICE for request in requests):
+                with contextlib.suppress(simulator.NoCompilerError):  # its ranks say so, and skip
+                    build()  # now: it takes a minute, which no body has
             asked_for = filter(None, [os.environ.get(PRELOADED)])
             os.environ[PRELOADED] = ",".join([*asked_for, *sorted({r.module for r in requests})])
             self._pools.take(requests)

@@ -149,6 +149,8 @@ def _run_body(task: Task, watch: Stopwatch) -> Reply:
         _check_left_as_found(world, task.request.device)
         if task.request.device == "sim":
             simulator.check()
+    except simulator.NoCompilerError as reason:
+        reply = Reply("skipped", f"no simulator: {reason}")
     except (pytest.skip.Exception, pytest.xfail.Exception) as reason:
         reply = Reply("skipped", str(reason))
     except BaseException as error:
@@ -207,6 +209,7 @@ def _check_left_as_found(world: Any, device: str) -> None:
 
 
 def _clean_up(task: Task, reply: Reply, watch: Stopwatch) -> Reply:
+    import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
     try:
@@ -214,6 +217,7 @@ def _clean_up(task: Task, reply: Reply, watch: Stopwatch) -> Reply:
         watch.lap("garbage")
         kept = (
             task.request.with_process_group
+            and dist.is_initialized()
             and reply.outcome != "failed"
             and _agree_to_keep_world(task)
         )
