@@ -55,6 +55,8 @@ class LateLook:
         """Look at the sum of stamps ``[n]`` too; a rank that gives up does so in every one."""
         self._sum = stamp, number, total
 
+    @torch.inference_mode(False)  # what is kept is written again outside of it
+    @torch.no_grad()
     def note(self) -> None:
         """Copy what the device has seen, behind what it was given so far."""
         total, self._sum = self._sum, None

@@ -115,7 +115,10 @@ class Call {
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &host_stack);
     }
     for (auto& [ours, host] : resized_) {
-      if (host.numel() == 0) continue;
+      if (host.numel() == 0) {  // of another shape, perhaps
+        ours.unsafeGetTensorImpl()->set_sizes_contiguous(host.sizes());
+        continue;
+      }
       at::Tensor target = ours;
       at::Tensor memory = empty_like_host(host);
       std::memcpy(memory.mutable_data_ptr(), host.data_ptr(), host.nbytes());
