@@ -91,6 +91,18 @@ def forwards_without_backward(world: World) -> Values:
 
 
 @scenario(2)
+def inference_mode_before_training(world: World) -> Values:
+    """What the first evaluation leaves behind is used in training."""
+    run = training(world)
+    with torch.inference_mode():
+        run.model(run.inputs[0])
+    for step in run.steps():
+        learn(run.model, run.inputs[step])
+        run.update()
+    return run.values()
+
+
+@scenario(2)
 def inference_mode(world: World) -> Values:
     run = training(world)
     seen = {}
