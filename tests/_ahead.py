@@ -55,11 +55,13 @@ class AheadOfTests:
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         if self._looks_ahead and not session.config.option.collectonly:
             requests = list(_requests(session.items))
-            if any(request.device == simulator.DEVICE for request in requests):
+            modules = {request.module for request in requests}
+            if any(_is_simulated(item) for item in session.items):
+                modules.add("tests.sim")  # which the parent of the ranks looks for
                 with contextlib.suppress(simulator.NoCompilerError):  # its ranks say so, and skip
                     build()  # now: it takes a minute, which no body has
             asked_for = filter(None, [os.environ.get(PRELOADED)])
-            os.environ[PRELOADED] = ",".join([*asked_for, *sorted({r.module for r in requests})])
+            os.environ[PRELOADED] = ",".join([*asked_for, *sorted(modules)])
             self._pools.take(requests)
 
     @pytest.hookimpl(wrapper=True)
@@ -73,6 +75,12 @@ class AheadOfTests:
 
     def pytest_sessionfinish(self) -> None:
         self._pools.close()
+
+
+def _is_simulated(item: pytest.Item) -> bool:
+    return getattr(item, "module", None) is not None and item.module.__name__.startswith(
+        "tests.sim."
+    )
 
 
 def _is_on_ranks(item: pytest.Item) -> bool:

@@ -43,6 +43,14 @@ def whole_tensor(
                 "Pass a tensor of the whole shape, or change the parameter itself."
             )
         local = stand_in.to_local()
+        if local.device.type != reducer.device.type and not local.is_meta:  # it is offloaded
+            if torch.is_grad_enabled() and local.requires_grad:
+                raise UnsupportedError(
+                    f"{param.fqn}: a shard on {local.device} that requires gradients stands in for "
+                    f"it, which is computed on {reducer.device}. Pass a tensor of the whole shape "
+                    "there, or call it without gradients."
+                )
+            local = local.to(reducer.device)
         whole: Tensor = _GatherShard.apply(local, param, reducer, settings)  # type: ignore[no-untyped-call]  # torch's own
         whole = whole.to(param.compute_dtype)
         if placement.tensor_parallel is None:

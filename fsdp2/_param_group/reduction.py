@@ -101,6 +101,11 @@ class Reducer:
         self.unreduced = Unreduced()
         self._waited = False  # the last gradients had to wait for a reduction
 
+    @property
+    def device(self) -> torch.device:
+        """Where gradients are computed and reduced."""
+        return self._residence.compute
+
     def invalidate(self) -> None:
         """Forget the plan: dtypes, or the set of trainable parameters, changed."""
         self._plan = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from torch.func import functional_call
 
 import fsdp2
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -170,3 +172,21 @@ def offloaded_and_gathered_before_the_first_forward(world: World) -> Values:
         learn(run.model, run.inputs[step])
         run.update()
     return run.values()
+
+
+@scenario(2, may_wait=ON_HOST)
+def offloaded_stand_ins(world: World) -> Values:
+    """Shards on the host stand in for parameters of an evaluation, on the device."""
+    run = training(world, offload_policy=CPUOffloadPolicy())
+    outputs = {}
+    for step in run.steps():
+        weight = run.model.inp.weight.detach().mul(2.0)
+        with torch.no_grad():
+            given = {"inp.weight": weight}
+            outputs[f"{step}"] = functional_call(run.model, given, (run.inputs[step],))
+        learn(run.model, run.inputs[step])
+        run.update()
+    if world.is_simulated:
+        with pytest.raises(fsdp2.UnsupportedError, match="a shard on cpu that requires"):
+            functional_call(run.model, {"inp.weight": weight.requires_grad_()}, (run.inputs[0],))
+    return run.values(**outputs)
