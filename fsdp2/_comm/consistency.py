@@ -408,12 +408,10 @@ class Agreement:
         if self.broken is not None or self.is_silent:
             return None
         self.broken, predictions = why, self._predictions
-        self._predictions, device = Predictions(), HOST
+        self._predictions = Predictions()
         self.predicted = self._predictions.first  # whatever comes next is looked at, and refused
         following = predictions.after(self.recent)
-        for operation in self._operations.values():
-            device = operation.device
-            break
+        device = next((known.device for known in self._operations.values()), HOST)
         if device != HOST:
             known = dict(self._operations)
             operations = (None if number is None else known.get(number) for number in following)

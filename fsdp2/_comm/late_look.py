@@ -37,9 +37,10 @@ class LateLook:
 
     def __init__(self) -> None:
         self._expected: weakref.WeakKeyDictionary[Seen, bytes] = weakref.WeakKeyDictionary()
-        self._slots: list[Tensor] = []  # of these stamps, as bytes
+        self._parts: list[tuple[weakref.ref[Seen], bytes]] = []  # of these stamps, as copied
+        self._slots: list[Tensor] = []  # what a device leaves for each, as bytes
         self._all = b""  # what is expected in all of them
-        self._is_known = False  # what is above is that of the stamps that live
+        self._is_known = False  # the last three are those of the stamps that live
         self._copied: Tensor | None = None  # in pinned memory
         self._event: torch.Event | None = None  # of the copy that nobody has looked at
         self._sum: tuple[Seen, int, Tensor] | None = None  # of the last reduction; holds its memory
@@ -63,9 +64,10 @@ class LateLook:
         if self._event is not None:
             return
         if not self._is_known or len(self._slots) != len(self._expected):
-            stamps = [stamp for stamp in self._expected if stamp.seen is not None]
-            self._slots = [s.seen.view(-1).view(torch.uint8) for s in stamps if s.seen is not None]
-            self._all = b"".join(self._expected[stamp] for stamp in stamps)
+            self._parts = [(weakref.ref(stamp), part) for stamp, part in self._expected.items()]
+            slots = [stamp.seen for stamp in self._expected]
+            self._slots = [slot.view(-1).view(torch.uint8) for slot in slots if slot is not None]
+            self._all = b"".join(part for _, part in self._parts)
             self._copied = torch.empty(
                 len(self._all), dtype=torch.uint8, device="cpu", pin_memory=True
             )
@@ -91,14 +93,14 @@ class LateLook:
             return
         self._event = None
         if self._copied_sum is not None:
-            stamp, number, total = self._copied_sum
-            stamp.check_sum(total, number)
+            reduced, number, total = self._copied_sum
+            reduced.check_sum(total, number)
         copied = self._copied
         if copied is None or string_at(copied.data_ptr(), len(self._all)) == self._all:
             return
         begin = 0
-        for stamp, expected in list(self._expected.items()):
-            rows = copied[begin : begin + len(expected)]
+        for known, expected in self._parts:
+            rows, stamp = copied[begin : begin + len(expected)], known()
             begin += len(expected)
-            if stamp.seen is not None and bytes(rows.tolist()) != expected:
+            if stamp is not None and stamp.seen is not None and bytes(rows.tolist()) != expected:
                 stamp.check(rows.view(stamp.seen.dtype).view(stamp.seen.shape))

@@ -85,6 +85,7 @@ class Reducer:
     ) -> None:
         self._params = params
         self._residence = residence
+        self._has_streams = not capabilities(residence.storage).is_host  # that may read gradients
         self.data = data
         self.ids = ids
         self._plan: ReducePlan | None = None  # None: to be made, what it depends on changed
@@ -376,11 +377,6 @@ class Reducer:
             buffer.reclaim()
         buffer.is_filling = True
         return buffer
-
-    @property
-    def _has_streams(self) -> bool:
-        """True if gradients are kept where streams of the user's may read them."""
-        return not capabilities(self._residence.storage).is_host
 
     def release_gradients(self) -> None:
         """Give back the memory of sharded gradients that nobody refers to, until there are others.
