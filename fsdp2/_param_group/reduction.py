@@ -296,6 +296,9 @@ class Reducer:
         if missing:
             absent = [position for position, grad in enumerate(grads) if grad is None]
             behind = packing.tail_without(behind, absent, layout)
+        if self.data.shard.size > 1 and self.ids.reductions:
+            # Before the wire is asked for memory: what ranks may have to send first asks, too.
+            self.ids.reductions[0].before()
         inputs = self._inputs_of(grads, behind, layout, is_mixed)
         look = missing > 0 and not settings.reduce_unused and self.hook is None
         return Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
@@ -444,8 +447,6 @@ class Reduction:
         """Issue the reduce-scatter."""
         if self._scale.before != 1.0:
             self._inputs[0].mul_(self._scale.before)
-        if self._data.shard.size > 1 and self.owner.ids.reductions:
-            self.owner.ids.reductions[0].before()
         self._streams.order_after_compute("reduce")
         self._flight = self._streams.launch("reduce", self._reduce_scatter)
 
