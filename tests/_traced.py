@@ -69,7 +69,8 @@ def collectives(graph: torch.fx.GraphModule) -> str:
     for node in graph.graph.nodes:
         name = str(node.target)
         if "c10d" in name and "wait_tensor" not in name:
-            short = name.split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor")
+            short = name.split(".")[1].removesuffix("_coalesced")
+            short = short.removesuffix("_into_tensor").removesuffix("_tensor")
             found[short] = found.get(short, 0) + 1
     return ", ".join(f"{count} {name}" for name, count in found.items()) or "none"
 
@@ -90,7 +91,7 @@ class TracedPair(Pair):
         *,
         backend: Any = None,
         dynamic: bool | None = None,
-        overlap: bool = False,
+        overlap: bool | None = None,
         bucket: bool = True,
         fullgraph: bool = True,
         **kwargs: Any,

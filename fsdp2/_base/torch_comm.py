@@ -105,3 +105,12 @@ def functional(name: str, sent: torch.Tensor, *args: Any) -> torch.Tensor:
     ops = torch.ops._c10d_functional
     received: torch.Tensor = ops.wait_tensor(getattr(ops, name)(sent, *args))
     return received
+
+
+def functional_coalesced(
+    name: str, sent: Sequence[torch.Tensor], *args: Any
+) -> list[torch.Tensor]:
+    """As ``functional``, of several tensors, which a backend may send as one."""
+    ops = torch.ops._c10d_functional
+    received = getattr(ops, f"{name}_coalesced")([*sent], *args)
+    return [ops.wait_tensor(one) for one in received]

@@ -6,10 +6,11 @@ knows what a unit or a group is.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn as nn
@@ -62,39 +63,67 @@ call_with_hooks: Callable[..., Any] = nn.Module._call_impl
 """What ``nn.Module.__call__`` calls: one stack frame less for each unit inside another."""
 
 
+class GraphPass(Protocol):
+    """Changes a forward or a backward graph. ``uuid`` says how: graphs are kept on disk by it."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None: ...
+
+    def uuid(self) -> str: ...
+
+
 def find_compiler(
     backend: Any,
     mode: str | None,
     options: dict[str, Any] | None,
     dynamic: bool | None,
-    change: Callable[[torch.fx.Graph], None] | None = None,
 ) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Any]:
-    """Return what ``torch.compile`` would call with each graph. No public way exists.
-
-    ``change`` sees the forward and the backward graph before they are lowered (``"inductor"``) or
-    run (``"aot_eager"``).
-    """
+    """Return what ``torch.compile`` would call with each graph. No public way exists."""
     if backend == "inductor":
-        compiler = torch._TorchCompileInductorWrapper(mode, options, dynamic)
-        return compiler if change is None else _changed_inductor(compiler, change)
-    if change is None:
-        return torch._TorchCompileWrapper(backend, mode, options, dynamic)
-    return _changed_aot_eager(change)
+        compiler: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        return compiler
+    return torch._TorchCompileWrapper(backend, mode, options, dynamic)
 
 
-def _changed_inductor(
-    compiler: Callable[..., Any], change: Callable[[torch.fx.Graph], None]
-) -> Callable[..., Any]:
-    def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        import torch._inductor.config as config
+def with_pass(compiler: Callable[..., Any], backend: Any, change: GraphPass) -> Callable[..., Any]:
+    """Return a compiler that changes the forward and the backward graph before they are lowered.
 
-        with config.patch(post_grad_custom_post_pass=change):
-            return compiler(graph, inputs)
+    For the backends ``"inductor"`` and ``"aot_eager"``. Inductor sorts nodes by memory behind
+    every pass, which undoes what the pass does, so that is off unless the user asks for it.
+    """
+    if backend != "inductor":
+        return _changed_aot_eager(change)
+    options = dict(compiler.config)  # type: ignore[attr-defined]  # of the wrapper
+    options.setdefault("reorder_for_peak_memory", False)
+    chosen = options.pop("post_grad_custom_post_pass", None)
+    options["post_grad_custom_post_pass"] = _as_inductors(change, chosen)
+    changed: Callable[..., Any] = torch._TorchCompileInductorWrapper(
+        None,
+        options,
+        compiler.dynamic,  # type: ignore[attr-defined]
+    )
+    return changed
 
-    return compile_graph
+
+def _as_inductors(change: GraphPass, chosen: Any) -> Any:
+    """Wrap a pass, behind the one of the user's, in the class that inductor's caches ask."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            if chosen is not None:
+                chosen(graph)
+            change(graph)
+
+        def uuid(self) -> Any:
+            if chosen is None:
+                return change.uuid()
+            known = chosen.uuid() if isinstance(chosen, CustomGraphPass) else None
+            return None if known is None else (known, change.uuid())
+
+    return Pass()
 
 
-def _changed_aot_eager(change: Callable[[torch.fx.Graph], None]) -> Callable[..., Any]:
+def _changed_aot_eager(change: GraphPass) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -122,6 +151,36 @@ def collective_of(node: torch.fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
         return target._schema.name.split("::")[1]
     return ""
+
+
+def has_effects(node: torch.fx.Node) -> bool:
+    """True if a node of a compiler's graph may change its inputs, or takes random numbers."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is not operator.getitem
+    if target.namespace == "_c10d_functional":
+        return False
+    return target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags
+
+
+def switches_gradients(node: torch.fx.Node) -> bool:
+    """True if a node of a traced graph says whether gradients are recorded from there on."""
+    name = getattr(node.target, "__name__", "")
+    return name in ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+
+
+def switches_off(node: torch.fx.Node) -> bool:
+    """True if gradients are not recorded from such a node on."""
+    name, args = getattr(node.target, "__name__", ""), node.args
+    return args[0] is False if name == "_set_grad_enabled" else name == "_enter_inference_mode"
+
+
+def views_or_wraps(node: torch.fx.Node) -> bool:
+    """True if a node of a traced graph takes a tensor out of a list, or makes a DTensor of it."""
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        return node.target is operator.getitem or name == "prim_from_local"
+    return node.op == "call_method" and node.target == "to"
 
 
 def writes_in_checkpoints() -> AbstractContextManager[Any]:

@@ -49,6 +49,48 @@ from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SHARDED
 
 
+class OwedReductions:
+    """At the end of a backward with sync: the reductions of what waited, and no graph has reduced.
+
+    That is what waits of units that this step did not use, and all of it where graphs break.
+    """
+
+    def __init__(self, groups: Sequence[TracedGroup]) -> None:
+        self._groups = [group.group for group in groups]
+        self._claims = [group.claim for group in groups if group.claim is not None]
+        self._is_running = False
+
+    def watch(self, outputs: Any) -> None:
+        """Notice the backward of these outputs."""
+        visit_tensors(self._watch, outputs)
+
+    def _watch(self, tensor: Tensor) -> None:
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(self._begin)
+
+    @torch_compiler.always_eager
+    def _begin(self, _grads: tuple[Tensor | None, ...]) -> None:
+        if not self._is_running:
+            self._is_running = True
+            torch_autograd.EndOfBackward(self._end, self._fail)
+
+    def _fail(self) -> None:
+        self._is_running = False
+
+    def _end(self) -> None:
+        self._is_running = False
+        for claim in self._claims:
+            claim.give_back()
+        for group in self._groups:
+            if group.reducer.unreduced.is_owed and group.settings.reduce_grads:
+                reduction = group.reduce(with_graph=False)
+                if reduction is not None:
+                    reduction.start()
+                    reduction.advance()
+                    reduction.finish()
+                    reduction.wait()
+
+
 class FunctionalBackward:
     """What the units of a functional step do in its backward."""
 

@@ -20,17 +20,20 @@ from fsdp2._base.arguments import check_flag, check_mapping, check_module, trans
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.events import IDLE
 from fsdp2._base.policy import CPUOffloadPolicy
-from fsdp2._compiled.backward import Again, FunctionalBackward
+from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions
 from fsdp2._compiled.functional import TracedUnit
-from fsdp2._compiled.ops import outer_gather, plans, unshard
-from fsdp2._compiled.passes import overlap as overlap_collectives
+from fsdp2._compiled.passes import Overlapped, place_gathers
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.runtime import Runtime, attach
 from fsdp2._param_group.group import ParamGroup
 
 
+OVERLAPPING = ("inductor", "aot_eager")
+"""Backends whose graphs can be changed before they run."""
+
+
 def compile(  # noqa: A001  # torch's name for it
-    model: nn.Module, *, overlap: bool = False, bucket: bool = True, **torch_compile_kwargs: Any
+    model: nn.Module, *, overlap: bool | None = None, bucket: bool = True, **torch_compile_kwargs: Any
 ) -> CompiledModel:
     """Compile a sharded model whole, with its collectives in the graphs.
 
@@ -60,7 +63,8 @@ def compile(  # noqa: A001  # torch's name for it
         UnsupportedError: a unit has what no graph can hold. The model was not changed.
     """
     check_module("compile", "model", model)
-    check_flag("compile", "overlap", overlap)
+    if overlap is not None:
+        check_flag("compile", "overlap", overlap)
     check_flag("compile", "bucket", bucket)
     if isinstance(model, CompiledModel):
         model = model.__dict__["_compiled_model"].model
@@ -72,7 +76,7 @@ class Choices:
     """What ``compile`` was given."""
 
     torch_compile_kwargs: dict[str, Any]
-    overlap: bool = False
+    overlap: bool | None = None
     bucket: bool = True
 
 
@@ -127,10 +131,18 @@ for _name, _value in vars(nn.Module).items():
         setattr(CompiledModel, _name, _delegate(_name))
 
 
-def _call(model: nn.Module, several: list[TracedUnit], *args: Any, **kwargs: Any) -> Any:
+def _call(
+    model: nn.Module,
+    ahead: list[TracedUnit],
+    several: list[TracedUnit],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run the model: this is what is compiled."""
+    for unit in ahead:
+        unit.gather()
     output = model(*args, **kwargs)
-    for unit in several:  # of several modules: only now are all of them done
+    for unit in (*ahead, *several):  # only now are all of them done
         unit.forget()
     return output
 
@@ -149,32 +161,29 @@ class FunctionalStep:
         self.model = model
         self.choices = choices
         self._units: list[TracedUnit] = []
-        self._several: list[TracedUnit] = []
+        self._ahead: list[TracedUnit] = []  # gathered before the model runs
+        self._several: list[TracedUnit] = []  # of several modules
         self._runtimes: list[Runtime] = []
         self._backward = FunctionalBackward(())
         check_units(model)
         options = dict(choices.torch_compile_kwargs)
         if not check_flag("compile", "disable", options.get("disable", False)):
             backend = options.pop("backend", "inductor")
-            if choices.overlap and backend not in ("inductor", "aot_eager"):
+            if choices.overlap and backend not in OVERLAPPING:
                 raise ConfigError(
                     f"compile: expected backend to be 'inductor' or 'aot_eager' with overlap=True, "
                     f"found {backend!r}. Leave overlap out, and let that backend order collectives."
                 )
+            overlap = choices.overlap is not False and backend in OVERLAPPING
             mode, inductor = options.pop("mode", None), options.pop("options", None)
             check_choice(mode, inductor, options.get("dynamic"))
             for unit in units_below(model):
                 check_mode(mode, inductor, unit.device)
             with refusals_of_torch():
                 compiler = torch_compiler.find_compiler(
-                    backend,
-                    mode,
-                    inductor,
-                    options.get("dynamic"),
-                    overlap_collectives if choices.overlap else None,
+                    backend, mode, inductor, options.get("dynamic")
                 )
-            torch.compiler.allow_in_graph([unshard, outer_gather])
-            options["backend"] = tagging(compiler)
+            options["backend"] = prepared(compiler, backend, overlap)
         with refusals_of_torch():
             self._compiled: Callable[..., Any] = torch.compile(own_copy(_call), **options)
         self._may_break = not options.get("fullgraph", False)
@@ -187,6 +196,7 @@ class FunctionalStep:
             if unit.runtime is None:
                 attach(unit)
         self._units = [TracedUnit(unit, self.choices.bucket) for unit in units]
+        self._ahead = [] if self._may_break else self._units
         self._several = [unit for unit in self._units if unit.has_several_modules]
         self._backward = FunctionalBackward(self._units)
         runtimes = [unit.runtime for unit in units if isinstance(unit.runtime, Runtime)]
@@ -206,9 +216,18 @@ class FunctionalStep:
                 unit.forget()
                 unit.unit.runner = unit
             with self._may_write:
-                output = self._compiled(self.model, self._several, *args, **kwargs)
+                output = self._compiled(
+                    self.model, self._ahead, self._several, *args, **kwargs
+                )
+            groups = [group for unit in self._units for group in unit.groups]
+            owed = [g for g in groups if g.group.reducer.unreduced.is_owed]
+            if owed and torch.is_grad_enabled():
+                OwedReductions(owed).watch(output)
             if self._may_break or any(unit.ran_outside for unit in self._units):
                 self._backward.watch(output)
+            else:
+                for group in groups:
+                    group.let_go()
             return output
         finally:
             for unit, runner in zip(self._units, outer, strict=True):
@@ -257,7 +276,7 @@ class FunctionalStep:
                         "(functional_call), and a compiled model gathers its own. Use the model "
                         "itself for that."
                     )
-            unit.begin()
+            unit.begin(joins=not self._may_break)
 
 
 def check_units(model: nn.Module) -> None:
@@ -345,20 +364,13 @@ def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.d
         )
 
 
-def tagging(compiler: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiler, behind a look at each graph."""
+def prepared(compiler: Callable[..., Any], backend: Any, overlap: bool) -> Callable[..., Any]:
+    """Return a compiler that gathers units where they are used, beside the compute."""
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        tag(graph)
-        return compiler(graph, inputs)
+        found, chosen = place_gathers(graph), compiler
+        if overlap and found is not None:
+            chosen = torch_compiler.with_pass(compiler, backend, Overlapped(found))
+        return chosen(graph, inputs)
 
     return compile_graph
-
-
-def tag(graph: torch.fx.GraphModule) -> None:
-    """Let backward gather again where a unit reshards after forward, in all graphs inside too."""
-    for module in graph.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
-                if node.target is unshard and plans[node.args[0]].recompute:
-                    torch_compiler.recompute_in_backward(node)

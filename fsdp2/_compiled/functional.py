@@ -20,9 +20,9 @@ module is called.
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,24 +31,163 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_compiler, torch_modes
+from fsdp2._base import torch_compiler, torch_dtensor, torch_modes
 from fsdp2._base.containers import map_tensors
 from fsdp2._base.errors import StateError
-from fsdp2._compiled.ops import (
-    Neighbours,
-    TracedPlan,
-    incomplete,
-    key_of,
-    outer_gather,
-    plans,
-    unshard,
-)
+from fsdp2._base.policy import Overlap
+from fsdp2._compiled.ops import outer_gather, unshard
+from fsdp2._compiled.plan import Neighbours, ReducePiece, TracedPlan, key_of, plans
 from fsdp2._engine.unit import Unit
 from fsdp2._param_group import packing
 from fsdp2._param_group.gradient_buffer import accumulate
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.layout import GatherLayout, ReduceLayout
+from fsdp2._param_group.layout import GatherLayout
 from fsdp2._param_group.param import FSDPParam
+
+
+class Claim:
+    """Gradients that waited for a reduction, and that a recorded forward will reduce with its own.
+
+    If its graph is dropped instead, they wait again.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        self.added: list[Tensor] = []
+        self.mask = tuple(_waiting(param) is not None for param in params)
+        taken = []
+        for param in params:
+            grad = _waiting(param)
+            if grad is not None:
+                assert param.unsharded is not None
+                param.unsharded.grad = None
+                self.added.append(torch_dtensor.local_part(grad))
+                taken.append((param, grad))
+        self.give_back = weakref.finalize(self, _let_wait, taken)
+
+    def settle(self) -> None:
+        """They are reduced."""
+        self.give_back.detach()
+
+
+def _waiting(param: FSDPParam) -> Tensor | None:
+    return None if param.unsharded is None else param.unsharded.grad
+
+
+@torch.no_grad()
+def _let_wait(grads: Iterable[tuple[FSDPParam, Tensor]]) -> None:
+    """Let unsharded gradients wait for a reduction."""
+    for param, grad in grads:
+        leaf = param.unsharded
+        assert leaf is not None
+        if leaf.grad is None:
+            leaf.grad = grad
+        else:
+            leaf.grad += grad
+
+
+class _Sinks(torch.autograd.Function):
+    """Make tensors without memory; hand over what gradients they get, all at once.
+
+    See [Note: the gradient of unshard] in ``ops``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        leaf: Tensor,
+        deliver: Callable[[Sequence[Tensor | None]], None],
+        shapes: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    ) -> tuple[Tensor, ...]:
+        ctx.deliver = deliver
+        ctx.set_materialize_grads(False)
+        made = {dtype: leaf.new_zeros((), dtype=dtype) for _, dtype in shapes}
+        return tuple(made[dtype].expand(shape) for shape, dtype in shapes)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        if any(grad is not None for grad in grads):
+            ctx.deliver(grads)
+        return None, None, None
+
+
+class Delivery:
+    """What takes the gradients of one forward: it knows by which plan they were made."""
+
+    def __init__(self, group: ParamGroup, key: str, joins: bool, claim: Claim | None) -> None:
+        self._group = group
+        self._key = key
+        self._joins = joins  # the graph has reduced what waited, too
+        self._claim = claim
+
+    @torch_compiler.always_eager
+    def __call__(self, grads: Sequence[Tensor | None]) -> None:
+        """Give gradients to the sharded parameters; without sync, let them wait.
+
+        Raises:
+            StateError: what is trained changed since the forward.
+        """
+        plan, group = plans[self._key], self._group
+        *given, missing = grads
+        params = [param for param in group.params if param.trainable]
+        if [index for index, p in enumerate(group.params) if p.trainable] != [*plan.members]:
+            raise StateError(
+                f"{group.fqn or '<root>'}: requires_grad changed between a compiled forward "
+                "and its backward. Change it before the forward."
+            )
+        waits = group.reducer.unreduced
+        if not plan.syncs:
+            waits.is_owed = waits.is_waiting = True
+            pairs = zip(params, given, strict=True)
+            _let_wait((p, _on_own_axes(grad, p)) for p, grad in pairs if grad is not None)
+            return
+        rows = [row for row in given if row is not None]
+        if missing is None or not plan.counts_used:
+            used = set(range(len(params)))
+        else:  # to look costs a synchronisation on a device; who has all gradients need not
+            first, row = plan.reduces[0], rows[0]
+            counts = row[first.layout.tail_start :].tolist()
+            used = {position for position, count in enumerate(counts) if count != 0}
+        if self._claim is not None:
+            self._claim.settle()
+        if self._joins:
+            waits.is_owed = waits.is_waiting = False
+        found = {
+            place: _sharded(row, piece, position, params[place], plan, group)
+            for piece, row in zip(plan.reduces, rows, strict=True)
+            for position, place in enumerate(piece.positions)
+            if place in used
+        }
+        places = sorted(found)
+        accumulate([params[p].sharded for p in places], [found[p] for p in places])
+
+
+def _on_own_axes(grad: Tensor, param: FSDPParam) -> Tensor:
+    """Return a local gradient as it lies over the parameter's own axes."""
+    spec = param.placement.unsharded_spec(grad.dtype)
+    return grad if spec is None else torch_dtensor.new_dtensor(grad, spec)
+
+
+def _sharded(
+    row: Tensor,
+    piece: ReducePiece,
+    position: int,
+    param: FSDPParam,
+    plan: TracedPlan,
+    group: ParamGroup,
+) -> Tensor:
+    """Return the sharded gradient of a member, from the row that its piece was reduced to."""
+    layout, reduced = piece.layout, plan.reduce_dtype
+    local = packing.shard_gradient(row, layout, position, plan.rank).contiguous()
+    dtype = param.kept_dtype(reduced)
+    if reduced.is_complex and not dtype.is_complex:
+        local = local.real
+    local = local.to(device=group.residence.storage, dtype=dtype)
+    spec, like = param.spec, param.like
+    if dtype is not param.storage_dtype:
+        spec = param.placement.sharded_spec(dtype)
+        like = torch.empty(local.shape, dtype=dtype, device=local.device)
+    return torch_dtensor.new_dtensor(local, spec, like=like)
 
 
 class TracedGroup:
@@ -58,59 +197,79 @@ class TracedGroup:
         self.group = group
         self.mover = mover
         self.key = ""
-        self.recompute = False
         self.waits = False
-        self.flats: tuple[Tensor, ...] = ()
-        self.sink: nn.Parameter | None = None
+        self.flats: list[Tensor] = []
+        self.sinks: list[Tensor] = []
+        self.added: list[Tensor] = []
+        self.claim: Claim | None = None  # while the forward runs; then its graph holds it
         self.slots: tuple[tuple[nn.Module, str, int], ...] = ()
         self.wraps: tuple[Any, ...] = ()
         self.again: tuple[Tensor, ...] | None = None  # whole, in a backward
-        self._made_for: tuple[Any, ...] = ()
+        self._leaf = torch.zeros((), device=group.device, requires_grad=True)
+        self._made_for: tuple[Any, ...] = ()  # compared by identity
 
     @torch.inference_mode(False)
-    def refresh(self, keeps: bool) -> None:
+    def refresh(self, keeps: bool, records: bool, joins: bool) -> None:
         """Follow what changed since the last step: dtypes, ``requires_grad``, settings, memory.
 
+        ``joins``: gradients that wait are reduced by the graph.
+
         Raises:
-            StateError: gradients wait for a reduction, which no functional step can join.
+            UnsupportedError: gradients wait that were reduced over a part of the ranks.
         """
         group, reducer = self.group, self.group.reducer
-        if group.reducer.unreduced.is_owed or reducer.unreduced.is_waiting:
-            raise StateError(
-                f"{group.fqn or '<root>'}: gradients that were accumulated without sync wait for "
-                "their reduction, which a compiled step cannot join. Run the backward that syncs "
-                "with the model itself, or call reset_iter_state()."
-            )
         buffer = group.home_buffer
         assert buffer is not None  # the group was looked at
-        reduction = reducer.prepare(group.settings)
-        made_for = (buffer, reduction, reducer.scale, keeps, group.post_forward.mesh)
-        if all(a is b for a, b in itertools.zip_longest(made_for, self._made_for)):
-            return
-        plan = self._plan(buffer.layout, keeps)
-        self.key, self.recompute = key_of(plan, group.fqn), plan.recompute
-        self.waits = plan.neighbours is not None
-        self.flats = tuple(
-            nn.Parameter(
-                packing.typed(buffer.flat, s.shard_start, s.numel, s.storage_dtype),
-                requires_grad=False,
+        if reducer.unreduced.partial is not None:
+            raise StateError(
+                f"{group.fqn or '<root>'}: gradients that were reduced without the replicas wait "
+                "for them, which a compiled step cannot join. Run the backward that reduces them "
+                "(set_requires_all_reduce) with the model itself, or call reset_iter_state()."
             )
-            for s in buffer.layout.segments
-        )
-        self.sink = self._make_sink(plan.reduce)
-        self.slots = tuple(
-            (site.module, site.name, index)
-            for index, param in enumerate(group.params)
-            for site in param.sites
-        )
-        self.wraps = tuple(
-            param.placement.unsharded_spec(param.compute_dtype) for param in group.params
-        )
+        reduction, settings = reducer.prepare(group.settings), group.settings
+        syncs = settings.reduce_grads or not records
+        claim = None
+        if records and joins and settings.reduce_grads and reducer.has_local_gradients:
+            claim = Claim(reduction.members)
+        mask = () if claim is None else claim.mask
+        made_for = (buffer, reduction, keeps, group.post_forward.mesh, settings, syncs)
+        is_same = all(a is b for a, b in itertools.zip_longest(made_for, self._made_for))
+        if not is_same or plans[self.key].added != mask:
+            plan = self._plan(buffer.layout, keeps, syncs, mask)
+            self.key = key_of(plan)
+            self.waits = plan.neighbours is not None
+            if not syncs:
+                group.prepare_unsharded()
+        if self._made_for[:2] != made_for[:2]:
+            self.flats = [
+                nn.Parameter(
+                    packing.typed(buffer.flat, s.shard_start, s.numel, s.storage_dtype),
+                    requires_grad=False,
+                )
+                for s in buffer.layout.segments
+            ]
+            self.slots = tuple(
+                (site.module, site.name, index)
+                for index, param in enumerate(group.params)
+                for site in param.sites
+            )
+            self.wraps = tuple(
+                param.placement.unsharded_spec(param.compute_dtype) for param in group.params
+            )
         self._made_for = made_for
+        self.claim, self.added = claim, [] if claim is None else claim.added
+        self.sinks = []
+        plan = plans[self.key]
+        if records and plan.members:
+            deliver = Delivery(group, self.key, joins, claim)
+            with torch.enable_grad():
+                self.sinks = list(_Sinks.apply(self._leaf, deliver, _sink_shapes(plan)))  # type: ignore[no-untyped-call]  # torch's own
 
-    def _plan(self, layout: GatherLayout, keeps: bool) -> TracedPlan:
+    def _plan(
+        self, layout: GatherLayout, keeps: bool, syncs: bool, added: tuple[bool, ...]
+    ) -> TracedPlan:
         group, reducer = self.group, self.group.reducer
-        data, reduction = group.data, reducer.plan()
+        data, reduction, settings = group.data, reducer.plan(), group.settings
         scale, smaller = reducer.scale, group.post_forward.mesh
         neighbours = None
         if smaller is not None and not keeps and layout.gather_nbytes:
@@ -124,69 +283,41 @@ class TracedGroup:
         return TracedPlan(
             layout=layout,
             rank=data.shard.rank,
+            device=str(group.device),
             shard_group=_name_of(data.shard),
             replicate_group=_name_of(data.replicate),
             neighbours=neighbours,
             recompute=not keeps,
             trainable=tuple(param.trainable for param in group.params),
-            reduce=reduction.layout,
             widened=tuple(map(_widened, group.params)),
+            reduce_dtype=reduction.layout.dtype,
+            gradient_wire_dtype=reduction.layout.wire_dtype,
             grad_dtypes=tuple(_widened(p) or p.backward_dtype for p in reduction.members),
             scale=(scale.before, scale.after),
             op="avg" if scale.op == ReduceOp.AVG else "sum",
+            counts_used=not settings.reduce_unused,
+            overlap=Overlap(settings.overlap.prefetch, settings.overlap.reductions),
             bucketed=self.mover.bucketed,
+            syncs=syncs,
+            added=added,
         )
 
-    def _make_sink(self, layout: ReduceLayout) -> nn.Parameter | None:
-        if not layout.members:
-            return None
-        one = torch.zeros((), dtype=layout.dtype, device=self.group.device)
-        sink = nn.Parameter(one.expand(layout.numel))
-        sink.register_post_accumulate_grad_hook(functools.partial(self._deliver, self.key))
-        return sink
-
-    @torch_compiler.always_eager
-    def _deliver(self, key: str, sink: Tensor) -> None:
-        """Take the reduced gradients from the sink, and give them to the sharded parameters.
-
-        ``key`` is that of the plan by which they were reduced: a later forward may have another.
-
-        Raises:
-            StateError: what is trained changed since the forward.
-        """
-        reduced, sink.grad = sink.grad, None
-        if reduced is None:  # a graph in which nothing of the group takes part in the outputs
-            return
-        reducer = self.group.reducer
-        plan = reducer.plan()
-        if plan.layout != plans[key].reduce:
-            raise StateError(
-                f"{self.group.fqn or '<root>'}: requires_grad changed between a compiled forward "
-                "and its backward. Change it before the forward."
-            )
-        buffer = reducer.acquire()
-        grads = buffer.fill(reduced)
-        buffer.settle()
-        params = [member.sharded for member in plan.members]
-        if key in incomplete and not self.group.settings.reduce_unused:
-            # Looking costs a synchronisation on a device; who has all gradients need not.
-            counts = reduced[plan.layout.tail_start : plan.layout.stamp_start].tolist()
-            used = [position for position, count in enumerate(counts) if count != 0]
-            params, grads = [params[p] for p in used], [grads[p] for p in used]
-        accumulate(params, grads)
+    def let_go(self) -> None:
+        """Hold nothing of a forward that is over: its graph does."""
+        self.sinks, self.added, self.claim = [], [], None
 
     # In the trace.
 
-    def wholes(self) -> tuple[Tensor, ...]:
+    def wholes(self) -> Sequence[Tensor]:
         """Gather; return the unsharded parameters."""
-        waiting = outer_gather(self.key, *self.flats) if self.waits else None
-        tensors = unshard(self.key, self.sink, waiting, *self.flats)
+        waiting = outer_gather(self.key, self.flats) if self.waits else []
+        tensors = unshard(self.key, self.sinks, waiting, self.added, self.flats)
         if any(spec is not None for spec in self.wraps):
             return tuple(
                 tensor if spec is None else _wrap(tensor, spec).to(param.compute_dtype)
                 for tensor, spec, param in zip(tensors, self.wraps, self.group.params, strict=True)
             )
-        return tensors
+        return tensors  # type: ignore[no-any-return]  # of an operation
 
     # In backward, see _compiled.backward.
 
@@ -200,7 +331,18 @@ class TracedGroup:
     @torch.inference_mode(False)
     @torch.enable_grad()
     def _gather_again(self) -> None:
-        self.again = self.wholes()
+        self.again = tuple(self.wholes())
+
+
+def _sink_shapes(plan: TracedPlan) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the sinks: of reduced rows, or of whole gradients; and of none."""
+    reduced = plan.reduce_dtype
+    if plan.syncs:
+        shapes = [((piece.numel,), reduced) for piece in plan.reduces]
+    else:
+        pairs = zip(plan.shards, plan.grad_dtypes, strict=True)
+        shapes = [(shard.shape, dtype) for shard, dtype in pairs]
+    return [*shapes, ((0,), reduced)]
 
 
 def _widened(param: FSDPParam) -> torch.dtype | None:
@@ -238,16 +380,16 @@ class TracedUnit:
 
     # Around the trace.
 
-    def begin(self) -> None:
+    def begin(self, joins: bool) -> None:
         """Prepare a step: sharded parameters make room for those that the step will gather."""
         if [group.group for group in self.groups] != self.unit.groups:
             self.groups = tuple(TracedGroup(group, self) for group in self.unit.groups)
-        self._is_recorded = torch.is_grad_enabled()
+        self._is_recorded = records = torch.is_grad_enabled()
         self.input_dtype = self.unit.precision.input_dtype  # others in evaluation, maybe
         self.output_dtype = self.unit.precision.policy.output_dtype
         keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
-            group.refresh(keeps)
+            group.refresh(keeps, records, joins)
 
     def put_parameters_back(self) -> None:
         for group in self.groups:
@@ -264,15 +406,15 @@ class TracedUnit:
         gathers = not self._is_whole()
         if gathers and not torch.is_grad_enabled() and self._is_recorded:
             with torch.inference_mode(False), torch.enable_grad():
-                self._gather()
+                self.gather()
         elif gathers:
-            self._gather()
+            self.gather()
         output = self.compute(run, args, kwargs)
         if gathers and not self.has_several_modules:
             self.forget()
         return output
 
-    def _gather(self) -> None:
+    def gather(self) -> None:
         for group in self.groups:
             wholes = group.wholes()
             for module, name, index in group.slots:

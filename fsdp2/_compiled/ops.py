@@ -1,24 +1,29 @@
 """What a group computes inside a graph: unshard and reduce, as functions of tensors.
 
-Owns ``TracedPlan`` (integers, made once) and the functions that apply it, which a compiler can
-trace and which run outside of one too. It must not know groups, units or modules.
+Owns the two operations that graphs call, ``fsdp2::unshard`` and ``fsdp2::outer_gather``. Compilers
+take them apart into functional collectives; outside of a graph they run as they are. It must not
+know groups, units or modules.
 
 [Note: the gradient of unshard]
-``unshard`` takes views of the group's shard buffer, without gradients, and a *sink*: a leaf of the
-size of a reduced gradient buffer, and without memory. The sink takes no part in forward; the
-gradient of ``unshard`` with respect to it is defined to be the reduced gradients of the group. So
-one tensor leaves the graph for a group, and neither a DTensor nor a mesh enters it.
+``unshard`` takes views of the group's shard buffer, without gradients, and *sinks*: tensors without
+memory, one of the size of each reduced piece. They take no part in forward; the gradients of
+``unshard`` with respect to them are defined to be what was reduced. So neither a DTensor nor a mesh
+enters a graph. One more sink has no elements: it gets a gradient if, when the graph was made, some
+parameter had none. Then somebody has to look which ones had any on some rank; and a graph that
+comes from a cache says so too.
 
-Legend: W = ranks of the shard axis, C = elements that a rank sends, S = elements of a reduced row.
+[Note: operations, not functions]
+They are operations with names, implemented by composition, and no Python functions that the
+compiler was told to allow: caches of compiled graphs take the former only.
+
+Legend: W = ranks of the shard axis; see ``plan`` for pieces.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,118 +31,72 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._base import torch_comm
-from fsdp2._param_group.layout import (
-    GatherLayout,
-    ReduceLayout,
-    ShardLayout,
-    contiguous_stride,
+from fsdp2._compiled.plan import GatherPiece, ReducePiece, TracedPlan, plans
+from fsdp2._param_group.layout import ShardLayout, contiguous_stride
+
+_library = torch.library.Library("fsdp2", "FRAGMENT")
+_library.define(
+    "unshard(str key, Tensor[] sinks, Tensor[] waiting, Tensor[] added, Tensor[] flats)"
+    " -> Tensor[]"
 )
+_library.define("outer_gather(str key, Tensor[] flats) -> Tensor[]")
 
+unshard = torch.ops.fsdp2.unshard
+"""Return the unsharded parameters of a group, local ones over their own axes.
 
-@dataclass(frozen=True)
-class Neighbours:
-    """Where a group waits between forward and backward: whole on ``size`` neighbouring ranks."""
-
-    size: int
-    rank: int
-    outer_group: str  # ranks that hold the same part; empty: the shard axis itself is gathered
-    inner_group: str
-
-
-@dataclass(frozen=True)
-class TracedPlan:
-    """Everything that the functions below know about a group. Equal plans have one key."""
-
-    layout: GatherLayout
-    rank: int
-    shard_group: str
-    replicate_group: str
-    neighbours: Neighbours | None
-    recompute: bool
-    trainable: tuple[bool, ...]
-    reduce: ReduceLayout
-    widened: tuple[torch.dtype | None, ...]  # what parameters leave the function in, so that
-    # gradients arrive in it: summed over the parameters' own axes before they are reduced
-    grad_dtypes: tuple[torch.dtype, ...]  # of members, as one backward leaves them in eager mode
-    scale: tuple[float, float]
-    op: str
-    bucketed: bool = True
-
-    @property
-    def size(self) -> int:
-        return self.layout.size
-
-    @property
-    def sends_each(self) -> bool:
-        """True if every parameter has collectives of its own."""
-        return not self.bucketed and self.size > 1 and self.neighbours is None
-
-
-plans: dict[str, TracedPlan] = {}
-"""By the keys by which graphs refer to them."""
-
-_keys: dict[TracedPlan, str] = {}
-
-incomplete: set[str] = set()
-"""Keys of plans of which some graph, when it was traced, had no gradient for some parameter.
-
-Then somebody has to look which parameters had any.
+Args: ``sinks``, what takes the reduced gradients (empty: none will be asked for); ``waiting``, what
+``outer_gather`` returned, if the group waits on a smaller mesh; ``added``, the gradients that wait
+for this reduction, of those members that have one; ``flats``, one tensor for each segment of the
+layout.
 """
 
-
-def key_of(plan: TracedPlan, fqn: str) -> str:
-    """Return the name by which a graph refers to a plan: a string, which no compiler makes dynamic.
-
-    It follows from what the plan says, so a compiler that keeps graphs on disk finds no other one
-    under it. A plan that comes back (a setting changed there and back) has its old graph.
-    """
-    if plan not in _keys:
-        digest = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
-        _keys[plan] = f"{fqn or '<root>'}#{digest}"
-        plans[_keys[plan]] = plan
-    return _keys[plan]
+outer_gather = torch.ops.fsdp2.outer_gather
+"""Gather what waits between forward and backward: of each piece, this rank's rows, flat."""
 
 
-# In the graph.
-
-
-def outer_gather(key: str, *flats: Tensor) -> Tensor:
-    """Gather what waits between forward and backward: this rank's rows, ``[W / size, C]``."""
+def _outer_gather(key: str, flats: Sequence[Tensor]) -> list[Tensor]:
     plan = plans[key]
     neighbours = plan.neighbours
     assert neighbours is not None
-    sent = _to_send(plan, flats)
     rows = plan.size // neighbours.size
+    sent = [_to_send(piece, flats, plan.device) for piece in plan.gathers]
     if neighbours.outer_group:
-        return _all_gather(sent, rows, neighbours.outer_group)
-    gathered = _all_gather(sent, plan.size, plan.shard_group)
-    return gathered.view(rows, neighbours.size, -1)[:, neighbours.rank].contiguous()
+        return _all_gather(plan, sent, rows, neighbours.outer_group)
+    return [
+        gathered.view(rows, neighbours.size, -1)[:, neighbours.rank].reshape(-1)
+        for gathered in _all_gather(plan, sent, plan.size, plan.shard_group)
+    ]
 
 
-def unshard(
-    key: str, sink: Tensor | None, waiting: Tensor | None, *flats: Tensor
-) -> tuple[Tensor, ...]:
-    """Return the unsharded parameters of a group, local ones over their own axes.
-
-    Args:
-        sink: the leaf that takes the reduced gradients; None if no parameter is trainable.
-        waiting: what ``outer_gather`` returned, if the group waits on a smaller mesh.
-        flats: one tensor for each segment of the layout.
-    """
+def _composed_unshard(
+    key: str,
+    sinks: Sequence[Tensor],
+    waiting: Sequence[Tensor],
+    added: Sequence[Tensor],
+    flats: Sequence[Tensor],
+) -> list[Tensor]:
     plan = plans[key]
-    if sink is None:
-        return _unshard(plan, waiting, flats)
-    return _Unshard.apply(plan, sink, waiting, *flats)  # type: ignore[no-any-return, no-untyped-call]  # torch's own
+    if not sinks:
+        return list(_unshard(plan, waiting, flats))
+    counts = len(sinks), len(waiting), len(added)
+    return list(_Unshard.apply(plan, counts, *sinks, *waiting, *added, *flats))  # type: ignore[no-untyped-call]  # torch's own
+
+
+_library.impl("unshard", _composed_unshard, "CompositeImplicitAutograd")
+_library.impl("outer_gather", _outer_gather, "CompositeImplicitAutograd")
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: TracedPlan, sink: Tensor, waiting: Tensor | None, *flats: Tensor
+        ctx: Any, plan: TracedPlan, counts: tuple[int, int, int], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.plan, ctx.inputs = plan, len(flats)
+        ends = list(itertools.accumulate(counts))
+        waiting, added = tensors[ends[0] : ends[1]], tensors[ends[1] : ends[2]]
+        ctx.plan, ctx.counts, ctx.inputs = plan, counts, len(tensors)
+        ctx.save_for_backward(*added)
         ctx.set_materialize_grads(False)
-        wholes = _unshard(plan, waiting, flats)
+        wholes = _unshard(plan, waiting, tensors[ends[2] :])
         frozen = [w for w, trains in zip(wholes, plan.trainable, strict=True) if not trains]
         ctx.mark_non_differentiable(*frozen)
         return wholes
@@ -145,49 +104,55 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, reduce(ctx.plan, grads), None, *(None,) * ctx.inputs
+        plan: TracedPlan = ctx.plan
+        found = [grads[index] for index in plan.members]
+        added = ctx.saved_tensors if plan.added else ()  # to ask for none frees the node, too
+        given = reduce(plan, found, added)
+        return None, None, *given, *(None,) * (ctx.inputs - len(given))
 
 
-def _to_send(plan: TracedPlan, flats: Sequence[Tensor]) -> Tensor:
-    """Return what the send buffer of the layout has to send, ``[C]``."""
-    layout, parts = plan.layout, []
-    pairs = zip(layout.segments, flats, strict=True)
-    sharded = [(segment, flat) for segment, flat in pairs if not segment.is_replicated]
-    ends = [*(segment.send_start for segment, _ in sharded[1:]), layout.gather_nbytes]
-    for (segment, flat), end in zip(sharded, ends, strict=True):
-        part = flat.to(segment.compute_dtype)
-        if layout.wire_dtype == torch.uint8:
-            part = part.view(torch.uint8)
-        parts.append(_padded(part, (end - segment.send_start) // part.itemsize))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+# Gathering.
+
+
+def _to_send(piece: GatherPiece, flats: Sequence[Tensor], device: str) -> Tensor:
+    """Return what a rank sends of a piece, flat, in wire dtype."""
+    parts = [
+        flats[run.segment][run.start : run.start + run.numel].to(device, piece.dtype)
+        for run in piece.runs
+    ]
+    sent = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return sent if sent.dtype == piece.wire_dtype else sent.view(piece.wire_dtype)
 
 
 def _unshard(
-    plan: TracedPlan, waiting: Tensor | None, flats: Sequence[Tensor]
+    plan: TracedPlan, waiting: Sequence[Tensor], flats: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     layout = plan.layout
     wholes: list[Tensor | None] = [None] * len(layout.items)
-    gathered = None if plan.sends_each else _gather(plan, waiting, flats)
+    for piece, gathered in zip(plan.gathers, _gather(plan, waiting, flats), strict=True):
+        end = 0
+        for index in piece.indices:
+            item = layout.items[index]
+            width = item.shard.padded_numel * item.compute_dtype.itemsize // gathered.itemsize
+            start, end = end, end + width
+            padded = gathered[:, start:end]
+            if padded.dtype != item.compute_dtype:
+                padded = padded.contiguous().view(item.compute_dtype)
+            wholes[index] = _join(padded, item.shard)
     for segment, flat in zip(layout.segments, flats, strict=True):
-        own = flat.to(segment.compute_dtype, copy=True) if segment.is_replicated else None
+        own = flat.to(plan.device, segment.compute_dtype, copy=True) if segment.is_replicated else None
         end = 0
         for index in segment.indices:
             item = layout.items[index]
-            shard = item.shard
-            start, end = end, end + shard.padded_numel
+            start, end = end, end + item.shard.padded_numel
             if item.is_stamp:
                 continue
             if own is not None:
-                wholes[index] = _with_stride(own[start:end], shard)
-                continue
-            if gathered is None:
-                padded = _gather_one(plan, flat[start:end], item.compute_dtype)
-            else:
-                at, width = layout.send_offsets[index], layout.wire_dtype.itemsize
-                padded = gathered[:, at // width : (at + layout.padded_nbytes(index)) // width]
-            if layout.wire_dtype != item.compute_dtype:
-                padded = padded.contiguous().view(item.compute_dtype)
-            wholes[index] = _join(padded, shard)
+                wholes[index] = _with_stride(own[start:end], item.shard)
+            elif wholes[index] is None:  # no elements: nobody sent any
+                wholes[index] = _with_stride(
+                    flat.new_empty(0, dtype=item.compute_dtype, device=plan.device), item.shard
+                )
     made = (whole for whole in wholes if whole is not None)
     return tuple(
         whole if dtype is None else whole.to(dtype)
@@ -195,28 +160,21 @@ def _unshard(
     )
 
 
-def _gather(plan: TracedPlan, waiting: Tensor | None, flats: Sequence[Tensor]) -> Tensor:
-    """Return every rank's padded shards, ``[W, C]``."""
-    if waiting is not None:
+def _gather(plan: TracedPlan, waiting: Sequence[Tensor], flats: Sequence[Tensor]) -> list[Tensor]:
+    """Return every rank's part of each piece, ``[W, n]`` in wire dtype."""
+    if waiting:
         assert plan.neighbours is not None
         inner = plan.neighbours
-        rows = _all_gather(waiting.view(-1), inner.size, inner.inner_group)
-        rows = rows.view(inner.size, plan.size // inner.size, -1)
-        return rows.transpose(0, 1).reshape(plan.size, -1)
-    if plan.layout.gather_nbytes == 0:
-        return flats[0].new_empty((plan.size, 0), dtype=plan.layout.wire_dtype)
-    sent = _to_send(plan, flats)
+        rows = plan.size // inner.size
+        return [
+            one.view(inner.size, rows, -1).transpose(0, 1).reshape(plan.size, -1)
+            for one in _all_gather(plan, waiting, inner.size, inner.inner_group)
+        ]
+    sent = [_to_send(piece, flats, plan.device) for piece in plan.gathers]
     if plan.size == 1:
-        return sent.clone().view(1, -1)
-    return _all_gather(sent, plan.size, plan.shard_group)
-
-
-def _gather_one(plan: TracedPlan, one: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return every rank's padded shard of one parameter, in wire dtype."""
-    sent = one.to(dtype, copy=True)  # of its own: compilers bucket such ones
-    if plan.layout.wire_dtype == torch.uint8:
-        sent = sent.view(torch.uint8)
-    return _all_gather(sent, plan.size, plan.shard_group) if sent.numel() else sent.view(1, 0)
+        return [one.clone().view(1, -1) for one in sent]
+    gathered = _all_gather(plan, sent, plan.size, plan.shard_group)
+    return [one.view(plan.size, -1) for one in gathered]
 
 
 def _join(padded: Tensor, shard: ShardLayout) -> Tensor:
@@ -240,46 +198,64 @@ def _with_stride(flat: Tensor, shard: ShardLayout) -> Tensor:
     return whole.permute(order).contiguous().permute(back)
 
 
-def reduce(plan: TracedPlan, grads: Sequence[Tensor | None]) -> Tensor:
-    """Reduce the local gradients of a group's parameters; return this rank's row, ``[S]``."""
-    layout = plan.reduce
-    found = [grads[index] for index in layout.members]
-    if any(grad is None for grad in found):
-        incomplete.add(_keys[plan])
+# Reducing.
+
+
+def reduce(
+    plan: TracedPlan, grads: Sequence[Tensor | None], added: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Reduce the members' local gradients: one row of each piece, and what says if one missed.
+
+    Without sync what is returned are the gradients themselves, and which missed is seen at once.
+    """
     like = next(grad for grad in grads if grad is not None)
+    missing = [like.new_empty(0, dtype=plan.reduce_dtype) if None in grads else None]
+    dense = [_in_its_dtype(grad, plan, place) for place, grad in enumerate(grads)]
+    if not plan.syncs:
+        return [*dense, *missing]
+    waiting = iter(added)
+    for place, has_one in enumerate(plan.added):
+        if has_one:
+            one, grad = next(waiting), dense[place]
+            dense[place] = one if grad is None else one + grad
+    packed = [_pack(plan, piece, dense, like) for piece in plan.reduces]
+    return [*_reduce_packed(plan, packed), *missing]
+
+
+def _in_its_dtype(grad: Tensor | None, plan: TracedPlan, place: int) -> Tensor | None:
+    """Return a gradient as one backward leaves it in eager mode."""
+    if grad is None:
+        return None
+    if grad.layout is not torch.strided:
+        grad = grad.to_dense()
+    return grad.to(plan.grad_dtypes[place])
+
+
+def _pack(
+    plan: TracedPlan, piece: ReducePiece, grads: Sequence[Tensor | None], like: Tensor
+) -> Tensor:
+    """Return what this rank sends of a piece, flat: a row for each rank."""
     columns = [
-        _column(found[position], plan, position, like)
-        for position in sorted(range(len(found)), key=layout.offsets.__getitem__)
-        if layout.shards[position].padded_numel
+        _column(grads[place], plan, piece, position, like)
+        for position, place in enumerate(piece.positions)
     ]
-    columns.append(_tail([grad is not None for grad in found], layout, like))
-    if plan.sends_each:
-        return torch.cat([_reduce_packed(plan, column.reshape(-1)) for column in columns])
-    return _reduce_packed(plan, torch.cat(columns, dim=1).view(-1))
+    columns = [column for column in columns if column.shape[1]]
+    if piece.counts:
+        columns += _counts([grad is not None for grad in grads], plan, like)
+    if not columns:
+        return like.new_empty(0, dtype=plan.reduce_dtype)
+    return (columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).reshape(-1)
 
 
-def _reduce_packed(plan: TracedPlan, packed: Tensor) -> Tensor:
-    """Return this rank's part of the sum or mean of what all ranks packed, ``[W * n]``."""
-    layout, (before, after) = plan.reduce, plan.scale
-    reduced = packed * before if before != 1.0 else packed
-    if layout.size > 1:
-        reduced = torch_comm.functional(
-            "reduce_scatter_tensor", reduced, plan.op, layout.size, plan.shard_group
-        )
-    if plan.replicate_group:
-        reduced = torch_comm.functional("all_reduce", reduced, plan.op, plan.replicate_group)
-    return reduced * after if after != 1.0 else reduced
-
-
-def _column(grad: Tensor | None, plan: TracedPlan, position: int, like: Tensor) -> Tensor:
+def _column(
+    grad: Tensor | None, plan: TracedPlan, piece: ReducePiece, position: int, like: Tensor
+) -> Tensor:
     """Return what a member sends to every rank, ``[W, width]``."""
-    layout = plan.reduce
+    layout = piece.layout
     shard, size = layout.shards[position], layout.size
     if grad is None:
         return like.new_zeros((), dtype=layout.dtype).expand(size, layout.width(position))
-    if grad.layout is not torch.strided:
-        grad = grad.to_dense()
-    grad = grad.to(plan.grad_dtypes[position]).to(layout.dtype)
+    grad = grad.to(layout.dtype)
     if shard.dim is None:
         row = grad.reshape(-1)
         if layout.slotted[position]:
@@ -287,23 +263,58 @@ def _column(grad: Tensor | None, plan: TracedPlan, position: int, like: Tensor) 
             row = nn.functional.pad(row, (before, (size - 1) * shard.numel - before))
         return row.expand(size, -1)
     row = grad.movedim(shard.dim, 0).reshape(-1)
-    return _padded(row, size * shard.padded_numel).view(size, shard.padded_numel)
+    missing = size * shard.padded_numel - row.numel()
+    padded = nn.functional.pad(row, (0, missing)) if missing else row
+    return padded.view(size, shard.padded_numel)
 
 
-def _tail(present: list[bool], layout: ReduceLayout, like: Tensor) -> Tensor:
-    """Return who had a gradient, and zeros for the stamps, ``[W, P + S]``."""
-    flags = [*present, *(False,) * (layout.numel - layout.stamp_start)]
-    parts = [
-        like.new_full((layout.size, len(list(run))), float(flag), dtype=layout.dtype)
-        for flag, run in itertools.groupby(flags)
+def _counts(present: list[bool], plan: TracedPlan, like: Tensor) -> list[Tensor]:
+    """Return who had a gradient, in columns ``[W, n]``."""
+    return [
+        like.new_full((plan.size, len(list(run))), float(flag), dtype=plan.reduce_dtype)
+        for flag, run in itertools.groupby(present)
     ]
-    return torch.cat(parts, dim=1)
 
 
-def _padded(row: Tensor, numel: int) -> Tensor:
-    missing = numel - row.numel()
-    return nn.functional.pad(row, (0, missing)) if missing else row
+def _reduce_packed(plan: TracedPlan, packed: list[Tensor]) -> list[Tensor]:
+    """Return this rank's part of the sum or mean of what all ranks packed."""
+    before, after = plan.scale
+    reduced = [one * before for one in packed] if before != 1.0 else packed
+    if plan.size > 1 and plan.gradient_wire_dtype != plan.reduce_dtype:
+        reduced = [_exchange(plan, one) for one in reduced]
+    elif plan.size > 1:
+        reduced = _each(
+            plan, "reduce_scatter_tensor", reduced, plan.op, plan.size, plan.shard_group
+        )
+    if plan.replicate_group:
+        reduced = _each(plan, "all_reduce", reduced, plan.op, plan.replicate_group)
+    return [one * after for one in reduced] if after != 1.0 else reduced
 
 
-def _all_gather(sent: Tensor, size: int, group: str) -> Tensor:
-    return torch_comm.functional("all_gather_into_tensor", sent, size, group).view(size, -1)
+def _exchange(plan: TracedPlan, packed: Tensor) -> Tensor:
+    """Send every rank its row in the wire's dtype, and sum what came in the reduce dtype."""
+    size = plan.size
+    lengths = [packed.numel() // size] * size
+    came = torch_comm.functional(
+        "all_to_all_single",
+        packed.to(plan.gradient_wire_dtype),
+        lengths,
+        lengths,
+        plan.shard_group,
+    )
+    total = came.view(size, -1).to(plan.reduce_dtype).sum(0)
+    return total / size if plan.op == "avg" else total
+
+
+# Collectives.
+
+
+def _all_gather(plan: TracedPlan, sent: Sequence[Tensor], size: int, group: str) -> list[Tensor]:
+    return _each(plan, "all_gather_into_tensor", sent, size, group)
+
+
+def _each(plan: TracedPlan, name: str, sent: Sequence[Tensor], *args: Any) -> list[Tensor]:
+    """Run a collective on each piece: as one, but where a compiler is to see every one."""
+    if plan.bucketed and len(sent) > 1:
+        return torch_comm.functional_coalesced(name, sent, *args)
+    return [torch_comm.functional(name, one, *args) for one in sent]

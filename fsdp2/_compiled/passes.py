@@ -1,85 +1,296 @@
-"""Passes over a compiler's graphs: when collectives start, and when they are waited for.
+"""The order of nodes in a compiler's graphs: where collectives start, and where they are waited for.
 
-Owns the order of nodes. It must not know groups or parameters: it sees the operations of functional
-collectives only, so it serves the forward and the backward graph alike.
+Owns two passes. ``place_gathers`` works on the graph that was traced, for every backend: a unit is
+gathered where it is first used. ``Overlapped`` works on the forward and the backward graph that a
+compiler made of it, and lets collectives run beside the compute. They must not know groups or
+parameters: they see the operations of functional collectives only.
 
-[Note: prefetch in a graph]
-A graph runs its nodes in order. As traced, every all-gather is waited for at once. ``overlap``
-moves *starts* up and *waits* down: the all-gather of a unit starts where the unit before it begins
-to use its own, so that one is in flight beside the compute and no more than two are whole; a
-reduction is waited for where the next one starts, or its result is used.
+[Note: overlap in a graph]
+A graph runs its nodes in order, and as traced every collective is waited for at once. The pass
+writes the order anew. Compute keeps its own. Views of what a collective returned, and its waits,
+come where something needs them. An all-gather starts where the one ``prefetch`` before it is
+first needed, so that it runs beside the compute in between, and as many more units are whole. A
+reduction is waited for where its result is needed or where the one ``reductions`` after it
+starts: until then it holds its input. What is done with a reduced gradient (a reduction over
+replicas, a factor) waits with it.
+
+With ``prefetch`` or ``reductions`` 0 the collective is waited for where it starts, as in eager
+mode: these are the numbers of the memory setting.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import hashlib
+import operator
+from collections.abc import Iterable
+from pathlib import Path
 
-from torch.fx import Graph, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 
 from fsdp2._base import torch_compiler
+from fsdp2._base.policy import Overlap
+from fsdp2._compiled.ops import outer_gather, unshard
+from fsdp2._compiled.plan import plans
 
-_GATHERS = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
-
-
-def overlap(graph: Graph) -> None:
-    """Start each all-gather one group ahead, and wait for every collective where it is needed."""
-    sink_waits(graph)
-    prefetch_gathers(graph)
-    graph.lint()
+SMALL_NBYTES = 1 << 20
+"""Bytes of a reduction's input below which its memory does not matter, as in eager mode."""
 
 
-def sink_waits(graph: Graph) -> None:
-    """Move every wait down to the first use of its result, or to where the next reduction starts.
+def place_gathers(graph: GraphModule) -> Overlap | None:
+    """Gather each unit where it is first used, in all graphs inside too; return their overlap.
 
-    A reduction holds its input until it is waited for: one is in flight, and the next one's packed.
+    None: nothing is gathered. Backward gathers again what its unit does not keep.
     """
-    next_reduction: Node | None = None
-    for node in reversed(list(graph.nodes)):
-        if is_reduction(node):
-            next_reduction = node
-        if torch_compiler.collective_of(node) != "wait_tensor" or not node.users:
+    overlap = None
+    for module in graph.modules():
+        if not isinstance(module, GraphModule):
             continue
-        targets = list(node.users)
-        if next_reduction is not None and is_reduction(node.all_input_nodes[0]):
-            targets.append(next_reduction)
-        position = _positions(graph)
-        first = min(targets, key=position.__getitem__)
-        if first is not node.next:
-            first.prepend(node)
+        for node in reversed(list(module.graph.nodes)):
+            if _is_operation(node, unshard):
+                plan = plans[node.args[0]]
+                overlap = plan.overlap
+                if plan.recompute:
+                    torch_compiler.recompute_in_backward(node)
+        _sink(module.graph)
+        module.recompile()
+    return overlap
 
 
-def prefetch_gathers(graph: Graph) -> None:
-    """Move every all-gather, and what only it needs, up to the wait of the one before."""
-    starts = [node for node in graph.nodes if torch_compiler.collective_of(node) in _GATHERS]
-    for before, node in itertools.pairwise(starts):
-        target = next(iter(before.users))  # its wait
-        inputs = list(_needed(node, {target}))
-        if any(needed is target for needed in inputs):
-            continue  # it gathers what was just gathered: the second half of a gather in two
-        position = _positions(graph)
-        if position[target] > position[node]:
+def _is_operation(node: Node, packet: object) -> bool:
+    target = node.target
+    return target is packet or getattr(target, "overloadpacket", None) is packet
+
+
+def _sink(graph: Graph) -> None:
+    """Move gathers, and what only views or wraps the result, down to their first use."""
+    held: set[Node] = set()
+    for node in graph.nodes:
+        gathers = _is_operation(node, unshard) or _is_operation(node, outer_gather)
+        views = torch_compiler.views_or_wraps(node)
+        if gathers or (views and any(one in held for one in node.all_input_nodes)):
+            held.add(node)
+    _emit(graph, _Held(held, _used_in_modes(graph, held)))
+
+
+def _used_in_modes(graph: Graph, held: set[Node]) -> dict[Node, list[Node]]:
+    """Return, for each node that switches gradients off, what is used from there to the next one.
+
+    A gather that was recorded must not come where nothing is.
+    """
+    used: dict[Node, list[Node]] = {}
+    switch: Node | None = None
+    for node in graph.nodes:
+        if torch_compiler.switches_gradients(node):
+            switch = node if torch_compiler.switches_off(node) else None
+        elif switch is not None and node not in held:
+            used.setdefault(switch, []).extend(one for one in node.all_input_nodes if one in held)
+    return used
+
+
+class _Held:
+    """Nodes that come where something needs them, or before what ``ahead_of`` says."""
+
+    def __init__(self, held: set[Node], ahead_of: dict[Node, list[Node]]) -> None:
+        self.held = held
+        self.ahead_of = ahead_of
+
+    def before(self, node: Node) -> Iterable[Node]:
+        """Return what has to come before a node, beside what it is computed from."""
+        return self.ahead_of.get(node, ())
+
+    def first(self) -> Iterable[Node]:
+        """Return what has to come before everything."""
+        return ()
+
+
+def _emit(graph: Graph, order: _Held) -> None:
+    """Write a graph's nodes in their order, but for those that are held."""
+    done: set[Node] = set()
+    placed: list[Node] = []
+
+    def emit(wanted: Node) -> None:
+        stack = [wanted]
+        while stack:
+            node = stack[-1]
+            if node in done:
+                stack.pop()
+                continue
+            needed = [
+                one for one in (*order.before(node), *node.all_input_nodes) if one not in done
+            ]
+            if needed:
+                stack.extend(reversed(needed))
+                continue
+            stack.pop()
+            done.add(node)
+            placed.append(node)
+
+    nodes = list(graph.nodes)
+    for node in nodes:
+        if node.op == "placeholder":
+            emit(node)
+    for node in order.first():
+        emit(node)
+    output = nodes[-1]
+    for node in nodes[:-1]:
+        if node not in order.held:
+            emit(node)
+    emit(output)
+    for node in nodes[:-1]:  # held for nobody: what only has an effect, as a wait has
+        if node not in done:
+            emit(node)
+    placed.remove(output)
+    for node in placed:
+        output.prepend(node)
+
+
+class Overlapped:
+    """A pass over a forward or a backward graph: see [Note: overlap in a graph].
+
+    Compilers that keep graphs on disk ask ``uuid`` what it does.
+    """
+
+    def __init__(self, overlap: Overlap) -> None:
+        self.overlap = overlap
+
+    def __call__(self, graph: Graph) -> None:
+        _emit(graph, _Overlap(graph, self.overlap))
+        graph.lint()
+
+    def uuid(self) -> str:
+        """Say what the pass does: its source, and how much overlap."""
+        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        return f"{source} {self.overlap.prefetch} {self.overlap.reductions}"
+
+
+class _Overlap(_Held):
+    def __init__(self, graph: Graph, overlap: Overlap) -> None:
+        nodes = list(graph.nodes)
+        self._gathers: list[Node] = []
+        self._reductions: list[Node] = []
+        self._of: dict[Node, Node] = {}  # by a wait, or what is between: its collective
+        gathered: set[Node] = set()  # computed from gathers and inputs only
+        reduced: set[Node] = set()
+        free: set[Node] = set()  # computed from inputs only
+        for node in nodes:
+            kind = torch_compiler.collective_of(node).removesuffix("_coalesced")
+            inputs = node.all_input_nodes
+            if node.op in ("placeholder", "get_attr"):
+                free.add(node)
+                continue
+            if node.op != "call_function" or torch_compiler.has_effects(node):
+                continue
+            of = next((self._of[one] for one in inputs if one in self._of), None)
+            if kind == "all_gather_into_tensor" and _all_in(inputs, free | gathered):
+                self._gathers.append(node)
+                self._of[node] = node
+                gathered.add(node)
+            elif kind in ("reduce_scatter_tensor", "all_to_all_single") and of is None:
+                self._reductions.append(node)
+                self._of[node] = node
+            elif of is not None and of in gathered and _moves_only(node, kind):
+                if _all_in(inputs, gathered | free):
+                    self._of[node] = of
+                    gathered.add(node)
+            elif inputs and _all_in(inputs, reduced | set(self._reductions)):
+                assert of is not None
+                self._of[node] = of
+                reduced.add(node)
+            elif inputs and _all_in(inputs, free) and _moves_only(node, kind):
+                free.add(node)
+        starts = set(self._gathers)
+        inputs_of_gathers = _cone(starts, free | gathered) if overlap.prefetch else set()
+        held_gathers = starts | inputs_of_gathers if overlap.prefetch else set()
+        super().__init__((gathered - starts) | reduced | held_gathers, {})
+        self._depth = overlap.prefetch
+        self._count_uses(nodes)
+        self.ahead_of = self._reductions_end(overlap.reductions, nodes, reduced)
+
+    def _count_uses(self, nodes: list[Node]) -> None:
+        """Put the gathers in the order in which they are needed."""
+        first: dict[Node, int] = {}
+        for position, node in enumerate(nodes):
+            if node in self.held:
+                continue
+            seen: set[Node] = set()
+            stack = [one for one in node.all_input_nodes if one in self._of]
+            while stack:
+                one = stack.pop()
+                if one in seen:
+                    continue
+                seen.add(one)
+                first.setdefault(self._of[one], position)
+                stack.extend(i for i in one.all_input_nodes if i in self._of)
+        self._gathers.sort(key=lambda gather: first.get(gather, len(nodes)))
+        self._place = {gather: place for place, gather in enumerate(self._gathers)}
+
+    def _reductions_end(
+        self, reductions: int, nodes: list[Node], reduced: set[Node]
+    ) -> dict[Node, list[Node]]:
+        """Return, for the start of a reduction, what of earlier ones has to be over before."""
+        after: dict[Node, list[Node]] = {start: [] for start in self._reductions}
+        for node in nodes:
+            if node in reduced:
+                after[self._of[node]].append(node)
+        ends: dict[Node, list[Node]] = {}
+        for place, start in enumerate(self._reductions):
+            small = _nbytes_sent(start) < SMALL_NBYTES
+            limit = reductions + (1 if small and reductions else 0)
+            behind = place + limit
+            if limit == 0:
+                self.held -= set(after[start])
+            elif behind < len(self._reductions):
+                ends.setdefault(self._reductions[behind], []).extend(after[start])
+        return ends
+
+    def first(self) -> Iterable[Node]:
+        return self._gathers[: self._depth]
+
+    def before(self, node: Node) -> Iterable[Node]:
+        if node in self.ahead_of:
+            return self.ahead_of[node]
+        gather = self._of.get(node)
+        if gather is None or node is gather or gather not in self._place:
+            return ()
+        place = self._place[gather]
+        return self._gathers[place : place + 1 + self._depth]
+
+
+def _all_in(nodes: Iterable[Node], known: set[Node]) -> bool:
+    return all(node in known for node in nodes)
+
+
+def _cone(starts: set[Node], known: set[Node]) -> set[Node]:
+    """Return what of ``known`` nodes is computed, and only computed, for these."""
+    found: set[Node] = set()
+    stack = [one for start in starts for one in start.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node in found or node in starts or node not in known or node.op == "placeholder":
             continue
-        for needed in [*sorted(inputs, key=position.__getitem__), node]:
-            if position[needed] > position[target]:
-                target.prepend(needed)
+        found.add(node)
+        stack.extend(node.all_input_nodes)
+    return found
 
 
-def _needed(node: Node, stop: set[Node], seen: set[Node] | None = None) -> Iterator[Node]:
-    """Yield what a node is computed from."""
-    seen = set() if seen is None else seen
-    for needed in node.all_input_nodes:
-        if needed not in seen:
-            seen.add(needed)
-            if needed not in stop:
-                yield from _needed(needed, stop, seen)
-            yield needed
+_MOVES = frozenset(
+    "view _unsafe_view reshape slice narrow select split split_with_sizes t transpose permute "
+    "unsqueeze squeeze expand as_strided alias detach clone _to_copy convert_element_type "
+    "constant_pad_nd cat copy".split()
+)
 
 
-def _positions(graph: Graph) -> dict[Node, int]:
-    return {node: index for index, node in enumerate(graph.nodes)}
+def _moves_only(node: Node, kind: str) -> bool:
+    """True if a node computes nothing: a wait, a view, a copy, a cast."""
+    if kind == "wait_tensor" or node.target is operator.getitem:
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace in ("aten", "prims") and target._schema.name.split("::")[1] in _MOVES
 
 
-def is_reduction(node: Node) -> bool:
-    """True if a node starts a reduction over the shard axis."""
-    return torch_compiler.collective_of(node) == "reduce_scatter_tensor"
+def _nbytes_sent(start: Node) -> int:
+    values = [one.meta.get("val") for one in start.all_input_nodes]
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))

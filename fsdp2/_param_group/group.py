@@ -388,6 +388,12 @@ class ParamGroup:
         full.keeps_memory = self.settings.keep_unsharded_storage
         full.free()
 
+    def prepare_unsharded(self) -> None:
+        """Have unsharded parameters, of memory that is freed: gradients may wait on them."""
+        if self._full is None:
+            self._build_full()
+            self._meet_readers()
+
     def _meet_readers(self) -> None:
         """Count references to a part's unsharded parameters when there are none but ours."""
         readers = self.early.readers
@@ -522,9 +528,7 @@ class ParamGroup:
             return
         if self.home_buffer is None:  # a copy, gathered ahead of its own first forward
             self.inspect()
-        if self._full is None:
-            self._build_full()
-            self._meet_readers()
+        self.prepare_unsharded()
         source = self.home_buffer if self.machine.state is SHARDED else self.post_forward.buffer
         assert source is not None
         phase = self.context.phase

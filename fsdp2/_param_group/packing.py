@@ -255,6 +255,20 @@ def sum_of_slots(reduced: Tensor, layout: ReduceLayout, position: int) -> Tensor
     return slots.sum(0).view(shard.shape)
 
 
+def shard_gradient(row: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
+    """Return a member's shard of the gradient from a reduced row ``[numel]`` of any offset."""
+    shard, start = layout.shards[position], layout.offsets[position]
+    if layout.slotted[position]:
+        slots = row[start : start + layout.size * shard.numel].view(layout.size, -1)
+        return slots.sum(0).view(shard.shape)
+    shape = shard.shard_shape(rank)
+    own = row[start : start + math.prod(shape)]
+    if not shard.dim:
+        return own.view(shape)
+    moved = (shape[shard.dim], *shape[: shard.dim], *shape[shard.dim + 1 :])
+    return own.view(moved).movedim(0, shard.dim)
+
+
 def gradient_view(reduced: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
     """View a member's shard of the gradient in a reduced buffer ``[numel]`` of offset 0.
 

@@ -1,0 +1,208 @@
+"""What a graph does with a group: which collectives carry what. Integers only.
+
+Owns ``TracedPlan`` and the names by which graphs refer to plans. It must not know tensors, groups
+or units.
+
+Legend: W = ranks of the shard axis; a *piece* is what one collective carries. A large parameter is
+a piece of its own, which is gathered where it is used and reduced from where its gradient is:
+nothing is copied. Small ones share a piece, which is packed and unpacked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fsdp2._base.capabilities import ZERO_COPY_NBYTES
+from fsdp2._base.policy import Overlap
+from fsdp2._param_group.layout import GatherItem, GatherLayout, ReduceLayout, ShardLayout
+
+SMALL_SHARE = 32
+"""A parameter of less than this part of its group is small, and so is one below
+``ZERO_COPY_NBYTES``, but for groups of small ones only: there copies are what there is to save."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements of a flat tensor: of which segment, from where, how many."""
+
+    segment: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class GatherPiece:
+    """What one all-gather carries: padded shards, one after another."""
+
+    dtype: torch.dtype
+    runs: tuple[Run, ...]
+    indices: tuple[int, ...]  # of the items
+
+    @cached_property
+    def wire_dtype(self) -> torch.dtype:
+        """What process groups can send: other kinds travel as bytes."""
+        is_usual = self.dtype.is_floating_point and self.dtype.itemsize > 1
+        return self.dtype if is_usual else torch.uint8
+
+
+@dataclass(frozen=True)
+class ReducePiece:
+    """What one reduce-scatter carries: gradients of members, in ``positions`` among all members.
+
+    ``counts``: behind them comes, for each of so many members, on how many ranks it had a gradient.
+    """
+
+    layout: ReduceLayout
+    positions: tuple[int, ...]
+    counts: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of a row, which is what a rank gets."""
+        return self.layout.tail_start + self.counts
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Where a group waits between forward and backward: whole on ``size`` neighbouring ranks."""
+
+    size: int
+    rank: int
+    outer_group: str  # ranks that hold the same part; empty: the shard axis itself is gathered
+    inner_group: str
+
+
+@dataclass(frozen=True)
+class TracedPlan:
+    """Everything that the functions of ``ops`` know about a group. Equal plans have one key."""
+
+    layout: GatherLayout
+    rank: int
+    device: str  # where it computes: shards may lie elsewhere
+    shard_group: str
+    replicate_group: str
+    neighbours: Neighbours | None
+    recompute: bool
+    trainable: tuple[bool, ...]
+    widened: tuple[torch.dtype | None, ...]  # what parameters leave the function in, so that
+    # gradients arrive in it: summed over the parameters' own axes before they are reduced
+    reduce_dtype: torch.dtype
+    gradient_wire_dtype: torch.dtype  # narrower: an exchange, and a sum in the reduce dtype
+    grad_dtypes: tuple[torch.dtype, ...]  # of members, as one backward leaves them in eager mode
+    scale: tuple[float, float]
+    op: str
+    counts_used: bool  # False: a parameter that nobody used gets zeros
+    overlap: Overlap
+    bucketed: bool = True
+    syncs: bool = True  # False: whole gradients leave the graph, and wait
+    added: tuple[bool, ...] = ()  # for which members a gradient waits that is added; (): none
+
+    @property
+    def size(self) -> int:
+        return self.layout.size
+
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """Indices of the trainable parameters."""
+        return tuple(index for index, trains in enumerate(self.trainable) if trains)
+
+    @cached_property
+    def shards(self) -> tuple[ShardLayout, ...]:
+        """Of the members."""
+        return tuple(self.layout.items[index].shard for index in self.members)
+
+    @cached_property
+    def gathers(self) -> tuple[GatherPiece, ...]:
+        """What is gathered, in order."""
+        layout = self.layout
+        least = self._least_nbytes([item for item in layout.items if not item.is_stamp])
+        small: dict[torch.dtype, list[tuple[int, Run]]] = {}
+        pieces: list[list[tuple[int, Run]]] = []
+        for position, segment in enumerate(layout.segments):
+            if segment.is_replicated:
+                continue
+            end = 0
+            for index in segment.indices:
+                item = layout.items[index]
+                start, end = end, end + item.shard.padded_numel
+                if item.is_stamp or start == end:
+                    continue
+                piece = [(index, Run(position, start, end - start))]
+                if _nbytes(item) >= least or not self.bucketed:
+                    pieces.append(piece)
+                else:
+                    small.setdefault(segment.compute_dtype, []).extend(piece)
+        return tuple(
+            GatherPiece(
+                layout.items[piece[0][0]].compute_dtype,
+                _joined([run for _, run in piece]),
+                tuple(index for index, _ in piece),
+            )
+            for piece in [*small.values(), *pieces]
+        )
+
+    @cached_property
+    def reduces(self) -> tuple[ReducePiece, ...]:
+        """What is reduced, in order."""
+        least = self._least_nbytes([self.layout.items[index] for index in self.members])
+        small, alone = [], []
+        for position, index in enumerate(self.members):
+            item = self.layout.items[index]
+            large = not item.shard.is_replicated and _nbytes(item) >= least
+            (alone if large or not self.bucketed else small).append(position)
+        groups = [(position,) for position in alone]
+        counts = len(self.members) if self.counts_used else 0
+        pieces = [self._reduce_piece(positions, 0) for positions in groups]
+        if small or counts:
+            pieces.insert(0, self._reduce_piece(tuple(small), counts))
+        return tuple(pieces)
+
+    def _reduce_piece(self, positions: tuple[int, ...], counts: int) -> ReducePiece:
+        shards = [self.shards[position] for position in positions]
+        layout = ReduceLayout.plan(positions, shards, self.size, self.reduce_dtype)
+        return ReducePiece(layout, positions, counts)
+
+    def _least_nbytes(self, items: Sequence[GatherItem]) -> int:
+        """Bytes from which on a parameter is a piece of its own."""
+        total = sum(_nbytes(item) for item in items if not item.shard.is_replicated)
+        return max(1, min(ZERO_COPY_NBYTES, total // SMALL_SHARE))
+
+
+def _nbytes(item: GatherItem) -> int:
+    return item.shard.numel * item.compute_dtype.itemsize
+
+
+def _joined(runs: list[Run]) -> tuple[Run, ...]:
+    """Make one of runs that lie side by side."""
+    joined = runs[:1]
+    for run in runs[1:]:
+        last = joined[-1]
+        if run.segment == last.segment and run.start == last.start + last.numel:
+            joined[-1] = Run(last.segment, last.start, last.numel + run.numel)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+plans: dict[str, TracedPlan] = {}
+"""By the keys by which graphs refer to them."""
+
+_keys: dict[TracedPlan, str] = {}
+
+
+def key_of(plan: TracedPlan) -> str:
+    """Return the name by which a graph refers to a plan: a string, which no compiler makes dynamic.
+
+    It follows from what the plan says and from nothing else. So equal units have one name, a
+    compiler that keeps graphs on disk finds no other one under it, and a plan that comes back (a
+    setting changed there and back) has its old graph.
+    """
+    if plan not in _keys:
+        _keys[plan] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+        plans[_keys[plan]] = plan
+    return _keys[plan]
