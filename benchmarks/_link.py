@@ -11,13 +11,16 @@ step's time depends on the order of operations alone; the wall clock sleeps.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from benchmarks._noop import NoopGroup, _Done
 
@@ -41,8 +44,37 @@ class VirtualClock(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.mm.default:
-            self._now += 2 * args[0].numel() * args[1].shape[1]
+            self.advance(2 * args[0].numel() * args[1].shape[1])
         return func(*args, **(kwargs or {}))
+
+    def advance(self, operations: float) -> None:
+        """Let compute take its time."""
+        self._now += operations
+
+    @contextlib.contextmanager
+    def sees_emitted_products(self) -> Iterator[None]:
+        """Let the products of code that inductor emitted move the clock; the mode is off inside.
+
+        Emitted code calls them by `extern_kernels.mm` and the like, and compilers refuse to run
+        under a mode that is not theirs. A product that is called in another way is not seen, so
+        compare the time of a step without collectives with the plain model's.
+        """
+        from torch._inductor.select_algorithm import extern_kernels
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        def timed(name: str) -> Callable[..., Any]:
+            product = getattr(extern_kernels, name)
+            count = flop_registry[getattr(torch.ops.aten, name)]
+
+            def run(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> Any:
+                self.advance(count(*args, out_val=out))
+                return product(*args, out=out, **kwargs)
+
+            return run
+
+        products = {name: timed(name) for name in ("mm", "addmm", "bmm", "baddbmm")}
+        with _disable_current_modes(), mock.patch.multiple(extern_kernels, **products):
+            yield
 
 
 class WallClock:

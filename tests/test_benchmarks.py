@@ -162,6 +162,25 @@ def test_what_goes_over_the_link_is_what_the_limit_says(library: str) -> None:
     assert least <= link_.nbytes - before < 1.05 * least
 
 
+def test_emitted_products_and_collectives_move_the_clock_of_the_link() -> None:
+    size, link_ = Size(depth=1, width=64, hidden=64, vocabulary=64), Link(VirtualClock())
+    with _noop.ranks(4, lambda rank, n: LinkGroup(rank, n, link_)) as (_, mesh), link_.clock:
+        steps = {
+            "plain": prepare_step("plain", size, mesh),
+            link.COMPILED: link.prepare_compiled(size, mesh, link_.clock),
+        }
+        for step in steps.values():
+            step()
+        link.check_compute(steps, link_)
+        compute, before = link.time_step(steps["plain"], link_), link_.nbytes
+        link_.bandwidth = 1.0
+        took = link.time_step(steps[link.COMPILED], link_)
+    torch._dynamo.reset()
+    sent, least = link_.nbytes - before, sharded_bytes_sent(size, 4)
+    assert least <= sent < 1.05 * least
+    assert sent < took <= sent + compute
+
+
 @pytest.mark.parametrize("library", with_slow(["torch", "fsdp2"], ["fsdp2"]))
 def test_emulated_collectives_carry_what_equal_ranks_would(library: str) -> None:
     gradients = {}
