@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,7 @@ class OwedReductions:
     """
 
     def __init__(self, groups: Sequence[TracedGroup]) -> None:
-        self._groups = [group.group for group in groups]
+        self._groups = list(dict.fromkeys(group.group for group in groups))
         self._claims = [group.claim for group in groups if group.claim is not None]
         self._is_running = False
 
@@ -82,7 +83,8 @@ class OwedReductions:
         for claim in self._claims:
             claim.give_back()
         for group in self._groups:
-            if group.reducer.unreduced.is_owed and group.settings.reduce_grads:
+            owes = group.reducer.unreduced.is_owed or group.reducer.has_local_gradients
+            if owes and group.settings.reduce_grads:
                 reduction = group.reduce(with_graph=False)
                 if reduction is not None:
                     reduction.start()
@@ -97,7 +99,7 @@ class FunctionalBackward:
     def __init__(self, units: Sequence[TracedUnit]) -> None:
         self._units = units
         self._open: dict[Unit, TracedUnit] = {}
-        self._groups: dict[ParamGroup, TracedGroup] = {}
+        self._groups: dict[ParamGroup, list[TracedGroup]] = {}  # in parts
         self._kept: TracedUnit | None = None
         self._depth = 0
         self._number = 0
@@ -130,7 +132,9 @@ class FunctionalBackward:
                     unit.reshard()  # somebody made it whole since
                 unit.runner, self._open[unit] = Again(self, traced), traced
         groups = [group for traced in self._open.values() for group in traced.groups]
-        self._groups = {group.group: group for group in groups}
+        self._groups = {}
+        for group in groups:
+            self._groups.setdefault(group.group, []).append(group)
         placed = [(group, group.slots) for group in groups]
         if placed != self._placed:
             self._placed, self._places = placed, {}
@@ -177,7 +181,7 @@ class FunctionalBackward:
         for unit in self._open:
             if isinstance(unit.runner, Again):  # else a step runs, which sees that this is over
                 unit.runner = None
-        for group in self._groups.values():
+        for group in itertools.chain(*self._groups.values()):
             group.again = None
         self._open.clear()
         self._groups.clear()
@@ -192,7 +196,7 @@ class FunctionalBackward:
     ) -> Any:
         """Run a module of a unit again, as it ran in the step."""
         unit = traced.unit
-        groups = [self._groups[group] for group in unit.groups or unit.own_groups]
+        groups = [part for g in unit.groups or unit.own_groups for part in self._groups[g]]
         gathered = [group for group in groups if group.again is None]
         self._depth += 1
         try:
@@ -247,8 +251,8 @@ class _Place:
 
     def awaits(self, registered: object) -> bool:
         """True if what is registered is the shard, and the engine is not about to change that."""
-        group = self.group.group
-        return registered is group.params[self.index].sharded and group.machine.state is SHARDED
+        is_shard = registered is self.group.params[self.index].sharded
+        return is_shard and self.group.group.machine.state is SHARDED
 
     def check(self) -> None:
         """Refuse what no gradient would come back from; modules refuse their forwards there."""

@@ -36,8 +36,15 @@ from fsdp2._base.containers import map_tensors
 from fsdp2._base.errors import StateError
 from fsdp2._base.policy import Overlap
 from fsdp2._compiled.ops import outer_gather, unshard
-from fsdp2._compiled.plan import Neighbours, ReducePiece, TracedPlan, key_of, plans
-from fsdp2._engine.unit import Unit
+from fsdp2._compiled.plan import (
+    SMALL_SHARE,
+    Neighbours,
+    ReducePiece,
+    TracedPlan,
+    key_of,
+    plans,
+)
+from fsdp2._engine.unit import Unit, unit_of
 from fsdp2._param_group import packing
 from fsdp2._param_group.gradient_buffer import accumulate
 from fsdp2._param_group.group import ParamGroup
@@ -53,13 +60,12 @@ class Claim:
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
         self.added: list[Tensor] = []
-        self.mask = tuple(_waiting(param) is not None for param in params)
+        self.mask = tuple(map(_waits, params))
         taken = []
         for param in params:
-            grad = _waiting(param)
+            grad = None if param.unsharded is None else param.unsharded.grad
             if grad is not None:
-                assert param.unsharded is not None
-                param.unsharded.grad = None
+                param.unsharded.grad = None  # type: ignore[union-attr]  # it has a gradient
                 self.added.append(torch_dtensor.local_part(grad))
                 taken.append((param, grad))
         self.give_back = weakref.finalize(self, _let_wait, taken)
@@ -69,8 +75,9 @@ class Claim:
         self.give_back.detach()
 
 
-def _waiting(param: FSDPParam) -> Tensor | None:
-    return None if param.unsharded is None else param.unsharded.grad
+def _waits(param: FSDPParam) -> bool:
+    """True if a gradient of a parameter waits for a reduction."""
+    return param.unsharded is not None and param.unsharded.grad is not None
 
 
 @torch.no_grad()
@@ -129,8 +136,8 @@ class Delivery:
         """
         plan, group = plans[self._key], self._group
         *given, missing = grads
-        params = [param for param in group.params if param.trainable]
-        if [index for index, p in enumerate(group.params) if p.trainable] != [*plan.members]:
+        params = [group.params[index] for index in plan.members]
+        if tuple(param.trainable for param in group.params) != plan.trainable:
             raise StateError(
                 f"{group.fqn or '<root>'}: requires_grad changed between a compiled forward "
                 "and its backward. Change it before the forward."
@@ -191,11 +198,16 @@ def _sharded(
 
 
 class TracedGroup:
-    """The inputs of a group's functions, and what becomes of its gradients."""
+    """The inputs of a group's functions, and what becomes of its gradients.
 
-    def __init__(self, group: ParamGroup, mover: TracedUnit) -> None:
+    ``indices`` are those of its parameters in the group: it may be a part of one, see ``parts_of``.
+    """
+
+    def __init__(self, group: ParamGroup, mover: TracedUnit, indices: tuple[int, ...]) -> None:
         self.group = group
         self.mover = mover
+        self.indices = indices
+        self.params = [group.params[index] for index in indices]
         self.key = ""
         self.waits = False
         self.flats: list[Tensor] = []
@@ -229,8 +241,9 @@ class TracedGroup:
         reduction, settings = reducer.prepare(group.settings), group.settings
         syncs = settings.reduce_grads or not records
         claim = None
-        if records and joins and settings.reduce_grads and reducer.has_local_gradients:
-            claim = Claim(reduction.members)
+        members = [param for param in self.params if param.trainable]
+        if records and joins and settings.reduce_grads and any(map(_waits, members)):
+            claim = Claim(members)
         mask = () if claim is None else claim.mask
         made_for = (buffer, reduction, keeps, group.post_forward.mesh, settings, syncs)
         is_same = all(a is b for a, b in itertools.zip_longest(made_for, self._made_for))
@@ -250,11 +263,11 @@ class TracedGroup:
             ]
             self.slots = tuple(
                 (site.module, site.name, index)
-                for index, param in enumerate(group.params)
+                for index, param in enumerate(self.params)
                 for site in param.sites
             )
             self.wraps = tuple(
-                param.placement.unsharded_spec(param.compute_dtype) for param in group.params
+                param.placement.unsharded_spec(param.compute_dtype) for param in self.params
             )
         self._made_for = made_for
         self.claim, self.added = claim, [] if claim is None else claim.added
@@ -288,11 +301,12 @@ class TracedGroup:
             replicate_group=_name_of(data.replicate),
             neighbours=neighbours,
             recompute=not keeps,
+            indices=self.indices,
             trainable=tuple(param.trainable for param in group.params),
-            widened=tuple(map(_widened, group.params)),
+            widened=tuple(map(_widened, self.params)),
             reduce_dtype=reduction.layout.dtype,
             gradient_wire_dtype=reduction.layout.wire_dtype,
-            grad_dtypes=tuple(_widened(p) or p.backward_dtype for p in reduction.members),
+            grad_dtypes=tuple(_widened(p) or p.backward_dtype for p in self.params if p.trainable),
             scale=(scale.before, scale.after),
             op="avg" if scale.op == ReduceOp.AVG else "sum",
             counts_used=not settings.reduce_unused,
@@ -315,7 +329,7 @@ class TracedGroup:
         if any(spec is not None for spec in self.wraps):
             return tuple(
                 tensor if spec is None else _wrap(tensor, spec).to(param.compute_dtype)
-                for tensor, spec, param in zip(tensors, self.wraps, self.group.params, strict=True)
+                for tensor, spec, param in zip(tensors, self.wraps, self.params, strict=True)
             )
         return tensors  # type: ignore[no-any-return]  # of an operation
 
@@ -345,6 +359,37 @@ def _sink_shapes(plan: TracedPlan) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [*shapes, ((0,), reduced)]
 
 
+def parts_of(group: ParamGroup, unit: Unit) -> list[tuple[int, ...]]:
+    """Part a group of a unit that contains others: what is large by the child that holds it.
+
+    An embedding is used first and a head last, and each is gathered and reduced where it is used.
+    What is small stays together.
+    """
+    whole = [tuple(range(len(group.params)))]
+    if len(unit.modules) > 1 or not _contains_units(unit.modules[0]):
+        return whole
+    (module,) = unit.modules
+    child_of = {
+        inner: name for name, child in module.named_children() for inner in child.modules()
+    }
+    parts: dict[str, list[int]] = {}
+    for index, param in enumerate(group.params):
+        parts.setdefault(child_of.get(param.sites[0].module, ""), []).append(index)
+    least = sum(param.nbytes for param in group.params) // SMALL_SHARE
+    large = {
+        name: indices
+        for name, indices in parts.items()
+        if name and sum(group.params[index].nbytes for index in indices) >= least
+    }
+    taken = {index for indices in large.values() for index in indices}
+    rest = tuple(index for index in whole[0] if index not in taken)
+    return [*([rest] if rest else []), *map(tuple, large.values())]
+
+
+def _contains_units(module: nn.Module) -> bool:
+    return any(unit_of(inner) is not None for inner in module.modules() if inner is not module)
+
+
 def _widened(param: FSDPParam) -> torch.dtype | None:
     """Dtype in which the gradient of a parameter is summed over its own axes, if it is wider."""
     dtype = param.accumulated_dtype
@@ -372,6 +417,7 @@ class TracedUnit:
         self.unit = unit
         self.bucketed = bucketed
         self.groups: tuple[TracedGroup, ...] = ()
+        self._made_of: list[ParamGroup] = []
         self.has_several_modules = len(unit.modules) > 1
         self.ran_outside = False
         self._is_recorded = False
@@ -382,8 +428,13 @@ class TracedUnit:
 
     def begin(self, joins: bool) -> None:
         """Prepare a step: sharded parameters make room for those that the step will gather."""
-        if [group.group for group in self.groups] != self.unit.groups:
-            self.groups = tuple(TracedGroup(group, self) for group in self.unit.groups)
+        if self._made_of != self.unit.groups:
+            self._made_of = list(self.unit.groups)
+            self.groups = tuple(
+                TracedGroup(group, self, indices)
+                for group in self.unit.groups
+                for indices in parts_of(group, self.unit)
+            )
         self._is_recorded = records = torch.is_grad_enabled()
         self.input_dtype = self.unit.precision.input_dtype  # others in evaluation, maybe
         self.output_dtype = self.unit.precision.policy.output_dtype
@@ -393,9 +444,8 @@ class TracedUnit:
 
     def put_parameters_back(self) -> None:
         for group in self.groups:
-            params = group.group.params
             for module, name, index in group.slots:
-                module._parameters[name] = params[index].sharded
+                module._parameters[name] = group.params[index].sharded
 
     # In the trace.
 

@@ -97,7 +97,8 @@ class _Unshard(torch.autograd.Function):
         ctx.save_for_backward(*added)
         ctx.set_materialize_grads(False)
         wholes = _unshard(plan, waiting, tensors[ends[2] :])
-        frozen = [w for w, trains in zip(wholes, plan.trainable, strict=True) if not trains]
+        pairs = zip(plan.indices, wholes, strict=True)
+        frozen = [whole for index, whole in pairs if not plan.trainable[index]]
         ctx.mark_non_differentiable(*frozen)
         return wholes
 
@@ -105,7 +106,8 @@ class _Unshard(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plan: TracedPlan = ctx.plan
-        found = [grads[index] for index in plan.members]
+        pairs = zip(plan.indices, grads, strict=True)
+        found = [grad for index, grad in pairs if plan.trainable[index]]
         added = ctx.saved_tensors if plan.added else ()  # to ask for none frees the node, too
         given = reduce(plan, found, added)
         return None, None, *given, *(None,) * (ctx.inputs - len(given))
@@ -140,23 +142,21 @@ def _unshard(
                 padded = padded.contiguous().view(item.compute_dtype)
             wholes[index] = _join(padded, item.shard)
     for segment, flat in zip(layout.segments, flats, strict=True):
-        own = flat.to(plan.device, segment.compute_dtype, copy=True) if segment.is_replicated else None
         end = 0
         for index in segment.indices:
             item = layout.items[index]
             start, end = end, end + item.shard.padded_numel
-            if item.is_stamp:
-                continue
-            if own is not None:
-                wholes[index] = _with_stride(own[start:end], item.shard)
-            elif wholes[index] is None:  # no elements: nobody sent any
-                wholes[index] = _with_stride(
-                    flat.new_empty(0, dtype=item.compute_dtype, device=plan.device), item.shard
-                )
-    made = (whole for whole in wholes if whole is not None)
+            if segment.is_replicated:
+                own = flat[start:end].to(plan.device, item.compute_dtype, copy=True)
+                wholes[index] = _with_stride(own, item.shard)
+            elif item.shard.numel == 0:  # nobody sent any
+                none = flat.new_empty(0, dtype=item.compute_dtype, device=plan.device)
+                wholes[index] = _with_stride(none, item.shard)
+    made = [wholes[index] for index in plan.indices]
     return tuple(
         whole if dtype is None else whole.to(dtype)
         for whole, dtype in zip(made, plan.widened, strict=True)
+        if whole is not None
     )
 
 

@@ -88,7 +88,8 @@ class TracedPlan:
     replicate_group: str
     neighbours: Neighbours | None
     recompute: bool
-    trainable: tuple[bool, ...]
+    indices: tuple[int, ...]  # of the parameters, in the layout: a part of a group has not all
+    trainable: tuple[bool, ...]  # of all in the layout
     widened: tuple[torch.dtype | None, ...]  # what parameters leave the function in, so that
     # gradients arrive in it: summed over the parameters' own axes before they are reduced
     reduce_dtype: torch.dtype
@@ -109,7 +110,7 @@ class TracedPlan:
     @cached_property
     def members(self) -> tuple[int, ...]:
         """Indices of the trainable parameters."""
-        return tuple(index for index, trains in enumerate(self.trainable) if trains)
+        return tuple(index for index in self.indices if self.trainable[index])
 
     @cached_property
     def shards(self) -> tuple[ShardLayout, ...]:
@@ -119,8 +120,8 @@ class TracedPlan:
     @cached_property
     def gathers(self) -> tuple[GatherPiece, ...]:
         """What is gathered, in order."""
-        layout = self.layout
-        least = self._least_nbytes([item for item in layout.items if not item.is_stamp])
+        layout, indices = self.layout, frozenset(self.indices)
+        least = self._least_nbytes([layout.items[index] for index in self.indices])
         small: dict[torch.dtype, list[tuple[int, Run]]] = {}
         pieces: list[list[tuple[int, Run]]] = []
         for position, segment in enumerate(layout.segments):
@@ -130,7 +131,7 @@ class TracedPlan:
             for index in segment.indices:
                 item = layout.items[index]
                 start, end = end, end + item.shard.padded_numel
-                if item.is_stamp or start == end:
+                if index not in indices or start == end:
                     continue
                 piece = [(index, Run(position, start, end - start))]
                 if _nbytes(item) >= least or not self.bucketed:
