@@ -10,7 +10,8 @@ import operator
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from types import FunctionType
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.nn as nn
@@ -63,6 +64,39 @@ call_with_hooks: Callable[..., Any] = nn.Module._call_impl
 """What ``nn.Module.__call__`` calls: one stack frame less for each unit inside another."""
 
 
+def region_of(module: nn.Module) -> Callable[..., Any] | None:
+    """Return a region for what a module's forward does, if that was marked as one.
+
+    (``torch.compiler.nested_compile_region``; the mark has no public name.) It takes the module,
+    tensors that are registered on it, and what forward takes. A compiler knows again a tensor that
+    a region uses if it is an input of the graph or an argument of the region, and what is gathered
+    in the graph is no input.
+    """
+    marked = forward = type(module).forward
+    while hasattr(forward, "__marked_compile_region_fn__"):
+        forward = forward.__marked_compile_region_fn__
+    if forward is marked or "forward" in vars(module):
+        return None
+    if forward not in _regions:
+        _regions[forward] = _make_region(forward)
+    return _regions[forward]
+
+
+_regions: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _make_region(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(module: nn.Module, wholes: object, args: Any, kwargs: Any) -> Any:
+        return forward(module, *args, **kwargs)
+
+    # of its own for each forward: compilers know regions again by their code
+    code = run.__code__.replace()
+    own = FunctionType(code, run.__globals__, run.__name__, None, run.__closure__)
+    limit = getattr(forward, "__marked_compile_region_max_reuse_entries__", 8)
+    made: Callable[..., Any] = torch.compiler.nested_compile_region(own, max_reuse_entries=limit)
+    return made
+
+
 class GraphPass(Protocol):
     """Changes a forward or a backward graph. ``uuid`` says how: graphs are kept on disk by it."""
 
@@ -84,18 +118,24 @@ def find_compiler(
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)
 
 
-def with_pass(compiler: Callable[..., Any], backend: Any, change: GraphPass) -> Callable[..., Any]:
-    """Return a compiler that changes the forward and the backward graph before they are lowered.
+def with_passes(
+    compiler: Callable[..., Any], backend: Any, joint: GraphPass, change: GraphPass | None
+) -> Callable[..., Any]:
+    """Return a compiler that changes graphs, for the backends ``"inductor"`` and ``"aot_eager"``.
 
-    For the backends ``"inductor"`` and ``"aot_eager"``. Inductor sorts nodes by memory behind
-    every pass, which undoes what the pass does, so that is off unless the user asks for it.
+    ``joint`` changes the graph of forward and backward before it is parted, ``change`` each of the
+    two before it is lowered; None: as it is. Inductor sorts nodes by memory behind every pass,
+    which undoes what that one does, so it is off then, unless the user asks for it.
     """
     if backend != "inductor":
-        return _changed_aot_eager(change)
+        return _changed_aot_eager(joint, change)
     options = dict(compiler.config)  # type: ignore[attr-defined]  # of the wrapper
-    options.setdefault("reorder_for_peak_memory", False)
-    chosen = options.pop("post_grad_custom_post_pass", None)
-    options["post_grad_custom_post_pass"] = _as_inductors(change, chosen)
+    passes = {"joint_custom_pre_pass": joint}
+    if change is not None:
+        options.setdefault("reorder_for_peak_memory", False)
+        passes["post_grad_custom_post_pass"] = change
+    for name, one in passes.items():
+        options[name] = _as_inductors(one, options.get(name))
     changed: Callable[..., Any] = torch._TorchCompileInductorWrapper(
         None,
         options,
@@ -123,13 +163,14 @@ def _as_inductors(change: GraphPass, chosen: Any) -> Any:
     return Pass()
 
 
-def _changed_aot_eager(change: GraphPass) -> Callable[..., Any]:
+def _changed_aot_eager(joint: GraphPass, change: GraphPass | None) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def keep(graph: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
-        change(graph.graph)
-        graph.recompile()
+        if change is not None:
+            change(graph.graph)
+            graph.recompile()
 
         def run(arguments: list[Any]) -> Any:
             held = list(arguments)
@@ -139,10 +180,29 @@ def _changed_aot_eager(change: GraphPass) -> Callable[..., Any]:
         run._boxed_call = True  # type: ignore[attr-defined]  # says that it takes a list
         return run
 
-    made: Callable[..., Any] = aot_autograd(
-        fw_compiler=keep, partition_fn=min_cut_rematerialization_partition
-    )
+    def part(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        joint(graph.graph)
+        graph.recompile()
+        return min_cut_rematerialization_partition(graph, *args, **kwargs)
+
+    made: Callable[..., Any] = aot_autograd(fw_compiler=keep, partition_fn=part)
     return made
+
+
+def region_called(node: torch.fx.Node) -> torch.fx.GraphModule | None:
+    """Return the graph of the region that a node calls; None: it calls none."""
+    if node.target is not torch.ops.higher_order.invoke_subgraph:
+        return None
+    body, owner = node.args[0], node.graph.owning_module
+    assert isinstance(body, torch.fx.Node) and isinstance(body.target, str)
+    assert owner is not None
+    return cast(torch.fx.GraphModule, owner.get_submodule(body.target))
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """True if a node of a forward or backward graph views its first input."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and bool(target.is_view)
 
 
 def collective_of(node: torch.fx.Node) -> str:

@@ -22,7 +22,7 @@ from fsdp2._base.events import IDLE
 from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions
 from fsdp2._compiled.functional import TracedUnit
-from fsdp2._compiled.passes import Overlapped, place_gathers
+from fsdp2._compiled.passes import Overlapped, SeenThrough, place_gathers
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.runtime import Runtime, attach
 from fsdp2._param_group.group import ParamGroup
@@ -214,6 +214,7 @@ class FunctionalStep:
         try:
             for unit in self._units:
                 unit.forget()
+                unit.enter_regions()
                 unit.unit.runner = unit
             with self._may_write:
                 output = self._compiled(
@@ -233,6 +234,7 @@ class FunctionalStep:
             for unit, runner in zip(self._units, outer, strict=True):
                 is_over = isinstance(runner, Again) and not runner.backward.is_open
                 unit.unit.runner = None if is_over else runner
+                unit.leave_regions()
                 unit.put_parameters_back()
 
     def _begin(self) -> None:
@@ -369,8 +371,9 @@ def prepared(compiler: Callable[..., Any], backend: Any, overlap: bool) -> Calla
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         found, chosen = place_gathers(graph), compiler
-        if overlap and found is not None:
-            chosen = torch_compiler.with_pass(compiler, backend, Overlapped(found))
+        if found is not None and backend in OVERLAPPING:
+            change = Overlapped(found) if overlap else None
+            chosen = torch_compiler.with_passes(compiler, backend, SeenThrough(), change)
         return chosen(graph, inputs)
 
     return compile_graph

@@ -418,6 +418,7 @@ class TracedUnit:
         self.bucketed = bucketed
         self.groups: tuple[TracedGroup, ...] = ()
         self._made_of: list[ParamGroup] = []
+        self._forwards: dict[nn.Module, Callable[..., Any]] = {}  # of regions
         self.has_several_modules = len(unit.modules) > 1
         self.ran_outside = False
         self._is_recorded = False
@@ -441,6 +442,28 @@ class TracedUnit:
         keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
             group.refresh(keeps, records, joins)
+
+    def enter_regions(self) -> None:
+        """Let the forwards of modules that are marked as regions get their parameters, too."""
+        for module in self.unit.modules:
+            region = torch_compiler.region_of(module)
+            if region is not None:
+                if module not in self._forwards:
+                    self._forwards[module] = self._region_forward(module, region)
+                module.__dict__["forward"] = self._forwards[module]
+
+    def leave_regions(self) -> None:
+        for module in self._forwards:
+            module.__dict__.pop("forward", None)
+
+    def _region_forward(self, module: nn.Module, region: Callable[..., Any]) -> Callable[..., Any]:
+        slots = [slot for group in self.groups for slot in group.slots]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            wholes = [holder._parameters[name] for holder, name, _ in slots]
+            return region(module, wholes, args, kwargs)
+
+        return forward
 
     def put_parameters_back(self) -> None:
         for group in self.groups:

@@ -37,6 +37,9 @@ SMALL_NBYTES = 1 << 20
 """Bytes of a reduction's input below which its memory does not matter, as in eager mode."""
 
 
+_SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
 def place_gathers(graph: GraphModule) -> Overlap | None:
     """Gather each unit where it is first used, in all graphs inside too; return their overlap.
 
@@ -145,6 +148,48 @@ def _emit(graph: Graph, order: _Held) -> None:
         output.prepend(node)
 
 
+class SeenThrough:
+    """A pass over the graph of forward and backward: no region hands over views of its inputs.
+
+    A region of the forward saves for backward what its backward needs: of a weight, a view. So a
+    partitioner would keep the weight, whole, where it can gather it again. Outside of the region
+    the same view is made of what the region got.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        for node in list(graph.nodes):
+            region = torch_compiler.region_called(node)
+            if region is None:
+                continue
+            bodys = list(region.graph.nodes)
+            inputs = dict(
+                zip((n for n in bodys if n.op == "placeholder"), node.args[2:], strict=True)
+            )
+            outputs = bodys[-1].args[0]
+            for user in list(node.users):
+                if user.target is operator.getitem:
+                    found = outputs[user.args[1]]
+                    if isinstance(found, Node):
+                        self._replace(user, found, dict(inputs))
+        graph.lint()
+
+    def _replace(self, user: Node, found: Node, known: dict[Node, Node]) -> None:
+        chain = [found]
+        while chain[-1] not in known:
+            if not torch_compiler.is_view(chain[-1]) or len(chain[-1].all_input_nodes) != 1:
+                return
+            chain.append(chain[-1].all_input_nodes[0])
+        with user.graph.inserting_before(user):
+            for inner in reversed(chain[:-1]):
+                known[inner] = user.graph.node_copy(inner, known.__getitem__)
+        user.replace_all_uses_with(known[found])
+        user.graph.erase_node(user)
+
+    def uuid(self) -> str:
+        """Say what the pass does: its source."""
+        return _SOURCE
+
+
 class Overlapped:
     """A pass over a forward or a backward graph: see [Note: overlap in a graph].
 
@@ -160,8 +205,7 @@ class Overlapped:
 
     def uuid(self) -> str:
         """Say what the pass does: its source, and how much overlap."""
-        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-        return f"{source} {self.overlap.prefetch} {self.overlap.reductions}"
+        return f"{_SOURCE} {self.overlap.prefetch} {self.overlap.reductions}"
 
 
 class _Overlap(_Held):
