@@ -234,15 +234,20 @@ def stubbed_kernels() -> Iterator[None]:
     What is compiled inside keeps its stubs: call ``torch._dynamo.reset()`` when done with it.
     """
     from torch._functorch import config as functorch_config
-    from torch._inductor import config
+    from torch._inductor import config, cpp_builder, cpu_vec_isa
     from torch._inductor.async_compile import AsyncCompile
 
     options = {
         "force_disable_caches": True,
         "compile_threads": 1,  # no processes
         "benchmark_harness": True,  # it tells the arguments' sizes
-        "cpp.simdlen": 1,
-        "cpp.vec_isa_ok": True,  # else a program is compiled to see
+    }
+
+    compiler = {  # nobody asks whether there is one, and of which kind
+        "get_cpp_compiler": lambda: "g++",
+        "is_gcc": lambda: True,
+        "is_clang": lambda: False,
+        "is_msvc_cl": lambda: False,
     }
 
     def stub(_self: object, argtypes: Sequence[str], _source: str) -> Callable[..., None]:
@@ -259,6 +264,8 @@ def stubbed_kernels() -> Iterator[None]:
         config.patch(options),
         functorch_config.patch(enable_autograd_cache=False),
         mock.patch.object(AsyncCompile, "cpp_pybinding", stub),
+        mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list),  # it compiles programs to see
+        mock.patch.multiple(cpp_builder, **compiler),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message=".*force_disable_caches")
