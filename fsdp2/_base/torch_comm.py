@@ -107,9 +107,7 @@ def functional(name: str, sent: torch.Tensor, *args: Any) -> torch.Tensor:
     return received
 
 
-def functional_coalesced(
-    name: str, sent: Sequence[torch.Tensor], *args: Any
-) -> list[torch.Tensor]:
+def functional_coalesced(name: str, sent: Sequence[torch.Tensor], *args: Any) -> list[torch.Tensor]:
     """As ``functional``, of several tensors, which a backend may send as one."""
     ops = torch.ops._c10d_functional
     received = getattr(ops, f"{name}_coalesced")([*sent], *args)

@@ -194,7 +194,8 @@ def region_called(node: torch.fx.Node) -> torch.fx.GraphModule | None:
     if node.target is not torch.ops.higher_order.invoke_subgraph:
         return None
     body, owner = node.args[0], node.graph.owning_module
-    assert isinstance(body, torch.fx.Node) and isinstance(body.target, str)
+    assert isinstance(body, torch.fx.Node)
+    assert isinstance(body.target, str)
     assert owner is not None
     return cast(torch.fx.GraphModule, owner.get_submodule(body.target))
 
@@ -209,6 +210,14 @@ def collective_of(node: torch.fx.Node) -> str:
     """Return the name of the functional collective that a node is, or an empty string."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional":
+        return target._schema.name.split("::")[1]
+    return ""
+
+
+def operation_of(node: torch.fx.Node) -> str:
+    """Return the name of the operation of torch's that a node is, or an empty string."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims"):
         return target._schema.name.split("::")[1]
     return ""
 
@@ -243,16 +252,18 @@ def views_or_wraps(node: torch.fx.Node) -> bool:
     return node.op == "call_method" and node.target == "to"
 
 
-def writes_in_checkpoints() -> AbstractContextManager[Any]:
-    """Let the compiler trace writes to modules inside ``torch.utils.checkpoint``.
+def switches_of_steps() -> AbstractContextManager[Any]:
+    """Switch the compiler's settings as functional steps need them.
 
-    Its recomputation leaves them out, which is right for parameters that are registered before a
-    module runs and forgotten after it.
+    It traces writes to modules inside ``torch.utils.checkpoint``, whose recomputation leaves them
+    out: right for parameters that are registered before a module runs and forgotten after it. And
+    it looks at the hooks of each module: our call of a unit's forward is one piece of code for all
+    units, and where a graph breaks in it, one without hooks would be used for one with them.
     """
     import torch._dynamo.config as config
 
     patched: AbstractContextManager[Any] = config.patch(
-        skip_fwd_side_effects_in_bwd_under_checkpoint=True
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True, skip_nnmodule_hook_guards=False
     )
     return patched
 

@@ -20,20 +20,25 @@ from fsdp2._base.arguments import check_flag, check_mapping, check_module, trans
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.events import IDLE
 from fsdp2._base.policy import CPUOffloadPolicy
+from fsdp2._compiled.agreement import Agreement
 from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions
 from fsdp2._compiled.functional import TracedUnit
-from fsdp2._compiled.passes import Overlapped, SeenThrough, place_gathers
+from fsdp2._compiled.passes import Gathered, Overlapped, SeenThrough, place_gathers
+from fsdp2._compiled.plan import plans
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.runtime import Runtime, attach
 from fsdp2._param_group.group import ParamGroup
-
 
 OVERLAPPING = ("inductor", "aot_eager")
 """Backends whose graphs can be changed before they run."""
 
 
 def compile(  # noqa: A001  # torch's name for it
-    model: nn.Module, *, overlap: bool | None = None, bucket: bool = True, **torch_compile_kwargs: Any
+    model: nn.Module,
+    *,
+    overlap: bool | None = None,
+    bucket: bool = True,
+    **torch_compile_kwargs: Any,
 ) -> CompiledModel:
     """Compile a sharded model whole, with its collectives in the graphs.
 
@@ -98,6 +103,11 @@ class CompiledModel(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         delattr(self.__dict__["_compiled_model"].model, name)
+
+    @property  # type: ignore[misc]  # nobody writes it
+    def __class__(self) -> Any:
+        """The model's class, for ``isinstance``; ``type`` tells the truth."""
+        return type(self.__dict__["_compiled_model"].model)
 
     def __dir__(self) -> list[str]:
         return list(dir(self.__dict__["_compiled_model"].model))
@@ -165,6 +175,8 @@ class FunctionalStep:
         self._several: list[TracedUnit] = []  # of several modules
         self._runtimes: list[Runtime] = []
         self._backward = FunctionalBackward(())
+        self._agreement = Agreement()
+        self._refused: StateError | None = None
         check_units(model)
         options = dict(choices.torch_compile_kwargs)
         if not check_flag("compile", "disable", options.get("disable", False)):
@@ -183,11 +195,36 @@ class FunctionalStep:
                 compiler = torch_compiler.find_compiler(
                     backend, mode, inductor, options.get("dynamic")
                 )
-            options["backend"] = prepared(compiler, backend, overlap)
+
+            def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+                found = place_gathers(graph)
+                self._agree(found, inputs)
+                return overlapping(compiler, backend, found, overlap)(graph, inputs)
+
+            options["backend"] = compile_graph
         with refusals_of_torch():
             self._compiled: Callable[..., Any] = torch.compile(own_copy(_call), **options)
         self._may_break = not options.get("fullgraph", False)
-        self._may_write = torch_compiler.writes_in_checkpoints()
+        self._switches = torch_compiler.switches_of_steps()
+
+    def _agree(self, found: Sequence[Gathered], inputs: Sequence[Any]) -> None:
+        """Compare a graph with those of the other ranks. See ``agreement``."""
+        traced = [group for unit in self._units for group in unit.groups]
+        groups = [group.group for group in traced]
+        if found and groups:
+            names = {id(group.flats[0]): group.group.fqn for group in traced}
+            gathered = [
+                (one.key, "" if one.place is None else names.get(id(inputs[one.place]), ""))
+                for one in found
+            ]
+            axes = dict.fromkeys(
+                axis for group in groups for axis in (group.data.shard, group.data.replicate)
+            )
+            try:
+                self._agreement.reach(self._units[0].unit.fqn, gathered, axes, groups[0].device)
+            except StateError as error:
+                self._refused = error  # the compiler wraps what a backend raises
+                raise
 
     def _attach(self) -> None:
         """Find the roots, as a first forward would."""
@@ -216,10 +253,8 @@ class FunctionalStep:
                 unit.forget()
                 unit.enter_regions()
                 unit.unit.runner = unit
-            with self._may_write:
-                output = self._compiled(
-                    self.model, self._ahead, self._several, *args, **kwargs
-                )
+            with self._switches:
+                output = self._compiled(self.model, self._ahead, self._several, *args, **kwargs)
             groups = [group for unit in self._units for group in unit.groups]
             owed = [g for g in groups if g.group.reducer.unreduced.is_owed]
             if owed and torch.is_grad_enabled():
@@ -230,6 +265,11 @@ class FunctionalStep:
                 for group in groups:
                     group.let_go()
             return output
+        except Exception:
+            refused, self._refused = self._refused, None
+            if refused is not None:
+                raise refused from None
+            raise
         finally:
             for unit, runner in zip(self._units, outer, strict=True):
                 is_over = isinstance(runner, Again) and not runner.backward.is_open
@@ -366,14 +406,11 @@ def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.d
         )
 
 
-def prepared(compiler: Callable[..., Any], backend: Any, overlap: bool) -> Callable[..., Any]:
-    """Return a compiler that gathers units where they are used, beside the compute."""
-
-    def compile_graph(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        found, chosen = place_gathers(graph), compiler
-        if found is not None and backend in OVERLAPPING:
-            change = Overlapped(found) if overlap else None
-            chosen = torch_compiler.with_passes(compiler, backend, SeenThrough(), change)
-        return chosen(graph, inputs)
-
-    return compile_graph
+def overlapping(
+    compiler: Callable[..., Any], backend: Any, found: Sequence[Gathered], overlap: bool
+) -> Callable[..., Any]:
+    """Return the compiler for a graph that gathers this, with the passes over it."""
+    if not found or backend not in OVERLAPPING:
+        return compiler
+    change = Overlapped(plans[found[0].key].overlap) if overlap else None
+    return torch_compiler.with_passes(compiler, backend, SeenThrough(), change)

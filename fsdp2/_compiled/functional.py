@@ -217,7 +217,7 @@ class TracedGroup:
         self.slots: tuple[tuple[nn.Module, str, int], ...] = ()
         self.wraps: tuple[Any, ...] = ()
         self.again: tuple[Tensor, ...] | None = None  # whole, in a backward
-        self._leaf = torch.zeros((), device=group.device, requires_grad=True)
+        self._leaf = _leaf_on(group.device)
         self._made_for: tuple[Any, ...] = ()  # compared by identity
 
     @torch.inference_mode(False)
@@ -348,9 +348,16 @@ class TracedGroup:
         self.again = tuple(self.wholes())
 
 
+@torch.inference_mode(False)
+def _leaf_on(device: torch.device) -> Tensor:
+    """Make what sinks hang on, so that gradients are computed for them."""
+    return torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
+
+
 def _sink_shapes(plan: TracedPlan) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of the sinks: of reduced rows, or of whole gradients; and of none."""
     reduced = plan.reduce_dtype
+    shapes: list[tuple[tuple[int, ...], torch.dtype]]
     if plan.syncs:
         shapes = [((piece.numel,), reduced) for piece in plan.reduces]
     else:
@@ -369,9 +376,7 @@ def parts_of(group: ParamGroup, unit: Unit) -> list[tuple[int, ...]]:
     if len(unit.modules) > 1 or not _contains_units(unit.modules[0]):
         return whole
     (module,) = unit.modules
-    child_of = {
-        inner: name for name, child in module.named_children() for inner in child.modules()
-    }
+    child_of = {inner: name for name, child in module.named_children() for inner in child.modules()}
     parts: dict[str, list[int]] = {}
     for index, param in enumerate(group.params):
         parts.setdefault(child_of.get(param.sites[0].module, ""), []).append(index)

@@ -36,8 +36,7 @@ from fsdp2._param_group.layout import ShardLayout, contiguous_stride
 
 _library = torch.library.Library("fsdp2", "FRAGMENT")
 _library.define(
-    "unshard(str key, Tensor[] sinks, Tensor[] waiting, Tensor[] added, Tensor[] flats)"
-    " -> Tensor[]"
+    "unshard(str key, Tensor[] sinks, Tensor[] waiting, Tensor[] added, Tensor[] flats) -> Tensor[]"
 )
 _library.define("outer_gather(str key, Tensor[] flats) -> Tensor[]")
 

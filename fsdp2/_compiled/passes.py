@@ -1,4 +1,4 @@
-"""The order of nodes in a compiler's graphs: where collectives start, and where they are waited for.
+"""The order of nodes in a compiler's graphs: where collectives start, and where they end.
 
 Owns two passes. ``place_gathers`` works on the graph that was traced, for every backend: a unit is
 gathered where it is first used. ``Overlapped`` works on the forward and the backward graph that a
@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,24 +41,39 @@ SMALL_NBYTES = 1 << 20
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-def place_gathers(graph: GraphModule) -> Overlap | None:
-    """Gather each unit where it is first used, in all graphs inside too; return their overlap.
+@dataclass(frozen=True)
+class Gathered:
+    """A gather of a traced graph: by which plan, and which of the graph's inputs it is of."""
 
-    None: nothing is gathered. Backward gathers again what its unit does not keep.
+    key: str
+    place: int | None  # None: it is in a graph inside of the graph
+
+
+def place_gathers(graph: GraphModule) -> list[Gathered]:
+    """Gather each unit where it is first used, in all graphs inside too; return what is gathered.
+
+    Backward gathers again what its unit does not keep. What is used nowhere is not gathered.
     """
-    overlap = None
+    found: list[Gathered] = []
     for module in graph.modules():
         if not isinstance(module, GraphModule):
             continue
         for node in reversed(list(module.graph.nodes)):
-            if _is_operation(node, unshard):
-                plan = plans[node.args[0]]
-                overlap = plan.overlap
-                if plan.recompute:
-                    torch_compiler.recompute_in_backward(node)
+            if not _is_operation(node, unshard):
+                continue
+            if all(not user.users for user in node.users):
+                for user in [*node.users, node]:
+                    module.graph.erase_node(user)
+            elif plans[node.args[0]].recompute:
+                torch_compiler.recompute_in_backward(node)
         _sink(module.graph)
         module.recompile()
-    return overlap
+        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        places = {node: place for place, node in enumerate(inputs)} if module is graph else {}
+        for node in module.graph.nodes:
+            if _is_operation(node, unshard):
+                found.append(Gathered(str(node.args[0]), places.get(node.args[-1][0])))
+    return found
 
 
 def _is_operation(node: Node, packet: object) -> bool:
@@ -319,9 +335,31 @@ def _cone(starts: set[Node], known: set[Node]) -> set[Node]:
 
 
 _MOVES = frozenset(
-    "view _unsafe_view reshape slice narrow select split split_with_sizes t transpose permute "
-    "unsqueeze squeeze expand as_strided alias detach clone _to_copy convert_element_type "
-    "constant_pad_nd cat copy".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "slice",
+        "narrow",
+        "select",
+        "split",
+        "split_with_sizes",
+        "t",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "as_strided",
+        "alias",
+        "detach",
+        "clone",
+        "_to_copy",
+        "convert_element_type",
+        "constant_pad_nd",
+        "cat",
+        "copy",
+    ]
 )
 
 
@@ -329,10 +367,7 @@ def _moves_only(node: Node, kind: str) -> bool:
     """True if a node computes nothing: a wait, a view, a copy, a cast."""
     if kind == "wait_tensor" or node.target is operator.getitem:
         return True
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target.namespace in ("aten", "prims") and target._schema.name.split("::")[1] in _MOVES
+    return torch_compiler.operation_of(node) in _MOVES
 
 
 def _nbytes_sent(start: Node) -> int:

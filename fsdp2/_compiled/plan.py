@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -108,6 +108,13 @@ class TracedPlan:
         return self.layout.size
 
     @cached_property
+    def signature(self) -> str:
+        """What ranks must agree on for their collectives to fit together."""
+        alike = {"rank": 0, "device": "", "shard_group": "", "replicate_group": ""}
+        neighbours = self.neighbours and self.neighbours.size
+        return f"{replace(self, **alike, neighbours=None)} {neighbours}"  # type: ignore[arg-type]
+
+    @cached_property
     def members(self) -> tuple[int, ...]:
         """Indices of the trainable parameters."""
         return tuple(index for index in self.indices if self.trainable[index])
@@ -151,7 +158,8 @@ class TracedPlan:
     def reduces(self) -> tuple[ReducePiece, ...]:
         """What is reduced, in order."""
         least = self._least_nbytes([self.layout.items[index] for index in self.members])
-        small, alone = [], []
+        small: list[int] = []
+        alone: list[int] = []
         for position, index in enumerate(self.members):
             item = self.layout.items[index]
             large = not item.shard.is_replicated and _nbytes(item) >= least

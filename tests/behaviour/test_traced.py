@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._compiled.compile import check_mode
 from fsdp2._base.policy import Overlap
+from fsdp2._compiled.compile import check_mode
 from fsdp2._compiled.passes import Overlapped
 from tests._models import (
     CASES,
@@ -789,3 +789,39 @@ def test_recomputation_after_a_graph_break() -> None:
     assert_sharded(pair.model)
     pair.step()
     pair.train(steps=2)
+
+
+# --- ranks that go different ways -----------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Takes another block on another rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.wide = nn.Linear(WIDTH, HIDDEN)
+        self.which = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[self.which](x) if self.which < 2 else self.wide(x)
+
+
+@ranks(3, limit_s=100)
+def test_ranks_that_compile_different_graphs_get_an_error_each() -> None:
+    """Not a hang, in a first step or later; then all may go on."""
+    model = Branches()
+    for unit in (*model.blocks, model.wide):
+        fsdp2.fully_shard(unit)
+    fsdp2.fully_shard(model)
+    compiled = fsdp2.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, WIDTH)
+    for _ in range(2):
+        model.which = 2 * (torch.distributed.get_rank() % 2)
+        with pytest.raises(fsdp2.StateError, match="ranks compiled different graphs"):
+            compiled(x)
+        assert_sharded(model)
+        model.which = 1
+        compiled(x).sum().backward()
+        model.blocks[1].set_reshard_after_backward(True)
+        torch.compiler.reset()
