@@ -8,6 +8,14 @@ those that the compiler's backend made, of forwards and of backwards; collective
 process group ran in one step. `held` is what a forward leaves for backward and `peak` the most of
 a step, above its start, from the allocator's own events on one rank (see `peak`). CPU and step
 times are as in `gloo`: paired, medians over rounds with quartiles. Times: never gated.
+
+    python -m benchmarks.compile --memory [--gloo]
+
+The bytes alone, of eager and compiled steps, in both precisions and at each setting of
+`set_memory`. Kernels are stubs there, which takes minutes off and no allocation: buffers and
+collectives are what the emitted code asks for. One process is rank 0 of two over collectives that
+are done at once, so figures repeat exactly; with `--gloo` there are two gloo ranks, whose threads
+let go of buffers when they like, so figures differ by some buffers from run to run.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -27,12 +36,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import peak
-from benchmarks._models import MEDIUM, build, make_input, make_step
+from benchmarks import _noop, peak
+from benchmarks._models import (
+    MEDIUM,
+    PRECISION_NAMES,
+    PRECISIONS,
+    build,
+    make_input,
+    make_step,
+)
 from benchmarks._ranks import run_on_ranks
 from benchmarks._report import Figure, Measured, run
 from benchmarks._rounds import rotate, spread
 from benchmarks.gloo import choose_rounds
+from tests._emitted import stubbed_kernels
 
 RANKS = 2
 WARMUP = 3
@@ -46,6 +63,14 @@ VARIANTS = (
     "fsdp2.compile, overlap",
 )
 EAGER = "fsdp2, eager"
+BUDGET = 24_000_000
+MEMORY: dict[str, str | int] = {
+    "low": "low",
+    "balanced": "balanced",
+    "fast": "fast",
+    f"{BUDGET / 1e6:.0f} MB": BUDGET,
+}
+COMPARED = (EAGER, "fsdp2.compile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +85,15 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True)
+class Setting:
+    """A row of the peaks."""
+
+    precision: str
+    memory: str
+    variant: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Times:
     """A value a round for each variant, in ms, and the load that the round began in."""
 
@@ -70,6 +104,52 @@ class Times:
 
 
 def measure(arguments: argparse.Namespace) -> Measured:
+    return measure_memory(arguments) if arguments.memory else measure_times(arguments)
+
+
+def measure_memory(arguments: argparse.Namespace) -> Measured:
+    """Compare the peaks of eager and compiled steps at each memory setting."""
+    figures: list[Figure] = []
+    if arguments.gloo:
+        found = run_on_ranks(look_at_all_on_rank, RANKS, arguments.backend)[0]
+    else:
+        with _noop.ranks(RANKS) as (_, mesh):
+            found = look_at_all(mesh, arguments.backend)
+    for setting, one in found.items():
+        case = f"{PRECISION_NAMES[setting.precision]}, N={RANKS}, {setting.memory}"
+        eager = found[dataclasses.replace(setting, variant=EAGER)]
+        figures += [
+            Figure(case, setting.variant, "held MB", one.held_nbytes / 1e6),
+            Figure(case, setting.variant, "peak MB", one.peak_nbytes / 1e6),
+            Figure(case, setting.variant, "peak / eager", one.peak_nbytes / eager.peak_nbytes),
+        ]
+    settings = {"backend": arguments.backend, "numel": SIZE.numel}
+    return Measured(figures, settings, suffix="-memory-gloo" if arguments.gloo else "-memory")
+
+
+def look_at_all_on_rank(rank: int, world_size: int, backend: str) -> dict[Setting, Found]:
+    return look_at_all(init_device_mesh("cpu", (world_size,)), backend)
+
+
+def look_at_all(mesh: Any, backend: str) -> dict[Setting, Found]:
+    """Find the bytes of one step on this rank, at every setting."""
+    found: dict[Setting, Found] = {}
+    for precision, memory, variant in itertools.product(PRECISIONS, MEMORY, COMPARED):
+        bf16 = precision == "bf16"
+        model = prepare(variant, mesh, backend, bf16=bf16, memory=MEMORY[memory])
+        x = make_input("fsdp2", SIZE, bf16=bf16)
+        with stubbed_kernels():
+            step = make_step(model, x)
+            for _ in range(WARMUP):
+                step()
+            found[Setting(precision, memory, variant)] = look(model, x)
+        torch._dynamo.reset()
+        del model, step
+        gc.collect()
+    return found
+
+
+def measure_times(arguments: argparse.Namespace) -> Measured:
     ranks: list[Times] = run_on_ranks(measure_rank, RANKS, arguments.backend, arguments.rounds)
     kept = choose_rounds(ranks[0].load, os.cpu_count() or 1)
     case = f"{arguments.backend}, fp32, N={RANKS}, {SIZE.numel / 1e6:.1f} M parameters"
@@ -94,12 +174,21 @@ def measure(arguments: argparse.Namespace) -> Measured:
     return Measured(figures, settings, [note], suffix=suffix)
 
 
-def prepare(variant: str, mesh: Any, backend: Any) -> nn.Module:
+def prepare(
+    variant: str,
+    mesh: Any,
+    backend: Any,
+    *,
+    bf16: bool = False,
+    memory: str | int | None = None,
+) -> nn.Module:
     """Return the module that a variant's step calls."""
     library = variant.split(",")[0].split(".")[0]
-    model = build(library, SIZE, mesh, bf16=False)
+    model: Any = build(library, SIZE, mesh, bf16=bf16)
+    if memory is not None:
+        model.set_memory(memory)
     if variant.endswith("compiled blocks"):
-        for block in model.blocks:  # type: ignore[union-attr]  # a ModuleList
+        for block in model.blocks:
             block.compile(backend=backend, fullgraph=True)
     elif variant.startswith("fsdp2.compile"):
         import fsdp2
@@ -108,7 +197,7 @@ def prepare(variant: str, mesh: Any, backend: Any) -> nn.Module:
         return fsdp2.compile(model, backend=backend, fullgraph=True, overlap=overlap)
     elif library == "plain":
         model.compile(backend=backend, fullgraph=True)
-    return model
+    return model  # type: ignore[no-any-return]  # a Module
 
 
 def measure_rank(rank: int, world_size: int, backend: str, rounds: int) -> Times:
@@ -176,4 +265,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--backend", default="inductor", choices=("inductor", "aot_eager"))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--gloo", action="store_true", help="with --memory: on two gloo ranks")
+    parser.add_argument("--memory", action="store_true", help="peaks at each memory setting only")
     run("compile", __doc__, measure, parser)
