@@ -72,7 +72,7 @@ def collectives(graph: torch.fx.GraphModule) -> str:
             short = name.split(".")[1].removesuffix("_coalesced")
             short = short.removesuffix("_into_tensor").removesuffix("_tensor")
             found[short] = found.get(short, 0) + 1
-    return ", ".join(f"{count} {name}" for name, count in found.items()) or "none"
+    return ", ".join(f"{count} {name}" for name, count in sorted(found.items())) or "none"
 
 
 def saved(graph: torch.fx.GraphModule, outputs: int) -> list[Tensor]:

@@ -367,13 +367,12 @@ def _sink_shapes(plan: TracedPlan) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def parts_of(group: ParamGroup, unit: Unit) -> list[tuple[int, ...]]:
-    """Part a group of a unit that contains others: what is large by the child that holds it.
+    """Part a root's group: what is large by the child that holds it, what is small together.
 
     An embedding is used first and a head last, and each is gathered and reduced where it is used.
-    What is small stays together.
     """
     whole = [tuple(range(len(group.params)))]
-    if len(unit.modules) > 1 or not _contains_units(unit.modules[0]):
+    if not unit.is_root or len(unit.modules) > 1 or not _contains_units(unit.modules[0]):
         return whole
     (module,) = unit.modules
     child_of = {inner: name for name, child in module.named_children() for inner in child.modules()}

@@ -17,7 +17,6 @@ import fsdp2
 from tests._compiled_pair import EPS_BF16, RTOL_BF16, CompiledPair, loss_of_output
 from tests._models import (
     CASES,
-    TORCH_2_15,
     WIDTH,
     Batch,
     Block,
@@ -304,8 +303,6 @@ NO_PARAMETERS = "while a compiled model runs, a unit that does not run has no pa
 BROKEN = {
     "reads_a_unit": NO_PARAMETERS,
     "looks_at_a_unit": NO_PARAMETERS,
-    "reads_a_dtype_of_others": NO_PARAMETERS,
-    "reads_a_dtype_between": NO_PARAMETERS,
 }
 BACKENDS = ["aot_eager", "inductor"]
 IN_CI = {"routed", "adapted_bf16", "tied_encoder", "one_row"}  # with inductor, which takes longer
@@ -442,17 +439,12 @@ def halve_gradients(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     return tuple(None if grad is None else grad * 0.5 for grad in inputs)
 
 
-REUSED = "the graphs of an equal unit without a hook serve a unit that has one"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
         "blocks.0",
-        pytest.param(
-            "blocks.1", marks=pytest.mark.xfail(not TORCH_2_15, strict=True, reason=REUSED)
-        ),
+        "blocks.1",
         "blocks.0.mid",
         "out",
     ],
@@ -467,7 +459,6 @@ def test_backward_hooks_of_modules(path: str) -> None:
     CompiledPair(CASES["stack"], finish=hook, fullgraph=False).train()
 
 
-@pytest.mark.xfail(strict=True, reason="what compile returns is no FSDPModule")
 @ranks(2)
 def test_a_compiled_model_is_an_fsdp_module() -> None:
     model = shard(seeded(CASES["stack"].build), CASES["stack"])
