@@ -13,7 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import _noop, compare, copies, gloo, link, peak, quick, scale, state
+from benchmarks import (
+    _compile_worker,
+    _noop,
+    compare,
+    copies,
+    gloo,
+    link,
+    peak,
+    quick,
+    scale,
+    state,
+)
 from benchmarks._dispatch import CopyCounter, OpCounter
 from benchmarks._emulated import EmulatedGroup
 from benchmarks._limits import sharded_bytes_sent
@@ -236,6 +247,17 @@ def test_tables_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
         table = Result("x", ORIGIN, measured.figures).to_table()
         assert "| fsdp2 |" in table
         assert any(figure.is_gated for figure in measured.figures)
+
+
+def test_a_compiled_step_is_split_into_parts_and_its_nodes_are_counted() -> None:
+    outcome = _compile_worker.run(_compile_worker.Task(depth=1, stubbed=True))
+    torch._dynamo.reset()
+    assert outcome.error == ""
+    parts = sum(outcome.seconds.values())
+    assert all(seconds >= 0 for seconds in outcome.seconds.values())
+    assert 0 < parts <= outcome.first_s
+    assert outcome.nodes["forward graphs"] == outcome.nodes["backward graphs"] == 1
+    assert 0 < outcome.nodes["dynamo"] < outcome.nodes["forward"] < outcome.nodes["backward"]
 
 
 def test_rounds_rotate_and_ratios_are_taken_by_round() -> None:
