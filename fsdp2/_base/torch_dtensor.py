@@ -6,12 +6,15 @@ knows what a unit or a group is.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
+from torch._subclasses.meta_utils import MetaTensorDescriber  # `import torch` loads it
 from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor,  # a parameter made of a collective's result; tried on 2.13.0 only
 )
@@ -46,13 +49,68 @@ def new_dtensor(
     """Wrap a local tensor; the caller answers for its shape.
 
     ``like`` has the same shape, dtype and device, and offset 0, which ``local`` may not have: torch
-    takes a wrapper with an offset for a tensor with memory, and fails to copy or pickle it.
+    takes a wrapper with an offset for a tensor with memory, and fails to copy or pickle it. For its
+    compiler see [Note: fake wrappers].
     """
     if like is None:
         return DTensor(local, spec, requires_grad=False)
     tensor = DTensor(like, spec, requires_grad=False)
     tensor._local_tensor = local
     return tensor
+
+
+class _AtNoOffset:
+    """What a description of a DTensor has for its class, if the wrapper alone has offset 0."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> DTensor:
+        """Wrap a fake local tensor as ``new_dtensor`` wraps a real one with ``like``."""
+        made = DTensor.__tensor_unflatten__(inner, context, size, stride)
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            DTensor,
+            made.size(),
+            strides=made.stride(),
+            dtype=made.dtype,
+            layout=made.layout,
+            device=made.device,
+            requires_grad=made.requires_grad,
+        )
+        wrapper._spec, wrapper._local_tensor = made._spec, made._local_tensor
+        return wrapper
+
+
+def _let_fakes_keep_offsets() -> None:
+    """Let fakes of DTensors have the storage offset of the real ones. See [Note: fake wrappers].
+
+    [Note: fake wrappers]
+    The compiler works on a fake of each tensor. Torch makes that of a DTensor from a description:
+    ``__tensor_unflatten__`` of its class wraps a fake local tensor, whose offset the wrapper gets.
+    If the real wrapper has another (``new_dtensor`` with ``like``), torch then moves the fake to
+    other memory, which fails for a wrapper: no optimizer could be compiled, for every gradient but
+    the first of a buffer lies at an offset. Real wrappers cannot have it, because of copies and
+    pickles; fakes cannot have it alone, because guards compare the offsets of real tensors. So the
+    description of such a wrapper names ``_AtNoOffset`` as its class. No other one is changed, and
+    of these torch would make no fake. Nothing public comes between torch and its descriptions.
+    """
+    describe = MetaTensorDescriber.describe_tensor
+    if hasattr(describe, "__wrapped__"):
+        return
+
+    @functools.wraps(describe)
+    def describe_wrapper(*args: Any, **kwargs: Any) -> Any:
+        found: Any = describe(*args, **kwargs)
+        if found.type is not DTensor or type(found.storage_offset) is not int:
+            return found
+        inner = found.attrs["_local_tensor"].storage_offset
+        if found.storage_offset != 0 or (type(inner) is int and inner == 0):  # else symbolic
+            return found
+        return dataclasses.replace(found, type=_AtNoOffset)
+
+    describer: Any = MetaTensorDescriber  # else assigning to a method is an error of types
+    describer.describe_tensor = describe_wrapper
+
+
+_let_fakes_keep_offsets()
 
 
 def as_parameter(tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
