@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_comm, torch_dtensor, torch_tensors
+from fsdp2._base import torch_comm, torch_compiler, torch_dtensor, torch_tensors
 from fsdp2._base.arguments import check_flag, check_number, wrong_type
 from fsdp2._base.errors import ConfigTypeError, StateError
 from fsdp2._comm.process_mesh import carrying, operation, wire_device
@@ -25,8 +25,7 @@ Spread = tuple[dist.ProcessGroup, ...]
 """Process groups whose ranks hold different elements of a tensor. Empty: every rank has all."""
 
 
-@torch.no_grad()
-@operation("clip_grad_norm_")
+@torch_compiler.always_eager
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -64,6 +63,17 @@ def clip_grad_norm_(
 
     Source: the public ``torch.nn.utils.clip_grad_norm_``, which takes ``DTensor``s of one mesh.
     """
+    with torch.no_grad(), operation("clip_grad_norm_"):
+        return _clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _clip(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
     unique = _unique(parameters)
     max_norm = check_number("clip_grad_norm_", "max_norm", max_norm, "a number of at least 0", 0.0)
     given: Any = norm_type  # torch's documentation has the word too

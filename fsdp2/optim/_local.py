@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_dtensor, torch_tensors
+from fsdp2._base import torch_compiler, torch_dtensor, torch_tensors
 from fsdp2._base.arguments import check_flag, check_function, translated, wrong_type
 from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
 from fsdp2.optim._fused import VARIANTS, FusedAdam
@@ -199,6 +199,7 @@ class LocalOptimizer:
             for kernel in kernels:
                 kernel.settle()
 
+    @torch_compiler.always_eager
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one step. ``closure`` computes the loss again, with gradients; its result is returned.
 
@@ -223,6 +224,7 @@ class LocalOptimizer:
                 increment_version(plan.written)
         return loss
 
+    @torch_compiler.always_eager
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: set them to None, or to zero where they lie.
 
