@@ -91,6 +91,7 @@ class CompiledModel(nn.Module):
     def __init__(self, model: nn.Module, choices: Choices) -> None:
         self.__dict__["_compiled_model"] = FunctionalStep(model, choices)
 
+    @torch_compiler.always_eager  # what it compiles has a compiler of its own
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward."""
         return self.__dict__["_compiled_model"].run(args, kwargs)
