@@ -93,8 +93,6 @@ def _let_fakes_keep_offsets() -> None:
     of these torch would make no fake. Nothing public comes between torch and its descriptions.
     """
     describe = MetaTensorDescriber.describe_tensor
-    if hasattr(describe, "__wrapped__"):
-        return
 
     @functools.wraps(describe)
     def describe_wrapper(*args: Any, **kwargs: Any) -> Any:
