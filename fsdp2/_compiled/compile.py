@@ -19,7 +19,6 @@ from fsdp2._base import torch_comm, torch_compiler
 from fsdp2._base.arguments import check_flag, check_mapping, check_module, translated, wrong_type
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.events import IDLE
-from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._compiled.agreement import Agreement
 from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions
 from fsdp2._compiled.functional import TracedUnit
@@ -353,8 +352,6 @@ def check_group(group: ParamGroup, name: str) -> None:
     extended = [param.fqn for param in group.params if param.is_extended]
     if extended:
         found = f"parameter {extended[0]} has an all-gather extension, which runs user code"
-    elif isinstance(group.residence.offload, CPUOffloadPolicy):
-        found = "a CPUOffloadPolicy keeps its shards off the device"
     elif not group.wire.carries:
         found = "debug.without_communication is on"
     elif group.wire.custom != (None, None):

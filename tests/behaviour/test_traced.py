@@ -470,6 +470,54 @@ backward: 3 all_gather, 5 reduce_scatter""",
     )
 
 
+class Turns(Stack):
+    """Leaves out its last block when it is told to."""
+
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks[: -1 if self.skips else None]:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fullgraph", [True, False])
+@ranks(2, limit_s=200)
+def test_gradients_that_wait_of_units_that_the_last_step_did_not_use(fullgraph: bool) -> None:
+    """They are reduced at the end of that backward, though no graph does it."""
+    pair = TracedPair(Case(Turns, each_block, floats), fullgraph=fullgraph)
+    for skips in (False, True, True):
+        pair.model.set_requires_gradient_sync(skips)
+        pair.model.skips = pair.reference.skips = skips
+        pair.backward()
+        if skips:
+            assert_same_gradients(pair.model, pair.reference, 4e-6)
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.slow
+@ranks(2, limit_s=200)
+def test_gradients_that_travel_in_another_dtype() -> None:
+    """`set_gradient_wire_dtype` holds in graphs: an exchange, and a sum in the reduce dtype."""
+    pair = TracedPair("stack")
+    pair.model.set_gradient_wire_dtype(torch.bfloat16)
+    pair.first_rtol = pair.later_rtol = 3e-2
+    pair.backward()
+    assert "reduce_scatter" not in pair.graphs.describe()
+    assert "all_to_all_single" in pair.graphs.describe()
+    assert_same_gradients(pair.model, pair.reference, 3e-2)
+
+
+@pytest.mark.slow
+@ranks(2, limit_s=200)
+def test_shards_that_are_offloaded() -> None:
+    pair = TracedPair("scalars", offload_policy=fsdp2.CPUOffloadPolicy())
+    pair.train(steps=3)
+
+
 @pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_state_and_optimizers_in_between() -> None:
