@@ -5,6 +5,11 @@ What a pass returned counts for nothing here: the tests read the emitted forward
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -76,3 +81,52 @@ def test_regions_in_what_is_emitted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order_of(step, BACKWARD).count("gather") == 2
     assert len(step.exceptions) == 4
     assert step.passes("copy") < 0.05
+
+
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import fsdp2
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.head, self.unused = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(4, 16)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.block(x)))
+
+
+model = Model()
+fsdp2.fully_shard(model.block)
+fsdp2.fully_shard(model)
+compiled = fsdp2.compile(model, fullgraph=True)
+compiled(torch.randn(2, 16)).sum().backward()
+missing = [name for name, p in model.named_parameters() if p.grad is None]
+found = {name: count for part in ("aot_autograd", "inductor") for name, count in
+         counters[part].items() if "cache" in name}
+print("FOUND", missing, found)
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_starts_warm(tmp_path: Path) -> None:
+    """No cache is passed by; and what has no gradient is known without a trace."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM]
+    lines = []
+    for _ in range(2):
+        ran = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, timeout=300
+        )
+        assert ran.returncode == 0, ran.stderr
+        lines.append(next(line for line in ran.stdout.splitlines() if line.startswith("FOUND")))
+    missing = "['unused.weight', 'unused.bias']"
+    assert lines[0].startswith(f"FOUND {missing}")
+    assert "autograd_cache_saved" in lines[0]
+    assert lines[1] == f"FOUND {missing} {{'autograd_cache_hit': 1, 'fxgraph_cache_hit': 2}}"
