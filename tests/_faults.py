@@ -698,13 +698,9 @@ FAULTS = [
     Fault(
         "compiled-gradients-pile-up",
         "fsdp2/_compiled/functional.py",
-        """\
-        reduced, sink.grad = sink.grad, None
-""",
-        """\
-        reduced = sink.grad
-""",
-        "In a compiled step reduced gradients stay on the sink: from the second step on each gradient contains all earlier ones.",
+        "self._claim.settle()",
+        "self._claim.give_back()",
+        "Gradients that waited for a compiled step, and were reduced in its graph, wait again: each later step adds them once more.",
         near=("behaviour/test_traced.py",),
     ),
     Fault(
@@ -726,20 +722,16 @@ FAULTS = [
     Fault(
         "waits-sink-to-last-reduction",
         "fsdp2/_compiled/passes.py",
-        """\
-        if is_reduction(node):
-""",
-        """\
-        if next_reduction is None and is_reduction(node):
-""",
-        "In a compiled backward every reduction is waited for only at the last one, so the inputs of all reductions are held at a time: wrong order of nodes, and memory.",
+        "behind = place + limit",
+        "behind = place + limit + 1000",
+        "In a compiled backward every reduction is waited for only at the end, so the inputs of all reductions are held at a time: wrong order of nodes, and memory.",
         near=("behaviour/test_traced.py",),
     ),
     Fault(
         "traced-missing-gradient-unnoticed",
         "fsdp2/_compiled/ops.py",
-        "if any(grad is None for grad in found):",
-        "if all(grad is None for grad in found):",
+        "if None in grads else None]",
+        "if not grads else None]",
         "In a compiled model a parameter that took no part in the loss gets a gradient of zeros instead of None, so weight decay and momentum move it.",
         near=("behaviour/test_traced.py",),
     ),

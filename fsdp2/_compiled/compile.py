@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from fsdp2._api.module import FSDPModule
 from fsdp2._base import torch_comm, torch_compiler
 from fsdp2._base.arguments import check_flag, check_mapping, check_module, translated, wrong_type
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
@@ -84,8 +85,12 @@ class Choices:
     bucket: bool = True
 
 
-class CompiledModel(nn.Module):
+class CompiledModel(FSDPModule):
     """What ``compile`` returns: the model, but for what a call of it does."""
+
+    def __new__(cls, *_args: Any) -> Any:
+        """Make one: of sharded modules' classes a call makes plain modules."""
+        return object.__new__(cls)
 
     def __init__(self, model: nn.Module, choices: Choices) -> None:
         self.__dict__["_compiled_model"] = FunctionalStep(model, choices)
@@ -104,11 +109,6 @@ class CompiledModel(nn.Module):
     def __delattr__(self, name: str) -> None:
         delattr(self.__dict__["_compiled_model"].model, name)
 
-    @property  # type: ignore[misc]  # nobody writes it
-    def __class__(self) -> Any:
-        """The model's class, for ``isinstance``; ``type`` tells the truth."""
-        return type(self.__dict__["_compiled_model"].model)
-
     def __dir__(self) -> list[str]:
         return list(dir(self.__dict__["_compiled_model"].model))
 
@@ -125,20 +125,21 @@ class CompiledModel(nn.Module):
         return CompiledModel, (step.model, step.choices)
 
 
-def _delegate(name: str) -> Any:
+def _delegate(name: str, original: Callable[..., Any]) -> Any:
     def method(self: CompiledModel, *args: Any, **kwargs: Any) -> Any:
         model = self.__dict__["_compiled_model"].model
         result = getattr(model, name)(*args, **kwargs)
         return self if result is model else result
 
     method.__name__ = name
-    method.__doc__ = getattr(nn.Module, name).__doc__
+    method.__doc__ = original.__doc__
     return method
 
 
-for _name, _value in vars(nn.Module).items():
-    if callable(_value) and not _name.startswith("__") and _name not in vars(CompiledModel):
-        setattr(CompiledModel, _name, _delegate(_name))
+for _class in FSDPModule.__mro__:
+    for _name, _value in vars(_class).items():
+        if callable(_value) and not _name.startswith("__") and _name not in vars(CompiledModel):
+            setattr(CompiledModel, _name, _delegate(_name, _value))
 
 
 def _call(

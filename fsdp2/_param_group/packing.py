@@ -259,8 +259,8 @@ def shard_gradient(row: Tensor, layout: ReduceLayout, position: int, rank: int) 
     """Return a member's shard of the gradient from a reduced row ``[numel]`` of any offset."""
     shard, start = layout.shards[position], layout.offsets[position]
     if layout.slotted[position]:
-        slots = row[start : start + layout.size * shard.numel].view(layout.size, -1)
-        return slots.sum(0).view(shard.shape)
+        each = row[start : start + layout.size * shard.numel].view(layout.size, *shard.shape)
+        return each.sum(0)
     shape = shard.shard_shape(rank)
     own = row[start : start + math.prod(shape)]
     if not shard.dim:
