@@ -722,8 +722,8 @@ FAULTS = [
     Fault(
         "waits-sink-to-last-reduction",
         "fsdp2/_compiled/passes.py",
-        "behind = place + limit",
-        "behind = place + limit + 1000",
+        "behind = places[start] + limit * (1 + stages[node])",
+        "behind = len(self._reductions)",
         "In a compiled backward every reduction is waited for only at the end, so the inputs of all reductions are held at a time: wrong order of nodes, and memory.",
         near=("behaviour/test_traced.py",),
     ),

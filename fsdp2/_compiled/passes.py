@@ -11,8 +11,8 @@ writes the order anew. Compute keeps its own. Views of what a collective returne
 come where something needs them. An all-gather starts where the one ``prefetch`` before it is
 first needed, so that it runs beside the compute in between, and as many more units are whole. A
 reduction is waited for where its result is needed or where the one ``reductions`` after it
-starts: until then it holds its input. What is done with a reduced gradient (a reduction over
-replicas, a factor) waits with it.
+starts: until then it holds its input. There a reduction over replicas starts, which is waited for
+as many reductions later. What else is done with a reduced gradient waits with it.
 
 With ``prefetch`` or ``reductions`` 0 the collective is waited for where it starts, as in eager
 mode: these are the numbers of the memory setting.
@@ -37,6 +37,8 @@ from fsdp2._compiled.plan import plans
 SMALL_NBYTES = 1 << 20
 """Bytes of a reduction's input below which its memory does not matter, as in eager mode."""
 
+
+_SECOND = ("all_reduce", "all_reduce_coalesced")
 
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
@@ -230,9 +232,9 @@ class _Overlap(_Held):
         self._gathers: list[Node] = []
         self._reductions: list[Node] = []
         self._of: dict[Node, Node] = {}  # by a wait, or what is between: its collective
-        gathered: set[Node] = set()  # computed from gathers and inputs only
-        reduced: set[Node] = set()
         free: set[Node] = set()  # computed from inputs only
+        gathered: set[Node] = set()  # from gathers and inputs only
+        reduced: set[Node] = set()  # from reductions only, which are among them
         for node in nodes:
             kind = torch_compiler.collective_of(node).removesuffix("_coalesced")
             inputs = node.all_input_nodes
@@ -242,23 +244,24 @@ class _Overlap(_Held):
             if node.op != "call_function" or torch_compiler.has_effects(node):
                 continue
             of = next((self._of[one] for one in inputs if one in self._of), None)
-            if kind == "all_gather_into_tensor" and _all_in(inputs, free | gathered):
+            if kind == "all_gather_into_tensor" and _all_in(inputs, free, gathered):
                 self._gathers.append(node)
                 self._of[node] = node
                 gathered.add(node)
             elif kind in ("reduce_scatter_tensor", "all_to_all_single") and of is None:
                 self._reductions.append(node)
                 self._of[node] = node
-            elif of is not None and of in gathered and _moves_only(node, kind):
-                if _all_in(inputs, gathered | free):
+                reduced.add(node)
+            elif of is not None and of in gathered:
+                if _moves_only(node, kind) and _all_in(inputs, free, gathered):
                     self._of[node] = of
                     gathered.add(node)
-            elif inputs and _all_in(inputs, reduced | set(self._reductions)):
-                assert of is not None
+            elif of is not None and _all_in(inputs, reduced):
                 self._of[node] = of
                 reduced.add(node)
             elif inputs and _all_in(inputs, free) and _moves_only(node, kind):
                 free.add(node)
+        reduced -= set(self._reductions)
         starts = set(self._gathers)
         inputs_of_gathers = _cone(starts, free | gathered) if overlap.prefetch else set()
         held_gathers = starts | inputs_of_gathers if overlap.prefetch else set()
@@ -289,19 +292,24 @@ class _Overlap(_Held):
         self, reductions: int, nodes: list[Node], reduced: set[Node]
     ) -> dict[Node, list[Node]]:
         """Return, for the start of a reduction, what of earlier ones has to be over before."""
-        after: dict[Node, list[Node]] = {start: [] for start in self._reductions}
-        for node in nodes:
-            if node in reduced:
-                after[self._of[node]].append(node)
+        if reductions == 0:
+            self.held -= reduced
+            return {}
+        places = {start: place for place, start in enumerate(self._reductions)}
         ends: dict[Node, list[Node]] = {}
-        for place, start in enumerate(self._reductions):
-            small = _nbytes_sent(start) < SMALL_NBYTES
-            limit = reductions + (1 if small and reductions else 0)
-            behind = place + limit
-            if limit == 0:
-                self.held -= set(after[start])
-            elif behind < len(self._reductions):
-                ends.setdefault(self._reductions[behind], []).extend(after[start])
+        stages: dict[Node, int] = {}  # of what is reduced over replicas too: 1 from its wait on
+        for node in nodes:
+            if node not in reduced:
+                continue
+            start = self._of[node]
+            stages[node] = max(
+                stages.get(one, 0) + (torch_compiler.collective_of(one) in _SECOND)
+                for one in node.all_input_nodes
+            )
+            limit = reductions + (_nbytes_sent(start) < SMALL_NBYTES)
+            behind = places[start] + limit * (1 + stages[node])
+            if behind < len(self._reductions):
+                ends.setdefault(self._reductions[behind], []).append(node)
         return ends
 
     def first(self) -> Iterable[Node]:
@@ -317,8 +325,8 @@ class _Overlap(_Held):
         return self._gathers[place : place + 1 + self._depth]
 
 
-def _all_in(nodes: Iterable[Node], known: set[Node]) -> bool:
-    return all(node in known for node in nodes)
+def _all_in(nodes: Iterable[Node], *known: set[Node]) -> bool:
+    return all(any(node in one for one in known) for node in nodes)
 
 
 def _cone(starts: set[Node], known: set[Node]) -> set[Node]:
