@@ -10,8 +10,6 @@ import fsdp2
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import learn, training
 
-COMPILES = "the first calls of a compiled model run and trace it"
-
 
 def compiled_whole(world: World, **kwargs: Any) -> Values:
     run = training(world)
@@ -29,8 +27,34 @@ def compiled(world: World) -> Values:
 
 
 @scenario(2, slow=True)
-def compiled_with_overlap(world: World) -> Values:
-    return compiled_whole(world, overlap=True)
+def compiled_without_overlap(world: World) -> Values:
+    return compiled_whole(world, overlap=False)
+
+
+@scenario(2, slow=True)
+def compiled_microbatches(world: World) -> Values:
+    """Gradients of backwards without sync wait, and are reduced with those of the last one."""
+    run = training(world, microbatches=3)
+    model = fsdp2.compile(run.model, backend="aot_eager", fullgraph=True)
+    for step in run.steps():
+        for place in range(3):
+            run.model.set_requires_gradient_sync(place == 2)
+            learn(model, run.inputs[step * 3 + place])
+        run.update()
+    torch._dynamo.reset()
+    return run.values()
+
+
+@scenario(2, slow=True, may_wait="gradients are copied to the host, which reads them there")
+def compiled_offloaded(world: World) -> Values:
+    """Shards are copied to the device in the graph, gradients back where they are delivered."""
+    run = training(world, offload_policy=fsdp2.CPUOffloadPolicy())
+    model = fsdp2.compile(run.model, backend="aot_eager", fullgraph=True)
+    for step in run.steps():
+        learn(model, run.inputs[step])
+        run.update()
+    torch._dynamo.reset()
+    return run.values()
 
 
 @scenario(2, slow=True)
