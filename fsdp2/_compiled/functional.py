@@ -4,12 +4,20 @@ Owns the inputs of a group's functions (``TracedGroup``), and when a unit's para
 (``TracedUnit``). It must not know the compiler.
 
 [Note: the functional step]
-While a functional step runs, no parameter is registered on a module: a unit that is called gathers
-its parameters into *new* tensors, registers these, runs, and forgets them. No stream, no storage
-that is freed, no state: the functions in ``_compiled.ops`` are all that happens, so it does not
-matter which parts of the step a compiler traced and which ran eagerly. Who frees what is decided by
-the compiler, from uses; that a unit reshards after forward means that ``unshard`` is computed again
-in backward.
+While a functional step runs, no sharded parameter is registered on a module. Units are gathered
+into *new* tensors, which are registered, used and forgotten: all of them before the model runs, if
+one graph holds it (a pass moves each gather to its first use), else each when it is called. No
+stream, no storage that is freed, no state: the functions in ``_compiled.ops`` are all that happens,
+so it does not matter which parts of the step a compiler traced and which ran eagerly. Who frees
+what is decided by the compiler, from uses; that a unit reshards after forward means that
+``unshard`` is computed again in backward.
+
+[Note: gradients that wait]
+Without sync whole gradients leave the graph, and wait where eager ones do. If one graph holds the
+model, the next recorded forward with sync *claims* what waits: its backward adds that to its own
+gradients and reduces the sum. The claim lives with the graph, so that a forward without a backward
+gives back what it took. What nobody claimed, or whose unit was not used, is reduced eagerly at the
+end of a backward with sync (``OwedReductions``).
 
 [Note: recorded as the step is]
 A unit's parameters may be gathered where gradients are off and used where they are on: of a list
@@ -69,6 +77,7 @@ class Claim:
                 self.added.append(torch_dtensor.local_part(grad))
                 taken.append((param, grad))
         self.give_back = weakref.finalize(self, _let_wait, taken)
+        self.give_back.atexit = False
 
     def settle(self) -> None:
         """They are reduced."""
