@@ -240,7 +240,8 @@ def _pack(
     ]
     columns = [column for column in columns if column.shape[1]]
     if piece.counts:
-        columns += _counts([grad is not None for grad in grads], plan, like)
+        extra = _nothing(like) if not plan.bucketed and not piece.positions else None
+        columns += _counts([grad is not None for grad in grads], plan, like, extra)
     if not columns:
         return like.new_empty(0, dtype=plan.reduce_dtype)
     return (columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).reshape(-1)
@@ -267,12 +268,25 @@ def _column(
     return padded.view(size, shard.padded_numel)
 
 
-def _counts(present: list[bool], plan: TracedPlan, like: Tensor) -> list[Tensor]:
-    """Return who had a gradient, in columns ``[W, n]``."""
-    return [
-        like.new_full((plan.size, len(list(run))), float(flag), dtype=plan.reduce_dtype)
-        for flag, run in itertools.groupby(present)
-    ]
+def _counts(
+    present: list[bool], plan: TracedPlan, like: Tensor, extra: Tensor | None
+) -> list[Tensor]:
+    """Return who had a gradient, in columns ``[W, n]``; add ``extra`` where somebody had one."""
+    columns = []
+    for flag, run in itertools.groupby(present):
+        count = like.new_full((plan.size, len(list(run))), float(flag), dtype=plan.reduce_dtype)
+        columns.append(count + extra if flag and extra is not None else count)
+    return columns
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """Return zero, computed from a gradient: False, but of what is no number.
+
+    Counts that travel alone are constants without it. A compiler moves their collective to forward,
+    and merges those of equal groups into one with several waits, which inductor's own bucketing
+    does not take. (A product with zero does not do: it is known to be zero.)
+    """
+    return like.reshape(-1)[:1].isnan().any()
 
 
 def _reduce_packed(plan: TracedPlan, packed: list[Tensor]) -> list[Tensor]:

@@ -157,16 +157,16 @@ class TracedPlan:
     @cached_property
     def reduces(self) -> tuple[ReducePiece, ...]:
         """What is reduced, in order."""
-        least = self._least_nbytes([self.layout.items[index] for index in self.members])
-        small: list[int] = []
-        alone: list[int] = []
-        for position, index in enumerate(self.members):
-            item = self.layout.items[index]
-            large = not item.shard.is_replicated and _nbytes(item) >= least
-            (alone if large or not self.bucketed else small).append(position)
-        groups = [(position,) for position in alone]
-        counts = len(self.members) if self.counts_used else 0
-        pieces = [self._reduce_piece(positions, 0) for positions in groups]
+        items = [self.layout.items[index] for index in self.members]
+        least = self._least_nbytes(items)
+        counts = len(items) if self.counts_used else 0
+        small = [
+            p for p, one in enumerate(items) if one.shard.is_replicated or _nbytes(one) < least
+        ]
+        if not self.bucketed:
+            small = small[:1] if counts else []  # the one that counts travel with
+        alone = [position for position in range(len(items)) if position not in small]
+        pieces = [self._reduce_piece((position,), 0) for position in alone]
         if small or counts:
             pieces.insert(0, self._reduce_piece(tuple(small), counts))
         return tuple(pieces)
