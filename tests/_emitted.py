@@ -162,9 +162,10 @@ def read_step(codes: Sequence[str], *, model_nbytes: int = 0) -> Step:
     forward, *rest = (Module(code) for code in codes)
     assert len(rest) <= 1, f"expected a forward and a backward graph, found {len(codes)} graphs"
     walk = Walk()
-    inputs = [
-        walk.allocate(tensor, is_counted=False)
-        for tensor in (forward.argument_tensors()[name] for name in forward.arguments)
+    tensors = forward.argument_tensors()
+    inputs = [  # None: a mesh, say
+        walk.allocate(tensors[name], is_counted=False) if name in tensors else None
+        for name in forward.arguments
     ]
     outputs = walk.run(forward, list(inputs))
     end = len(walk.events)
@@ -227,6 +228,12 @@ def emitted_by(step: Callable[[], None]) -> list[str]:
     return codes
 
 
+def known_bandwidth() -> contextlib.AbstractContextManager[Any]:
+    """Spare inductor's scheduler a question to Triton, which no CPU has (torch before 2.15)."""
+    name = "torch.utils._runtime_estimation.get_gpu_dram_gbps"
+    return mock.patch(name, return_value=1000, create=True)
+
+
 @contextlib.contextmanager
 def stubbed_kernels() -> Iterator[None]:
     """Let inductor emit code and load it without compiling kernels; no caches are read or written.
@@ -266,6 +273,7 @@ def stubbed_kernels() -> Iterator[None]:
         mock.patch.object(AsyncCompile, "cpp_pybinding", stub),
         mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list),  # it compiles programs to see
         mock.patch.multiple(cpp_builder, **compiler),
+        known_bandwidth(),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message=".*force_disable_caches")
