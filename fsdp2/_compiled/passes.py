@@ -128,6 +128,7 @@ class _Held:
 def _emit(graph: Graph, order: _Held) -> None:
     """Write a graph's nodes in their order, but for those that are held."""
     done: set[Node] = set()
+    asked: set[Node] = set()
     placed: list[Node] = []
 
     def emit(wanted: Node) -> None:
@@ -137,9 +138,9 @@ def _emit(graph: Graph, order: _Held) -> None:
             if node in done:
                 stack.pop()
                 continue
-            needed = [
-                one for one in (*order.before(node), *node.all_input_nodes) if one not in done
-            ]
+            ahead = () if node in asked else order.before(node)
+            asked.add(node)  # once: what it wishes may need the node itself
+            needed = [one for one in (*ahead, *node.all_input_nodes) if one not in done]
             if needed:
                 stack.extend(reversed(needed))
                 continue
@@ -244,7 +245,8 @@ class _Overlap(_Held):
             if node.op != "call_function" or torch_compiler.has_effects(node):
                 continue
             of = next((self._of[one] for one in inputs if one in self._of), None)
-            if kind == "all_gather_into_tensor" and _all_in(inputs, free, gathered):
+            # One that gathers what was gathered stays: to start it ahead would wait for the other.
+            if kind == "all_gather_into_tensor" and _all_in(inputs, free):
                 self._gathers.append(node)
                 self._of[node] = node
                 gathered.add(node)
@@ -257,7 +259,7 @@ class _Overlap(_Held):
                     self._of[node] = of
                     gathered.add(node)
             elif of is not None and _all_in(inputs, reduced):
-                self._of[node] = of
+                self._of[node] = max((self._of[one] for one in inputs), key=self._reductions.index)
                 reduced.add(node)
             elif inputs and _all_in(inputs, free) and _moves_only(node, kind):
                 free.add(node)

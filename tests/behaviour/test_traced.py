@@ -836,6 +836,13 @@ def test_recomputation_after_a_graph_break() -> None:
     pair.train(steps=2)
 
 
+@pytest.mark.slow
+@ranks(4, limit_s=200)
+def test_overlap_of_what_is_gathered_twice() -> None:
+    """A unit that waits on neighbours: the second gather is of what the first one returned."""
+    TracedPair("stack", backend="aot_eager", reshard_after_forward=2).train(steps=2)
+
+
 # --- ranks that go different ways -----------------------------------------------------------------
 
 
