@@ -22,7 +22,9 @@ def counts(step: Step) -> Counter[str]:
     return Counter(f"{one.graph} {one.event.name}" for one in step.collectives)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", ["fx buckets", pytest.param("scheduled", marks=pytest.mark.slow)]
+)
 def test_inductor_buckets_what_is_gathered_and_reduced_by_blocks(recipe: str) -> None:
     options = RECIPES[recipe](BLOCK_MB, BLOCK_MB)
     step = emitted_step(4, size=SIZE, bucket=False, overlap=False, options=options)
@@ -36,6 +38,7 @@ def test_inductor_buckets_what_is_gathered_and_reduced_by_blocks(recipe: str) ->
     assert step.unknown == []
 
 
+@pytest.mark.slow
 def test_without_buckets_each_parameter_has_its_collectives() -> None:
     step = emitted_step(4, size=SIZE, bucket=False, overlap=False)
     parameters = 2 * 9 + 2
