@@ -698,7 +698,7 @@ FAULTS = [
     Fault(
         "compiled-gradients-pile-up",
         "fsdp2/_compiled/functional.py",
-        "self._claim.settle()",
+        "self._claim.settle(group.fqn)",
         "self._claim.give_back()",
         "Gradients that waited for a compiled step, and were reduced in its graph, wait again: each later step adds them once more.",
         near=("behaviour/test_traced.py",),

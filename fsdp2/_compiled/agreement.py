@@ -21,6 +21,9 @@ from fsdp2._base.errors import StateError
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._compiled.plan import plans
 
+DIFFERENT = -1
+"""What ranks tell each other that have seen a difference."""
+
 
 class Agreement:
     """What the graphs of one compiled model gather, as ranks have agreed."""
@@ -46,24 +49,29 @@ class Agreement:
         number = int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
         if number in self._agreed:
             return
+        told: int | None = number
         for axis in axes:
             if axis.size > 1:
-                _compare(name, number, len(gathered), axis, device)
+                told = _compare(told, axis, device)
+        if told is None:
+            raise StateError(
+                f"{name or '<root>'}: ranks compiled different graphs: they would gather other "
+                "parameters, or in another order. Let all ranks take the same branches and use the "
+                "same units in the same order, or run the model itself, which checks every "
+                "collective and says which one differs."
+            )
         self._agreed.add(number)
 
 
-def _compare(name: str, number: int, count: int, axis: MeshAxis, device: torch.device) -> None:
+def _compare(number: int | None, axis: MeshAxis, device: torch.device) -> int | None:
+    """Return the number if all ranks of an axis have it, else None: what the next axis is told.
+
+    So an error that two ranks of one axis find is raised on those of the others, too.
+    """
     with torch_modes.hidden_from_modes(), torch.no_grad():
-        own = torch.tensor([number, count], dtype=torch.int64, device=device)
-        seen = torch.empty(axis.size, 2, dtype=torch.int64, device=device)
-        torch_comm.all_gather_single(seen.view(-1), own, axis.pg, False)
-        found = seen.tolist()
-    others = [rank for rank, (theirs, _) in enumerate(found) if theirs != number]
-    if others:
-        counts = ", ".join(f"rank {rank}: {theirs}" for rank, (_, theirs) in enumerate(found))
-        raise StateError(
-            f"{name or '<root>'}: ranks compiled different graphs. They gather parameters {counts} "
-            f"times, and ranks {others} not what rank {axis.rank} does. Let all ranks take the "
-            "same branches and use the same units in the same order, or run the model itself, "
-            "which checks every collective."
+        own = torch.tensor(
+            [DIFFERENT if number is None else number], dtype=torch.int64, device=device
         )
+        seen = torch.empty(axis.size, dtype=torch.int64, device=device)
+        torch_comm.all_gather_single(seen, own, axis.pg, False)
+        return number if set(seen.tolist()) == {number} else None

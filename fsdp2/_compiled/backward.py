@@ -45,15 +45,29 @@ from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
 from fsdp2._compiled.functional import TracedGroup, TracedUnit
+from fsdp2._engine.reduction_queue import ReductionQueue
 from fsdp2._engine.unit import Unit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SHARDED
 
 
+def watch(outputs: Any, begin: Callable[[tuple[Tensor | None, ...]], None]) -> None:
+    """Call ``begin`` when a backward reaches one of these outputs, before anything else of it."""
+
+    def look(tensor: Tensor) -> None:
+        base = torch_autograd.base_of(tensor)  # an update of a view in place gives it another node
+        for made in (tensor,) if base is None else (tensor, base):
+            if made.grad_fn is not None:
+                made.grad_fn.register_prehook(begin)
+
+    visit_tensors(look, outputs)
+
+
 class OwedReductions:
     """At the end of a backward with sync: the reductions of what waited, and no graph has reduced.
 
-    That is what waits of units that this step did not use, and all of it where graphs break.
+    That is what waits of units that this step did not use, all of it where graphs break, and that
+    of a forward without sync whose backward has it.
     """
 
     def __init__(self, groups: Sequence[TracedGroup]) -> None:
@@ -61,16 +75,9 @@ class OwedReductions:
         self._claims = [group.claim for group in groups if group.claim is not None]
         self._is_running = False
 
-    def watch(self, outputs: Any) -> None:
-        """Notice the backward of these outputs."""
-        visit_tensors(self._watch, outputs)
-
-    def _watch(self, tensor: Tensor) -> None:
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(self._begin)
-
     @torch_compiler.always_eager
-    def _begin(self, _grads: tuple[Tensor | None, ...]) -> None:
+    def begin(self, _grads: tuple[Tensor | None, ...]) -> None:
+        """A gradient reached an output."""
         if not self._is_running:
             self._is_running = True
             torch_autograd.EndOfBackward(self._end, self._fail)
@@ -82,15 +89,13 @@ class OwedReductions:
         self._is_running = False
         for claim in self._claims:
             claim.give_back()
+        queue: ReductionQueue | None = None
         for group in self._groups:
-            owes = group.reducer.unreduced.is_owed or group.reducer.has_local_gradients
-            if owes and group.settings.reduce_grads:
-                reduction = group.reduce(with_graph=False)
-                if reduction is not None:
-                    reduction.start()
-                    reduction.advance()
-                    reduction.finish()
-                    reduction.wait()
+            if group.reducer.unreduced.is_owed and group.settings.reduce_grads:
+                queue = queue or ReductionQueue(group.context, is_large=False)
+                queue.start(group, with_graph=False)
+        if queue is not None:
+            queue.wait()
 
 
 class FunctionalBackward:
@@ -107,18 +112,8 @@ class FunctionalBackward:
         self._places: dict[nn.Module, dict[str, _Place]] = {}
         self._registered: dict[nn.Module, dict[str, Any]] = {}
 
-    def watch(self, outputs: Any) -> None:
-        """Notice the backward of these outputs, before anything inside of it is recomputed."""
-        visit_tensors(self._watch, outputs)
-
-    def _watch(self, tensor: Tensor) -> None:
-        base = torch_autograd.base_of(tensor)  # an update of a view in place gives it another node
-        for made in (tensor,) if base is None else (tensor, base):
-            if made.grad_fn is not None:
-                made.grad_fn.register_prehook(self._begin)
-
     @torch_compiler.always_eager
-    def _begin(self, _grads: tuple[Tensor | None, ...]) -> None:
+    def begin(self, _grads: tuple[Tensor | None, ...]) -> None:
         """A gradient reached an output: from here to the end modules find whole parameters."""
         if self._open:
             return

@@ -21,7 +21,7 @@ from fsdp2._base.arguments import check_flag, check_mapping, check_module, trans
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.events import IDLE
 from fsdp2._compiled.agreement import Agreement
-from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions
+from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions, watch
 from fsdp2._compiled.functional import TracedUnit
 from fsdp2._compiled.passes import Gathered, Overlapped, SeenThrough, place_gathers
 from fsdp2._compiled.plan import plans
@@ -43,17 +43,16 @@ def compile(  # noqa: A001  # torch's name for it
     """Compile a sharded model whole, with its collectives in the graphs.
 
     With ``fullgraph=True`` a training step is one forward and one backward graph. In them each
-    group has one all-gather, one more in backward if it reshards after forward, and one
-    reduce-scatter (and one all-reduce on a replicate axis). Gradients arrive as sharded DTensors
-    in ``grad``, reduced, after every backward: ``set_requires_gradient_sync(False)`` saves no
-    communication here, and changes no sum. The model itself still runs eagerly when it is called,
-    in any order with the compiled one.
+    group (of a root: each large child) has one all-gather, one more in backward if it reshards
+    after forward, and one reduce-scatter (and one all-reduce on a replicate axis). Gradients arrive
+    as sharded DTensors in ``grad``; those of forwards without sync wait, as eager ones do. The
+    model itself still runs eagerly when it is called, in any order with the compiled one.
 
     Args:
         model: a model to which, or below which, ``fully_shard`` was applied. Of a compiled one, the
             model in it is compiled anew.
-        overlap: start each all-gather one group ahead in the graphs, and wait for collectives where
-            their results are needed. For the backends ``"inductor"`` and ``"aot_eager"``.
+        overlap: let collectives run beside the compute, as ``set_memory`` says. None: with the
+            backends ``"inductor"`` and ``"aot_eager"``; False leaves their order to the compiler.
         bucket: False gives each parameter collectives of its own, for compilers that bucket them.
         torch_compile_kwargs: what ``torch.compile`` takes. The backend ``"eager"`` has no
             partitioner, so it keeps whole parameters from forward to backward.
@@ -63,7 +62,7 @@ def compile(  # noqa: A001  # torch's name for it
         those of ``model``.
 
     Raises:
-        ConfigError: nothing in the model is sharded; ``overlap`` with another backend; what
+        ConfigError: nothing in the model is sharded; ``overlap=True`` with another backend; what
             ``torch.compile`` refuses.
         UnsupportedError: a unit has what no graph can hold. The model was not changed.
     """
@@ -138,7 +137,8 @@ def _delegate(name: str, original: Callable[..., Any]) -> Any:
 
 for _class in FSDPModule.__mro__:
     for _name, _value in vars(_class).items():
-        if callable(_value) and not _name.startswith("__") and _name not in vars(CompiledModel):
+        is_method = isinstance(_value, FunctionType) and not _name.startswith("__")
+        if is_method and _name not in vars(CompiledModel):
             setattr(CompiledModel, _name, _delegate(_name, _value))
 
 
@@ -246,6 +246,18 @@ class FunctionalStep:
         with self._backward.set_aside():
             return self._run(args, kwargs)
 
+    def _watch(self, output: Any) -> None:
+        """See to what a backward of the output leaves to be done outside of graphs."""
+        groups = [group for unit in self._units for group in unit.groups]
+        owed = [g for g in groups if g.group.reducer.unreduced.is_owed or not g.syncs]
+        if owed and torch.is_grad_enabled():
+            watch(output, OwedReductions(owed).begin)
+        if self._may_break or any(unit.ran_outside for unit in self._units):
+            watch(output, self._backward.begin)
+        else:
+            for group in groups:
+                group.let_go()
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._begin()
         outer = [unit.unit.runner for unit in self._units]  # a backward may be running
@@ -256,17 +268,10 @@ class FunctionalStep:
                 unit.unit.runner = unit
             with self._switches:
                 output = self._compiled(self.model, self._ahead, self._several, *args, **kwargs)
-            groups = [group for unit in self._units for group in unit.groups]
-            owed = [g for g in groups if g.group.reducer.unreduced.is_owed]
-            if owed and torch.is_grad_enabled():
-                OwedReductions(owed).watch(output)
-            if self._may_break or any(unit.ran_outside for unit in self._units):
-                self._backward.watch(output)
-            else:
-                for group in groups:
-                    group.let_go()
+            self._watch(output)
             return output
-        except Exception:
+        except BaseException:
+            self._abandon()
             refused, self._refused = self._refused, None
             if refused is not None:
                 raise refused from None
@@ -294,6 +299,7 @@ class FunctionalStep:
                 )
             runtime.rest()
         inside = {unit.unit for unit in self._units}
+        delivered: set[int] = set()
         for unit in self._units:
             owner = unit.unit.owner
             if owner is not None and owner not in inside:
@@ -319,7 +325,17 @@ class FunctionalStep:
                         "(functional_call), and a compiled model gathers its own. Use the model "
                         "itself for that."
                     )
-            unit.begin(joins=not self._may_break)
+        try:
+            for unit in self._units:
+                unit.begin(joins=not self._may_break, delivered=delivered)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        for unit in self._units:
+            for group in unit.groups:
+                group.abandon()
 
 
 def check_units(model: nn.Module) -> None:

@@ -54,7 +54,7 @@ from fsdp2._compiled.plan import (
 )
 from fsdp2._engine.unit import Unit, unit_of
 from fsdp2._param_group import packing
-from fsdp2._param_group.gradient_buffer import accumulate
+from fsdp2._param_group.gradient_buffer import accumulate, as_gradient
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import GatherLayout
 from fsdp2._param_group.param import FSDPParam
@@ -66,7 +66,7 @@ class Claim:
     If its graph is dropped instead, they wait again.
     """
 
-    def __init__(self, params: Sequence[FSDPParam]) -> None:
+    def __init__(self, group: ParamGroup, params: Sequence[FSDPParam]) -> None:
         self.added: list[Tensor] = []
         self.mask = tuple(map(_waits, params))
         taken = []
@@ -76,12 +76,21 @@ class Claim:
                 param.unsharded.grad = None  # type: ignore[union-attr]  # it has a gradient
                 self.added.append(torch_dtensor.local_part(grad))
                 taken.append((param, grad))
-        self.give_back = weakref.finalize(self, _let_wait, taken)
+        self.give_back = weakref.finalize(self, _let_wait, group, taken)
         self.give_back.atexit = False
 
-    def settle(self) -> None:
-        """They are reduced."""
-        self.give_back.detach()
+    def settle(self, fqn: str) -> None:
+        """They are reduced.
+
+        Raises:
+            StateError: they were, before.
+        """
+        if self.give_back.detach() is None:
+            raise StateError(
+                f"{fqn or '<root>'}: a second backward ran through a compiled forward whose first "
+                "one has reduced gradients that waited for sync, which would count twice. Run the "
+                "forward again instead of retain_graph=True."
+            )
 
 
 def _waits(param: FSDPParam) -> bool:
@@ -90,8 +99,10 @@ def _waits(param: FSDPParam) -> bool:
 
 
 @torch.no_grad()
-def _let_wait(grads: Iterable[tuple[FSDPParam, Tensor]]) -> None:
-    """Let unsharded gradients wait for a reduction."""
+def _let_wait(group: ParamGroup, grads: Iterable[tuple[FSDPParam, Tensor]]) -> None:
+    """Let unsharded gradients of a group wait for a reduction."""
+    waits = group.reducer.unreduced
+    waits.is_owed = waits.is_waiting = True
     for param, grad in grads:
         leaf = param.unsharded
         assert leaf is not None
@@ -128,20 +139,28 @@ class _Sinks(torch.autograd.Function):
 
 
 class Delivery:
-    """What takes the gradients of one forward: it knows by which plan they were made."""
+    """What takes the gradients of one forward: it knows by which plan they were made.
 
-    def __init__(self, group: ParamGroup, key: str, joins: bool, claim: Claim | None) -> None:
+    A graph may return one tensor for two gradients, or one that the user gave to backward; what a
+    parameter has in ``grad`` is its own. So what is no result of a collective is copied, and so is
+    memory that the same backward has delivered (``delivered``: addresses).
+    """
+
+    def __init__(
+        self, group: ParamGroup, key: str, joins: bool, claim: Claim | None, delivered: set[int]
+    ) -> None:
         self._group = group
         self._key = key
         self._joins = joins  # the graph has reduced what waited, too
         self._claim = claim
+        self._delivered = delivered
 
     @torch_compiler.always_eager
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
         """Give gradients to the sharded parameters; without sync, let them wait.
 
         Raises:
-            StateError: what is trained changed since the forward.
+            StateError: what is trained changed since the forward; see ``Claim``.
         """
         plan, group = plans[self._key], self._group
         *given, missing = grads
@@ -151,25 +170,23 @@ class Delivery:
                 f"{group.fqn or '<root>'}: requires_grad changed between a compiled forward "
                 "and its backward. Change it before the forward."
             )
-        waits = group.reducer.unreduced
         if not plan.syncs:
-            waits.is_owed = waits.is_waiting = True
             pairs = zip(params, given, strict=True)
-            _let_wait((p, _on_own_axes(grad, p)) for p, grad in pairs if grad is not None)
+            _let_wait(group, ((p, _as_waiting(grad, p)) for p, grad in pairs if grad is not None))
             return
-        rows = [row for row in given if row is not None]
+        if self._claim is not None:
+            self._claim.settle(group.fqn)
+        rows = [self._own(row, plan) for row in given if row is not None]
         if missing is None or not plan.counts_used:
             used = set(range(len(params)))
         else:  # to look costs a synchronisation on a device; who has all gradients need not
             first, row = plan.reduces[0], rows[0]
             counts = row[first.layout.tail_start :].tolist()
             used = {position for position, count in enumerate(counts) if count != 0}
-        if self._claim is not None:
-            self._claim.settle()
         if self._joins:
-            waits.is_owed = waits.is_waiting = False
+            group.reducer.unreduced.is_owed = group.reducer.unreduced.is_waiting = False
         found = {
-            place: _sharded(row, piece, position, params[place], plan, group)
+            place: _sharded(row, piece, position, params[place], group)
             for piece, row in zip(plan.reduces, rows, strict=True)
             for position, place in enumerate(piece.positions)
             if place in used
@@ -177,33 +194,35 @@ class Delivery:
         places = sorted(found)
         accumulate([params[p].sharded for p in places], [found[p] for p in places])
 
+    def _own(self, row: Tensor, plan: TracedPlan) -> Tensor:
+        address = row.untyped_storage().data_ptr()
+        if plan.size == 1 or address in self._delivered:
+            return row.clone()
+        self._delivered.add(address)
+        return row
 
-def _on_own_axes(grad: Tensor, param: FSDPParam) -> Tensor:
-    """Return a local gradient as it lies over the parameter's own axes."""
+
+def _as_waiting(grad: Tensor, param: FSDPParam) -> Tensor:
+    """Return a local gradient as it waits: over the parameter's own axes, to be added or kept."""
+    if not _waits(param):
+        grad = grad.clone(memory_format=torch.contiguous_format)
     spec = param.placement.unsharded_spec(grad.dtype)
     return grad if spec is None else torch_dtensor.new_dtensor(grad, spec)
 
 
 def _sharded(
-    row: Tensor,
-    piece: ReducePiece,
-    position: int,
-    param: FSDPParam,
-    plan: TracedPlan,
-    group: ParamGroup,
+    row: Tensor, piece: ReducePiece, position: int, param: FSDPParam, group: ParamGroup
 ) -> Tensor:
     """Return the sharded gradient of a member, from the row that its piece was reduced to."""
-    layout, reduced = piece.layout, plan.reduce_dtype
-    local = packing.shard_gradient(row, layout, position, plan.rank).contiguous()
-    dtype = param.kept_dtype(reduced)
-    if reduced.is_complex and not dtype.is_complex:
+    if piece.layout.slotted[position]:
+        local = packing.sum_of_slots(row, piece.layout, position)
+    else:
+        rank = group.data.shard.rank
+        local = packing.gradient_view(row, piece.layout, position, rank).contiguous()
+    dtype = param.kept_dtype(row.dtype)
+    if row.is_complex() and not dtype.is_complex:
         local = local.real
-    local = local.to(device=group.residence.storage, dtype=dtype)
-    spec, like = param.spec, param.like
-    if dtype is not param.storage_dtype:
-        spec = param.placement.sharded_spec(dtype)
-        like = torch.empty(local.shape, dtype=dtype, device=local.device)
-    return torch_dtensor.new_dtensor(local, spec, like=like)
+    return as_gradient(local.to(device=group.residence.storage, dtype=dtype), param)
 
 
 class TracedGroup:
@@ -219,6 +238,7 @@ class TracedGroup:
         self.params = [group.params[index] for index in indices]
         self.key = ""
         self.waits = False
+        self.syncs = True
         self.flats: list[Tensor] = []
         self.sinks: list[Tensor] = []
         self.added: list[Tensor] = []
@@ -230,13 +250,13 @@ class TracedGroup:
         self._made_for: tuple[Any, ...] = ()  # compared by identity
 
     @torch.inference_mode(False)
-    def refresh(self, keeps: bool, records: bool, joins: bool) -> None:
+    def refresh(self, keeps: bool, records: bool, joins: bool, delivered: set[int]) -> None:
         """Follow what changed since the last step: dtypes, ``requires_grad``, settings, memory.
 
-        ``joins``: gradients that wait are reduced by the graph.
+        ``joins``: gradients that wait are reduced by the graph. ``delivered``: see ``Delivery``.
 
         Raises:
-            UnsupportedError: gradients wait that were reduced over a part of the ranks.
+            StateError: gradients wait that were reduced over a part of the ranks.
         """
         group, reducer = self.group, self.group.reducer
         buffer = group.home_buffer
@@ -248,11 +268,12 @@ class TracedGroup:
                 "(set_requires_all_reduce) with the model itself, or call reset_iter_state()."
             )
         reduction, settings = reducer.prepare(group.settings), group.settings
-        syncs = settings.reduce_grads or not records
+        self.let_go()
+        self.syncs = syncs = settings.reduce_grads or not records
         claim = None
-        members = [param for param in self.params if param.trainable]
-        if records and joins and settings.reduce_grads and any(map(_waits, members)):
-            claim = Claim(members)
+        if records and joins and settings.reduce_grads and reducer.unreduced.is_owed:
+            members = [param for param in self.params if param.trainable]
+            claim = Claim(group, members) if any(map(_waits, members)) else None
         mask = () if claim is None else claim.mask
         made_for = (buffer, reduction, keeps, group.post_forward.mesh, settings, syncs)
         is_same = all(a is b for a, b in itertools.zip_longest(made_for, self._made_for))
@@ -280,12 +301,11 @@ class TracedGroup:
             )
         self._made_for = made_for
         self.claim, self.added = claim, [] if claim is None else claim.added
-        self.sinks = []
         plan = plans[self.key]
         if records and plan.members:
-            deliver = Delivery(group, self.key, joins, claim)
+            deliver = Delivery(group, self.key, joins, claim, delivered)
             with torch.enable_grad():
-                self.sinks = list(_Sinks.apply(self._leaf, deliver, _sink_shapes(plan)))  # type: ignore[no-untyped-call]  # torch's own
+                self.sinks = list(_Sinks.apply(self._leaf, deliver, plan.sinks))  # type: ignore[no-untyped-call]  # torch's own
 
     def _plan(
         self, layout: GatherLayout, keeps: bool, syncs: bool, added: tuple[bool, ...]
@@ -329,6 +349,12 @@ class TracedGroup:
         """Hold nothing of a forward that is over: its graph does."""
         self.sinks, self.added, self.claim = [], [], None
 
+    def abandon(self) -> None:
+        """The forward failed: what it claimed waits again, whoever holds what is left of it."""
+        if self.claim is not None:
+            self.claim.give_back()
+        self.let_go()
+
     # In the trace.
 
     def wholes(self) -> Sequence[Tensor]:
@@ -361,18 +387,6 @@ class TracedGroup:
 def _leaf_on(device: torch.device) -> Tensor:
     """Make what sinks hang on, so that gradients are computed for them."""
     return torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
-
-
-def _sink_shapes(plan: TracedPlan) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the sinks: of reduced rows, or of whole gradients; and of none."""
-    reduced = plan.reduce_dtype
-    shapes: list[tuple[tuple[int, ...], torch.dtype]]
-    if plan.syncs:
-        shapes = [((piece.numel,), reduced) for piece in plan.reduces]
-    else:
-        pairs = zip(plan.shards, plan.grad_dtypes, strict=True)
-        shapes = [(shard.shape, dtype) for shard, dtype in pairs]
-    return [*shapes, ((0,), reduced)]
 
 
 def parts_of(group: ParamGroup, unit: Unit) -> list[tuple[int, ...]]:
@@ -440,10 +454,11 @@ class TracedUnit:
 
     # Around the trace.
 
-    def begin(self, joins: bool) -> None:
+    def begin(self, joins: bool, delivered: set[int]) -> None:
         """Prepare a step: sharded parameters make room for those that the step will gather."""
         if self._made_of != self.unit.groups:
             self._made_of = list(self.unit.groups)
+            self._forwards.clear()  # they know where parameters are registered
             self.groups = tuple(
                 TracedGroup(group, self, indices)
                 for group in self.unit.groups
@@ -454,7 +469,7 @@ class TracedUnit:
         self.output_dtype = self.unit.precision.policy.output_dtype
         keeps = self.unit.keeps_after_forward(True)
         for group in self.groups:
-            group.refresh(keeps, records, joins)
+            group.refresh(keeps, records, joins, delivered)
 
     def enter_regions(self) -> None:
         """Let the forwards of modules that are marked as regions get their parameters, too."""

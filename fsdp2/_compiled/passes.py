@@ -20,11 +20,9 @@ mode: these are the numbers of the memory setting.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -32,15 +30,10 @@ from torch.fx import Graph, GraphModule, Node
 from fsdp2._base import torch_compiler
 from fsdp2._base.policy import Overlap
 from fsdp2._compiled.ops import outer_gather, unshard
-from fsdp2._compiled.plan import plans
-
-SMALL_NBYTES = 1 << 20
-"""Bytes of a reduction's input below which its memory does not matter, as in eager mode."""
-
+from fsdp2._compiled.plan import SOURCE, plans
+from fsdp2._engine.reduction_queue import SMALL_NBYTES
 
 _SECOND = ("all_reduce", "all_reduce_coalesced")
-
-_SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ def _sink(graph: Graph) -> None:
         views = torch_compiler.views_or_wraps(node)
         if gathers or (views and any(one in held for one in node.all_input_nodes)):
             held.add(node)
-    _emit(graph, _Held(held, _used_in_modes(graph, held)))
+    _emit(graph, Order(held, _used_in_modes(graph, held)))
 
 
 def _used_in_modes(graph: Graph, held: set[Node]) -> dict[Node, list[Node]]:
@@ -109,24 +102,17 @@ def _used_in_modes(graph: Graph, held: set[Node]) -> dict[Node, list[Node]]:
     return used
 
 
-class _Held:
-    """Nodes that come where something needs them, or before what ``ahead_of`` says."""
+@dataclass(frozen=True)
+class Order:
+    """How nodes are placed anew: all others keep their order."""
 
-    def __init__(self, held: set[Node], ahead_of: dict[Node, list[Node]]) -> None:
-        self.held = held
-        self.ahead_of = ahead_of
-
-    def before(self, node: Node) -> Iterable[Node]:
-        """Return what has to come before a node, beside what it is computed from."""
-        return self.ahead_of.get(node, ())
-
-    def first(self) -> Iterable[Node]:
-        """Return what has to come before everything."""
-        return ()
+    held: set[Node]  # each comes where something needs it
+    before: dict[Node, list[Node]]  # what is to come before a node, beside what it is computed from
+    first: list[Node] = field(default_factory=list)  # before everything but inputs
 
 
-def _emit(graph: Graph, order: _Held) -> None:
-    """Write a graph's nodes in their order, but for those that are held."""
+def _emit(graph: Graph, order: Order) -> None:
+    """Write a graph's nodes in an order."""
     done: set[Node] = set()
     asked: set[Node] = set()
     placed: list[Node] = []
@@ -138,7 +124,7 @@ def _emit(graph: Graph, order: _Held) -> None:
             if node in done:
                 stack.pop()
                 continue
-            ahead = () if node in asked else order.before(node)
+            ahead = [] if node in asked else order.before.get(node, [])
             asked.add(node)  # once: what it wishes may need the node itself
             needed = [one for one in (*ahead, *node.all_input_nodes) if one not in done]
             if needed:
@@ -152,7 +138,7 @@ def _emit(graph: Graph, order: _Held) -> None:
     for node in nodes:
         if node.op == "placeholder":
             emit(node)
-    for node in order.first():
+    for node in order.first:
         emit(node)
     output = nodes[-1]
     for node in nodes[:-1]:
@@ -206,7 +192,7 @@ class SeenThrough:
 
     def uuid(self) -> str:
         """Say what the pass does: its source."""
-        return _SOURCE
+        return SOURCE
 
 
 class Overlapped:
@@ -219,112 +205,115 @@ class Overlapped:
         self.overlap = overlap
 
     def __call__(self, graph: Graph) -> None:
-        _emit(graph, _Overlap(graph, self.overlap))
+        _emit(graph, overlapped(list(graph.nodes), self.overlap))
         graph.lint()
 
     def uuid(self) -> str:
         """Say what the pass does: its source, and how much overlap."""
-        return f"{_SOURCE} {self.overlap.prefetch} {self.overlap.reductions}"
+        return f"{SOURCE} {self.overlap.prefetch} {self.overlap.reductions}"
 
 
-class _Overlap(_Held):
-    def __init__(self, graph: Graph, overlap: Overlap) -> None:
-        nodes = list(graph.nodes)
-        self._gathers: list[Node] = []
-        self._reductions: list[Node] = []
-        self._of: dict[Node, Node] = {}  # by a wait, or what is between: its collective
-        free: set[Node] = set()  # computed from inputs only
-        gathered: set[Node] = set()  # from gathers and inputs only
-        reduced: set[Node] = set()  # from reductions only, which are among them
-        for node in nodes:
-            kind = torch_compiler.collective_of(node).removesuffix("_coalesced")
-            inputs = node.all_input_nodes
-            if node.op in ("placeholder", "get_attr"):
-                free.add(node)
-                continue
-            if node.op != "call_function" or torch_compiler.has_effects(node):
-                continue
-            of = next((self._of[one] for one in inputs if one in self._of), None)
-            # One that gathers what was gathered stays: to start it ahead would wait for the other.
-            if kind == "all_gather_into_tensor" and _all_in(inputs, free):
-                self._gathers.append(node)
-                self._of[node] = node
+@dataclass
+class Found:
+    """The collectives of a graph, and what is computed around them."""
+
+    gathers: list[Node] = field(default_factory=list)
+    reductions: list[Node] = field(default_factory=list)
+    of: dict[Node, Node] = field(default_factory=dict)  # by a wait, or what is behind: which one
+    free: set[Node] = field(default_factory=set)  # computed from inputs only
+    gathered: set[Node] = field(default_factory=set)  # views and copies of what came, and starts
+    reduced: set[Node] = field(default_factory=set)  # computed from reductions only
+
+
+def find(nodes: Iterable[Node]) -> Found:
+    """Sort the nodes of a graph."""
+    found = Found()
+    free, gathered, of = found.free, found.gathered, found.of
+    known: set[Node] = set()  # reductions, and what is computed from them
+    for node in nodes:
+        kind = torch_compiler.collective_of(node).removesuffix("_coalesced")
+        inputs = node.all_input_nodes
+        if node.op in ("placeholder", "get_attr"):
+            free.add(node)
+            continue
+        if node.op != "call_function" or torch_compiler.has_effects(node):
+            continue
+        one = next((of[needed] for needed in inputs if needed in of), None)
+        # What gathers what was gathered stays: to start it ahead would wait for the other.
+        if kind == "all_gather_into_tensor" and _all_in(inputs, free):
+            found.gathers.append(node)
+            of[node] = node
+            gathered.add(node)
+        elif kind in ("reduce_scatter_tensor", "all_to_all_single") and one is None:
+            found.reductions.append(node)
+            of[node] = node
+            known.add(node)
+        elif one is not None and one in gathered:
+            if _moves_only(node, kind) and _all_in(inputs, free, gathered):
+                of[node] = one
                 gathered.add(node)
-            elif kind in ("reduce_scatter_tensor", "all_to_all_single") and of is None:
-                self._reductions.append(node)
-                self._of[node] = node
-                reduced.add(node)
-            elif of is not None and of in gathered:
-                if _moves_only(node, kind) and _all_in(inputs, free, gathered):
-                    self._of[node] = of
-                    gathered.add(node)
-            elif of is not None and _all_in(inputs, reduced):
-                self._of[node] = max((self._of[one] for one in inputs), key=self._reductions.index)
-                reduced.add(node)
-            elif inputs and _all_in(inputs, free) and _moves_only(node, kind):
-                free.add(node)
-        reduced -= set(self._reductions)
-        starts = set(self._gathers)
-        inputs_of_gathers = _cone(starts, free | gathered) if overlap.prefetch else set()
-        held_gathers = starts | inputs_of_gathers if overlap.prefetch else set()
-        super().__init__((gathered - starts) | reduced | held_gathers, {})
-        self._depth = overlap.prefetch
-        self._count_uses(nodes)
-        self.ahead_of = self._reductions_end(overlap.reductions, nodes, reduced)
+        elif one is not None and _all_in(inputs, known):
+            of[node] = max((of[needed] for needed in inputs), key=found.reductions.index)
+            found.reduced.add(node)
+            known.add(node)
+        elif inputs and _all_in(inputs, free) and _moves_only(node, kind):
+            free.add(node)
+    return found
 
-    def _count_uses(self, nodes: list[Node]) -> None:
-        """Put the gathers in the order in which they are needed."""
-        first: dict[Node, int] = {}
-        for position, node in enumerate(nodes):
-            if node in self.held:
-                continue
-            seen: set[Node] = set()
-            stack = [one for one in node.all_input_nodes if one in self._of]
-            while stack:
-                one = stack.pop()
-                if one in seen:
-                    continue
+
+def overlapped(nodes: list[Node], overlap: Overlap) -> Order:
+    """Return the order of [Note: overlap in a graph]."""
+    found, depth = find(nodes), overlap.prefetch
+    starts = set(found.gathers)
+    held = found.gathered - starts
+    if depth:
+        held |= starts | _cone(starts, found.free)
+    if overlap.reductions:
+        held |= found.reduced
+    gathers = _by_use(found, nodes, held)
+    place = {gather: place for place, gather in enumerate(gathers)}
+    before = _ends(found, nodes, overlap.reductions) if overlap.reductions else {}
+    for node in found.gathered - starts:
+        at = place[found.of[node]]
+        before[node] = gathers[at : at + 1 + depth]
+    return Order(held, before, gathers[:depth])
+
+
+def _by_use(found: Found, nodes: list[Node], held: set[Node]) -> list[Node]:
+    """Return the gathers in the order in which they are needed."""
+    first: dict[Node, int] = {}
+    for position, node in enumerate(nodes):
+        if node in held:
+            continue
+        seen: set[Node] = set()
+        stack = [one for one in node.all_input_nodes if one in found.of]
+        while stack:
+            one = stack.pop()
+            if one not in seen:
                 seen.add(one)
-                first.setdefault(self._of[one], position)
-                stack.extend(i for i in one.all_input_nodes if i in self._of)
-        self._gathers.sort(key=lambda gather: first.get(gather, len(nodes)))
-        self._place = {gather: place for place, gather in enumerate(self._gathers)}
+                first.setdefault(found.of[one], position)
+                stack.extend(needed for needed in one.all_input_nodes if needed in found.of)
+    return sorted(found.gathers, key=lambda gather: first.get(gather, len(nodes)))
 
-    def _reductions_end(
-        self, reductions: int, nodes: list[Node], reduced: set[Node]
-    ) -> dict[Node, list[Node]]:
-        """Return, for the start of a reduction, what of earlier ones has to be over before."""
-        if reductions == 0:
-            self.held -= reduced
-            return {}
-        places = {start: place for place, start in enumerate(self._reductions)}
-        ends: dict[Node, list[Node]] = {}
-        stages: dict[Node, int] = {}  # of what is reduced over replicas too: 1 from its wait on
-        for node in nodes:
-            if node not in reduced:
-                continue
-            start = self._of[node]
-            stages[node] = max(
-                stages.get(one, 0) + (torch_compiler.collective_of(one) in _SECOND)
-                for one in node.all_input_nodes
-            )
-            limit = reductions + (_nbytes_sent(start) < SMALL_NBYTES)
-            behind = places[start] + limit * (1 + stages[node])
-            if behind < len(self._reductions):
-                ends.setdefault(self._reductions[behind], []).append(node)
-        return ends
 
-    def first(self) -> Iterable[Node]:
-        return self._gathers[: self._depth]
-
-    def before(self, node: Node) -> Iterable[Node]:
-        if node in self.ahead_of:
-            return self.ahead_of[node]
-        gather = self._of.get(node)
-        if gather is None or node is gather or gather not in self._place:
-            return ()
-        place = self._place[gather]
-        return self._gathers[place : place + 1 + self._depth]
+def _ends(found: Found, nodes: list[Node], reductions: int) -> dict[Node, list[Node]]:
+    """Return, for the start of a reduction, what of earlier ones has to be over before."""
+    places = {start: place for place, start in enumerate(found.reductions)}
+    ends: dict[Node, list[Node]] = {}
+    stages: dict[Node, int] = {}  # of what is reduced over replicas too: 1 from its wait on
+    for node in nodes:
+        if node not in found.reduced:
+            continue
+        start = found.of[node]
+        stages[node] = max(
+            stages.get(one, 0) + (torch_compiler.collective_of(one) in _SECOND)
+            for one in node.all_input_nodes
+        )
+        limit = reductions + (_nbytes_sent(start) < SMALL_NBYTES)
+        behind = places[start] + limit * (1 + stages[node])
+        if behind < len(found.reductions):
+            ends.setdefault(found.reductions[behind], []).append(node)
+    return ends
 
 
 def _all_in(nodes: Iterable[Node], *known: set[Node]) -> bool:

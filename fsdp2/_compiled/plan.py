@@ -14,12 +14,18 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
 from fsdp2._base.capabilities import ZERO_COPY_NBYTES
 from fsdp2._base.policy import Overlap
 from fsdp2._param_group.layout import GatherItem, GatherLayout, ReduceLayout, ShardLayout
+
+SOURCE = hashlib.sha256(
+    b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+).hexdigest()
+"""Of this folder: graphs that another version made and a cache kept are not those of this one."""
 
 SMALL_SHARE = 32
 """A parameter of less than this part of its group is small, and so is one below
@@ -109,8 +115,11 @@ class TracedPlan:
 
     @cached_property
     def signature(self) -> str:
-        """What ranks must agree on for their collectives to fit together."""
-        alike = {"rank": 0, "device": "", "shard_group": "", "replicate_group": ""}
+        """What ranks must agree on for their collectives to fit together.
+
+        Not what waits on each: that is added before anything is sent.
+        """
+        alike = {"rank": 0, "device": "", "shard_group": "", "replicate_group": "", "added": ()}
         neighbours = self.neighbours and self.neighbours.size
         return f"{replace(self, **alike, neighbours=None)} {neighbours}"  # type: ignore[arg-type]
 
@@ -123,6 +132,14 @@ class TracedPlan:
     def shards(self) -> tuple[ShardLayout, ...]:
         """Of the members."""
         return tuple(self.layout.items[index].shard for index in self.members)
+
+    @cached_property
+    def sinks(self) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+        """Shapes and dtypes of what takes gradients: rows, or whole ones; and one of none."""
+        rows = [((piece.numel,), self.reduce_dtype) for piece in self.reduces]
+        pairs = zip(self.shards, self.grad_dtypes, strict=True)
+        wholes = [(shard.shape, dtype) for shard, dtype in pairs]
+        return (*(rows if self.syncs else wholes), ((0,), self.reduce_dtype))
 
     @cached_property
     def gathers(self) -> tuple[GatherPiece, ...]:
@@ -212,6 +229,6 @@ def key_of(plan: TracedPlan) -> str:
     setting changed there and back) has its old graph.
     """
     if plan not in _keys:
-        _keys[plan] = hashlib.sha256(repr(plan).encode()).hexdigest()[:16]
+        _keys[plan] = hashlib.sha256(f"{SOURCE} {plan}".encode()).hexdigest()[:16]
         plans[_keys[plan]] = plan
     return _keys[plan]

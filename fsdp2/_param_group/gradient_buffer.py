@@ -67,11 +67,7 @@ class GradientBuffer:
             elif not view.is_contiguous():
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._copies.append((local, view))
-            spec, like = param.spec, param.like
-            if dtype is not param.storage_dtype:
-                spec = param.placement.sharded_spec(dtype)
-                like = torch.empty(local.shape, dtype=dtype, device=device)
-            self._grads.append(torch_dtensor.new_dtensor(local, spec, like=like))
+            self._grads.append(as_gradient(local, param))
         only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
         self._stamps = None if only is None else only[layout.stamp_start :]
         self._outputs: list[Tensor] = []
@@ -176,6 +172,15 @@ class GradientBuffer:
         for local, view in self._copies:
             local.copy_(view)
         self.is_filling = False
+
+
+def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
+    """Wrap the local part of a sharded gradient, of any dtype, as its parameter is sharded."""
+    spec, like = param.spec, param.like
+    if local.dtype is not param.storage_dtype:
+        spec = param.placement.sharded_spec(local.dtype)
+        like = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    return torch_dtensor.new_dtensor(local, spec, like=like)
 
 
 def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:

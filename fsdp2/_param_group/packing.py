@@ -250,31 +250,17 @@ def _for_each_rank(row: Tensor, layout: ReduceLayout) -> Tensor:
 
 def sum_of_slots(reduced: Tensor, layout: ReduceLayout, position: int) -> Tensor:
     """Add up the slots of a replicated member, in the same order on every rank."""
-    shard, start = layout.shards[position], layout.offsets[position]
+    shard, start = layout.shards[position], layout.offsets[position] + reduced.storage_offset()
     slots = reduced.as_strided((layout.size, shard.numel), (shard.numel, 1), start)
     return slots.sum(0).view(shard.shape)
 
 
-def shard_gradient(row: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
-    """Return a member's shard of the gradient from a reduced row ``[numel]`` of any offset."""
-    shard, start = layout.shards[position], layout.offsets[position]
-    if layout.slotted[position]:
-        each = row[start : start + layout.size * shard.numel].view(layout.size, *shard.shape)
-        return each.sum(0)
-    shape = shard.shard_shape(rank)
-    own = row[start : start + math.prod(shape)]
-    if not shard.dim:
-        return own.view(shape)
-    moved = (shape[shard.dim], *shape[: shard.dim], *shape[shard.dim + 1 :])
-    return own.view(moved).movedim(0, shard.dim)
-
-
 def gradient_view(reduced: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
-    """View a member's shard of the gradient in a reduced buffer ``[numel]`` of offset 0.
+    """View a member's shard of the gradient in a reduced buffer ``[numel]``.
 
     Not contiguous for a parameter sharded off dim 0, whose gradient travels with that dim first.
     """
-    shard, start = layout.shards[position], layout.offsets[position]
+    shard, start = layout.shards[position], layout.offsets[position] + reduced.storage_offset()
     shape = shard.shard_shape(rank)
     if not shard.dim:
         return reduced.as_strided(shape, contiguous_stride(shape), start)

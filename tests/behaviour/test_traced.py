@@ -498,6 +498,73 @@ def test_gradients_that_wait_of_units_that_the_last_step_did_not_use(fullgraph: 
     pair.check()
 
 
+class Sums(nn.Module):
+    """Two parameters that get one and the same tensor as their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(13, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (self.a + self.b).t())
+
+
+@pytest.mark.slow
+@ranks(1, 2, limit_s=200)
+def test_gradients_that_a_graph_returns_once_for_two_parameters() -> None:
+    """What is done to one of them in place is done to that one only."""
+    pair = TracedPair(Case(Sums, lambda model: [], floats))
+    for is_last in (False, False, True):
+        pair.model.set_requires_gradient_sync(is_last)
+        pair.backward()
+    assert_same_gradients(pair.model, pair.reference, 4e-6)
+    for model in (pair.model, pair.reference):
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+    assert_same_gradients(pair.model, pair.reference, 4e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fullgraph", [True, False])
+@ranks(2, limit_s=200)
+def test_sync_that_is_switched_on_between_forward_and_backward(fullgraph: bool) -> None:
+    """The backward decides, as in eager mode: schedules of pipelines ask then."""
+    pair = TracedPair("stack", fullgraph=fullgraph)
+    for microbatches in ((False, True), (True,)):
+        for is_last in microbatches:
+            pair.model.set_requires_gradient_sync(False)
+            batch = pair.batch()
+            loss = loss_of(pair.compiled(*pair.local(batch).args))
+            pair.model.set_requires_gradient_sync(is_last)
+            loss.backward()
+            pair.run_reference(batch).backward()
+        assert_same_gradients(pair.model, pair.reference, 4e-6)
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.slow
+@ranks(2, limit_s=200)
+def test_a_forward_that_fails_takes_no_gradient_that_waits() -> None:
+    """Not even from the next step, if that is an eager one."""
+    for eagerly in (True, False):
+        pair = TracedPair("stack")
+        pair.train(steps=1)
+        pair.model.set_requires_gradient_sync(False)
+        pair.backward()
+        pair.model.set_requires_gradient_sync(True)
+        try:
+            pair.compiled(torch.randn(4, 5))
+        except RuntimeError as error:
+            raised = error  # with its frames, while the next step runs
+        pair.eagerly = eagerly
+        pair.backward()
+        assert_same_gradients(pair.model, pair.reference, 4e-6)
+        assert raised is not None
+        torch.compiler.reset()
+
+
 @pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_gradients_that_travel_in_another_dtype() -> None:
@@ -875,5 +942,21 @@ def test_ranks_that_compile_different_graphs_get_an_error_each() -> None:
         assert_sharded(model)
         model.which = 1
         compiled(x).sum().backward()
-        model.blocks[1].set_reshard_after_backward(True)
         torch.compiler.reset()
+
+
+@ranks(4, limit_s=100)
+def test_ranks_of_two_axes_that_compile_different_graphs() -> None:
+    """One rank goes another way: those that share no axis with it learn it from others."""
+    mesh = torch.distributed.device_mesh.init_device_mesh(
+        "cpu", (2, 2), mesh_dim_names=("replicas", "shards")
+    )
+    model = Branches()
+    for unit in (*model.blocks, model.wide, model):
+        fsdp2.fully_shard(unit, mesh=mesh)
+    compiled = fsdp2.compile(model, backend="aot_eager", fullgraph=True)
+    model.which = 2 * (torch.distributed.get_rank() == 1)
+    with pytest.raises(fsdp2.StateError, match="ranks compiled different graphs"):
+        compiled(torch.randn(2, WIDTH))
+    model.which = 1
+    compiled(torch.randn(2, WIDTH)).sum().backward()

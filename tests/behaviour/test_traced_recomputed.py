@@ -299,7 +299,7 @@ def test_a_backward_that_is_over_before_the_step_inside_of_it() -> None:
         runners.append([unit.runner for unit in units])
 
     def run(grad: Tensor) -> Tensor:
-        backward._begin(())
+        backward.begin(())
         assert backward._open
         handle = pair.model[0].register_forward_hook(end)  # type: ignore[index, operator]
         with torch.no_grad():
