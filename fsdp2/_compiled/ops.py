@@ -244,7 +244,8 @@ def _pack(
         columns += _counts([grad is not None for grad in grads], plan, like, extra)
     if not columns:
         return like.new_empty(0, dtype=plan.reduce_dtype)
-    return (columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)).reshape(-1)
+    rows = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+    return rows.reshape(-1).contiguous()  # zeros in place of a gradient are one zero, expanded
 
 
 def _column(

