@@ -92,8 +92,9 @@ def _make_region(forward: Callable[..., Any]) -> Callable[..., Any]:
     # of its own for each forward: compilers know regions again by their code
     code = run.__code__.replace()
     own = FunctionType(code, run.__globals__, run.__name__, None, run.__closure__)
-    limit = getattr(forward, "__marked_compile_region_max_reuse_entries__", 8)
-    made: Callable[..., Any] = torch.compiler.nested_compile_region(own, max_reuse_entries=limit)
+    limit = getattr(forward, "__marked_compile_region_max_reuse_entries__", None)  # since 2.13
+    options: Any = {} if limit is None else {"max_reuse_entries": limit}
+    made: Callable[..., Any] = torch.compiler.nested_compile_region(own, **options)
     return made
 
 
