@@ -108,7 +108,15 @@ def functional(name: str, sent: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 def functional_coalesced(name: str, sent: Sequence[torch.Tensor], *args: Any) -> list[torch.Tensor]:
-    """As ``functional``, of several tensors, which a backend may send as one."""
+    """As ``functional``, of several tensors, which a backend may send as one.
+
+    Those of each dtype are one collective: of several dtypes gloo returns other values than were
+    sent, without an error (tried: torch 2.13.0).
+    """
     ops = torch.ops._c10d_functional
-    received = getattr(ops, f"{name}_coalesced")([*sent], *args)
-    return [ops.wait_tensor(one) for one in received]
+    received: dict[int, torch.Tensor] = {}
+    for dtype in dict.fromkeys(one.dtype for one in sent):
+        places = [place for place, one in enumerate(sent) if one.dtype == dtype]
+        came = getattr(ops, f"{name}_coalesced")([sent[place] for place in places], *args)
+        received.update(zip(places, came, strict=True))
+    return [ops.wait_tensor(received[place]) for place in range(len(sent))]

@@ -162,7 +162,8 @@ def test_a_first_forward_that_is_refused_begins_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", with_slow(["bf16", "norms_whole", "norms_bf16", "any"], ["norms_bf16"])
+    "name",
+    with_slow(["bf16", "norms_whole", "norms_bf16", "any"], ["norms_whole"]),
 )
 @ranks(2)
 def test_a_compiled_step_reduces_as_an_eager_one(name: str) -> None:
