@@ -1,5 +1,7 @@
 """Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it."""
 
+import os as _os
+
 from fsdp2 import _pickles as _pickles
 from fsdp2 import checkpoint as checkpoint
 from fsdp2 import debug as debug
@@ -11,6 +13,8 @@ from fsdp2._api.fully_shard import fully_shard, register_fsdp_forward_method
 from fsdp2._api.inspect import GroupInfo, ShardInfo, UnitInfo, units
 from fsdp2._api.module import FSDPModule, UnshardHandle
 from fsdp2._api.no_sync import no_sync
+from fsdp2._api.replacement import REPLACES as _REPLACES
+from fsdp2._api.replacement import replace_torch
 from fsdp2._api.settings import share_comm_ctx
 from fsdp2._base.errors import ConfigError, FSDPError, StateError, UnsupportedError
 from fsdp2._base.policy import (
@@ -57,6 +61,7 @@ __all__ = [
     "no_sync",
     "register_comm_hook",
     "register_fsdp_forward_method",
+    "replace_torch",
     "share_comm_ctx",
     "summon_full_params",
     "sync_from_rank0",
@@ -64,3 +69,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if _os.environ.get(_REPLACES) == "1":  # a process that `python -m fsdp2 program` started
+    replace_torch()

@@ -73,6 +73,7 @@ materialize
 no_sync
 register_comm_hook
 register_fsdp_forward_method
+replace_torch
 share_comm_ctx
 summon_full_params
 sync_from_rank0

@@ -28,6 +28,7 @@ from fsdp2._base.policy import (
     Settings,
     ShardPlacementResult,
     keeps_dtype,
+    ours,
 )
 from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._comm.process_mesh import carrying, named
@@ -100,7 +101,8 @@ def fully_shard(
         shard_placement_fn: returns ``Shard(dim)`` for any dim (negative too; dims that the ranks
             do not divide too), ``Replicate()``, or ``None`` for ``Shard(0)``. Scalars replicate. A
             ``ShardPlacementResult`` names a mesh for the parameter besides.
-        mp_policy: dtypes of compute, reduction and outputs.
+        mp_policy: dtypes of compute, reduction and outputs. Of policies and ``dp_mesh_dims``
+            torch's own objects do as well.
         offload_policy: where shards are kept.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
         dp_mesh_dims: which dims of ``mesh`` data parallelism uses. Parameters are DTensors on that
@@ -125,6 +127,7 @@ def fully_shard(
     Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.15.
     """
     modules = check_modules(module)
+    mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
     collected, smaller = check_call(
         modules,
         mesh=mesh,
@@ -216,6 +219,8 @@ def check_call(
     Raises:
         ConfigError: an argument or a parameter cannot be used. Nothing was changed.
     """
+    mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
+    dp_mesh_dims = ours(dp_mesh_dims)
     with named("fully_shard"), carrying():  # process groups are made with all ranks
         if dp_mesh_dims is None:
             data = DataMesh.of(check_mesh(mesh if mesh is not None else default_mesh()))

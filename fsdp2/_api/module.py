@@ -23,7 +23,6 @@ from fsdp2._base import torch_compiler, torch_modules
 from fsdp2._base.arguments import check_flag, check_mapping
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._engine.hooks import call_compiled, forward_raised
-from fsdp2._engine.pipelining import StageState
 from fsdp2._engine.runtime import Runtime
 from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, refuse_whole, unit_of
 from fsdp2._param_group.group import ParamGroup
@@ -60,7 +59,7 @@ def rebuild_module(cls: type[nn.Module]) -> nn.Module:
 def register_names(module: nn.Module, unit: Unit) -> None:
     """Enter a module where composable APIs and torch's ``fully_shard.state`` look for it."""
     torch_modules.register_composable_name(module, COMPOSABLE_NAME)
-    torch_modules.register_torch_state(module, StageState(unit))
+    torch_modules.register_torch_state(module, unit)
 
 
 class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
@@ -278,7 +277,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
     def _get_fsdp_state(self) -> Any:
         """Return what torch's pipelining asks for, under the name by which it does."""
-        return StageState(own_unit(self))
+        return own_unit(self)
 
 
 def _root_runtime(who: str, unit: Unit) -> Runtime | None:

@@ -1,7 +1,13 @@
-"""What a user chooses: policies (frozen, for good) and settings (frozen, replaced at run time)."""
+"""What a user chooses: policies (frozen, for good) and settings (frozen, replaced at run time).
 
+[Note: torch's policies]
+Each policy is a subclass of torch's class of that name, and ``ours`` makes one of torch's by its
+fields: software that imports torch's names asks ``isinstance``, and passes what it made of them.
+"""
+
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import Placement
 
+from fsdp2._base import torch_modules
 from fsdp2._base.arguments import wrong_type
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError
@@ -27,8 +34,20 @@ def _require(is_fine: bool, policy: object, name: str, expected: str) -> None:
         raise wrong_type(type(policy).__name__, name, expected, getattr(policy, name))
 
 
+class _Frozen:
+    """Sets each field once. Torch's classes are not frozen, so dataclasses on them cannot be."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__:
+            raise FrozenInstanceError(f"cannot assign to field {name!r}")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
+class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
     """Choose dtypes for compute, reduction and outputs of a unit.
 
     Args:
@@ -111,13 +130,13 @@ def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> 
     return chosen is not None and chosen is not policy.param_dtype
 
 
-@dataclass(frozen=True)
-class OffloadPolicy:
+@dataclass(unsafe_hash=True)
+class OffloadPolicy(_Frozen, torch_modules.OffloadPolicy):
     """Keep shards where they are: no offloading."""
 
 
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
+@dataclass(unsafe_hash=True)
+class CPUOffloadPolicy(OffloadPolicy, torch_modules.CPUOffloadPolicy):
     """Keep shards, their gradients and so the optimizer's state in CPU memory.
 
     A group's shards are copied to the device before each all-gather (the next unit's beside the
@@ -160,8 +179,8 @@ class Residence:
         return self.is_away and pins and capabilities(self.compute).pins
 
 
-@dataclass(frozen=True)
-class DataParallelMeshDims:
+@dataclass(unsafe_hash=True)
+class DataParallelMeshDims(_Frozen, torch_modules.DataParallelMeshDims):
     """Name the dims of a full mesh that data parallelism uses; see ``dp_mesh_dims``.
 
     Args:
@@ -198,6 +217,37 @@ class DataParallelMeshDims:
     @property
     def replicate_names(self) -> tuple[str, ...]:
         return _names(self.replicate)
+
+
+_OF_TORCH: tuple[tuple[type, Callable[..., Any]], ...] = (
+    (torch_modules.MixedPrecisionPolicy, MixedPrecisionPolicy),
+    (torch_modules.CPUOffloadPolicy, CPUOffloadPolicy),  # before its base
+    (torch_modules.OffloadPolicy, OffloadPolicy),
+    (torch_modules.DataParallelMeshDims, DataParallelMeshDims),
+)
+
+
+def ours(policy: Any) -> Any:
+    """Return our policy for one of torch's, by its fields; anything else as it is.
+
+    Raises:
+        ConfigError: it says something that no field of ours does.
+    """
+    if isinstance(policy, MixedPrecisionPolicy | OffloadPolicy | DataParallelMeshDims):
+        return policy
+    for theirs, make in _OF_TORCH:
+        if not isinstance(policy, theirs):
+            continue
+        known = {one.name for one in dataclasses.fields(make)}  # type: ignore[arg-type]  # a class
+        said = {one: getattr(policy, one.name) for one in dataclasses.fields(policy)}  # type: ignore[arg-type]  # torch's are dataclasses
+        for one, value in said.items():
+            if one.name not in known and value != one.default:
+                raise ConfigError(
+                    f"fully_shard: found {one.name}={value!r} in a {type(policy).__name__}, which "
+                    "fsdp2 does not know. Leave it at its default."
+                )
+        return make(**{one.name: value for one, value in said.items() if one.name in known})
+    return policy
 
 
 @dataclass(frozen=True)

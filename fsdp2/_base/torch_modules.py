@@ -7,23 +7,31 @@ here knows what a unit or a group is.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed import fsdp as _fsdp
 from torch.distributed._composable.contract import (  # what `replicate` and the like read
     REGISTRY_KEY,
     STATE_KEY,
     RegistryItem,
 )
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as FSDPModule  # what isinstance checks ask about
+from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
 from torch.distributed.fsdp import fully_shard  # for its accessor alone
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
+
+from fsdp2._base.errors import ConfigError
 
 try:
     from torch.distributed.fsdp import (  # type: ignore[attr-defined]  # since torch 2.15
@@ -33,6 +41,31 @@ except ImportError:
 
     class GradientReductionHandle:  # type: ignore[no-redef]
         """Stands where torch has none yet."""
+
+
+try:
+    from torch.distributed.fsdp import (
+        DataParallelMeshDims as DataParallelMeshDims,  # since torch 2.12 or 2.13
+    )
+except ImportError:
+
+    class DataParallelMeshDims:  # type: ignore[no-redef]
+        """Stands where torch has none yet."""
+
+
+HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",  # of which the one above imports them
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+"""Modules of torch from which software imports the names of FSDP2: loaded now, see below."""
+
+for _home in HOMES:
+    importlib.import_module(_home)  # else the later ones would import ours from the first
+
+PUBLIC = {name: getattr(_fsdp, name) for name in _fsdp.__all__}
+"""Torch's own objects by their names, whatever stands in the homes later."""
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
@@ -52,13 +85,31 @@ def profiler_is_running() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
+class _Registry(dict[str, RegistryItem]):
+    """The composable APIs of one module, with a sentence for torch's own ``fully_shard``.
+
+    That one does not ask whether a module below is a unit of ours: it would shard its shards. It
+    asks each whether ``replicate`` was applied, as nothing else does by a function of this name.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        if sys._getframe(1).f_code.co_name == "_is_composable_with_fsdp":
+            raise ConfigError(
+                "torch's own fully_shard was called on a tree with a module that fsdp2 has "
+                "sharded, and cannot manage it. Use fsdp2.fully_shard for the whole tree: import "
+                "it from fsdp2, or call fsdp2.replace_torch() first."
+            )
+        return super().__contains__(name)
+
+
 def register_composable_name(module: nn.Module, name: str) -> None:
     """Enter a name in the registry of composable APIs, which ``replicate`` and the like read.
 
     The public decorator ``contract`` builds the state itself and checks every name of the tree
     again at each call, which costs quadratic time over a model's units.
     """
-    module.__dict__.setdefault(REGISTRY_KEY, {})[name] = RegistryItem()
+    known = module.__dict__.get(REGISTRY_KEY, {})
+    module.__dict__[REGISTRY_KEY] = _Registry({**known, name: RegistryItem()})
 
 
 def register_torch_state(module: nn.Module, state: object) -> None:

@@ -8,6 +8,19 @@ Some ranks may skip a conditional unit. So its hooks move nothing: the nearest u
 not conditional, its *owning unit*, moves its groups with its own, on every rank. ``own_groups`` is
 what the call of ``fully_shard`` made, ``groups`` is what this unit's hooks move. A unit inside a
 conditional one is conditional too.
+
+[Note: the state that torch's software asks for]
+``fully_shard.state(module)`` is a unit, by our accessor and by torch's. So a unit has what a stage
+of ``torch.distributed.pipelining`` reads. From torch 2.15 on a stage whose module is an
+``FSDPModule`` uses public methods: ``set_manual_backward_finalization``, ``finalize_backward``, and
+settings. With ``defer_reduce_grad_wait`` it compares ``_get_fsdp_state()._comm_ctx`` of its stages.
+Up to torch 2.14 it sets ``is_last_backward``, ``reshard_after_backward`` and
+``requires_gradient_sync`` to False before each backward of a microbatch, so gradients stay on the
+unsharded parameters. After the last one it sets all three to True, calls ``post_backward`` on each
+group that it finds under ``_state_ctx.all_states``, and then
+``_root_post_backward_final_callback``. No backward runs at that time, so no hook of ours would. The
+order of reductions is the runtime's to choose: the list of states is empty, and the callback is the
+end of a backward. What else torch's own state has, this one has not, and says so.
 """
 
 from __future__ import annotations
@@ -15,7 +28,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 import torch.nn as nn
@@ -46,6 +60,10 @@ class Tree(Protocol):
     def recover_if_failed(self) -> None: ...
 
     def recover(self) -> None: ...
+
+    def finalize(self) -> None: ...
+
+    def end_reductions(self) -> None: ...
 
 
 class Runner(Protocol):
@@ -78,6 +96,8 @@ class Calls:
 
 class Unit:
     """What one call of ``fully_shard`` made: its modules, its groups, its settings."""
+
+    _state_ctx = SimpleNamespace(all_states=())  # see [Note: the state that torch's software ...]
 
     def __init__(
         self,
@@ -267,6 +287,37 @@ class Unit:
             for group in self.own_groups:
                 if not any(param.is_on_meta for param in group.params):
                     group.inspect()
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what a pipeline's step accumulated, wait for it, and reshard, as settings say.
+
+        Raises:
+            StateError: a unit's part of the gradient is lost. See ``note_unsynced_backward``.
+        """
+        if self.runtime is not None:  # else no forward ran yet
+            self.runtime.finalize()
+            self.runtime.end_reductions()
+
+    @property
+    def _comm_ctx(self) -> Streams:
+        """An object that is another one for each root, unless roots share their streams."""
+        if self.runtime is not None:
+            return self.runtime.context.streams
+        if self.streams is None:
+            self.streams = streams_for(self.device)
+        return self.streams
+
+    if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Nothing has this name: it is one of torch's own state, if a tool asks for it."""
+            raise AttributeError(
+                f"the state of a module that fsdp2 has sharded has no {name!r}: it is not torch's "
+                "FSDPState. fsdp2.units(module) tells what is sharded and how, fsdp2.debug what a "
+                "step does.",
+                name=name,
+                obj=self,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""

@@ -15,10 +15,10 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed._composable.contract import _get_registry
 
 import fsdp2
 from fsdp2._api.settings import ControlSurface
-from fsdp2._engine.pipelining import StageState
 from fsdp2._engine.unit import Unit
 from tests._models import CASES, WIDTH, Block, seeded
 from tests._parity import assert_same_gradients, shard
@@ -76,12 +76,19 @@ def test_every_unit_is_recognised() -> None:
 
 
 @ranks(2)
-def test_torch_finds_a_state_and_ours_stays_a_unit() -> None:
-    """Torch's accessor returns what its pipelining reads; ours returns the unit."""
+def test_torch_and_users_find_one_state() -> None:
+    """Torch's accessor and ours return the unit, which has what torch's pipelining reads.
+
+    What else tools read of torch's own state is an error that says where to look.
+    """
     model = shard(seeded(CASES["stack"].build), CASES["stack"])
     for module in (model, *model.blocks):
-        assert type(accessor(module)) is StageState
-        assert type(fsdp2.fully_shard.state(module)) is Unit  # type: ignore[attr-defined]  # set on it
+        state = fsdp2.fully_shard.state(module)  # type: ignore[attr-defined]  # set on it
+        assert type(state) is Unit
+        assert accessor(module) is module._get_fsdp_state() is state
+        assert list(state._state_ctx.all_states) == []
+        with pytest.raises(AttributeError, match=r"no '_fsdp_param_group'.*fsdp2\.units\(module"):
+            _ = state._fsdp_param_group
     assert accessor(model.inp) is None
 
 
@@ -135,3 +142,16 @@ def test_two_libraries_on_one_module() -> None:
     with pytest.raises(AssertionError, match="has already been applied"):
         torch_fsdp.fully_shard(model)
     assert model(torch.ones(2, WIDTH)).shape == (2, 3)
+
+
+@ranks(2)
+def test_torchs_own_refuses_a_tree_with_units_of_ours() -> None:
+    """With a sentence; and what composable APIs ask besides is answered as before."""
+    model = nn.Sequential(nn.Linear(WIDTH, 3), nn.Sequential(nn.Linear(3, 3)))
+    fsdp2.fully_shard(model[1])
+    with pytest.raises(fsdp2.ConfigError, match=r"fsdp2 has sharded.*fsdp2\.replace_torch\(\)"):
+        torch_fsdp.fully_shard(model)
+    for module in (model[1], copy.deepcopy(model)[1]):
+        registry = _get_registry(module)
+        assert "fully_shard" in registry
+        assert "replicate" not in registry

@@ -1,0 +1,58 @@
+"""``python -m fsdp2 [-m] program args...``: run a program with fsdp2 in place of torch's FSDP2.
+
+The program is not changed: see ``fsdp2.replace_torch``. Python processes that it starts (launchers
+of ranks, ``multiprocessing`` that spawns) get the same. Under a launcher:
+``torchrun --nproc-per-node 8 -m fsdp2 train.py``, ``accelerate launch -m fsdp2 train.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import fsdp2
+from fsdp2._api.replacement import REPLACES
+
+USAGE = "usage: python -m fsdp2 [-m] program [arguments of the program]"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the program. Ends with 2 if there is none, else as the program does."""
+    is_module = list(arguments[:1]) == ["-m"]
+    program, *rest = arguments[is_module:] or [""]
+    if program in ("-h", "--help"):
+        print(f"{__doc__}\n{USAGE}")
+        return
+    if not program or program.startswith("-"):
+        _refuse(f"found {program or 'no program'}")
+    if not is_module and not Path(program).exists():
+        _refuse(f"found no file {program}; a module is named after -m")
+    fsdp2.replace_torch()
+    _reach_children()
+    sys.argv[:] = [program, *rest]
+    if is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    if not getattr(sys.flags, "safe_path", False):  # as Python itself does, for scripts
+        sys.path[0] = str(Path(program).resolve().parent)
+    runpy.run_path(program, run_name="__main__")
+
+
+def _refuse(what: str) -> NoReturn:
+    print(f"{USAGE}\npython -m fsdp2: {what}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _reach_children() -> None:
+    startup = str(Path(fsdp2.__file__).parent / "_startup")
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([startup, *(p for p in known if p and p != startup)])
+    os.environ[REPLACES] = "1"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

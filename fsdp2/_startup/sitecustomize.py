@@ -1,0 +1,50 @@
+"""What ``python -m fsdp2`` lets the Python processes that its program starts begin with.
+
+Its folder is in their ``PYTHONPATH``, and Python imports this name by itself. It must not import
+torch, which most processes never do, and it must not be in the way of another file of its name.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+
+
+class _AfterTorch:
+    """Import fsdp2 right behind ``torch.distributed.fsdp``; then it replaces the names there."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch.distributed.fsdp" or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            load = loader.exec_module
+
+            def load_and_import(module: ModuleType) -> None:
+                load(module)
+                importlib.import_module("fsdp2")
+
+            loader.exec_module = load_and_import
+        return spec
+
+
+def _run_the_next_of_this_name() -> None:
+    rest = [part for part in sys.path if Path(part or os.curdir).resolve() != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", rest)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+_run_the_next_of_this_name()
+if os.environ.get("FSDP2_REPLACE_TORCH") == "1":
+    sys.meta_path.insert(0, _AfterTorch())
