@@ -1,7 +1,7 @@
 # Sourced by the other scripts: goes to the repository root and finds or makes an environment.
 #
 #   . scripts/_setup.sh; use_environment test|dev      sets $python
-#   add_ecosystem                                      adds transformers and peft to it, or fails
+#   use_clients                                        the same, with the libraries of scripts/clients.txt, or fails
 #
 # The environment is .venv in the root. A script whose first argument is --torch VERSION gets one of that version of
 # torch in .venvs instead; the option is taken away from its arguments here, so every script has it. Set FSDP2_PYTHON
@@ -87,7 +87,7 @@ use_interpreter() {
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-fingerprint() { cat pyproject.toml scripts/_setup.sh | cksum; }
+fingerprint() { cat pyproject.toml scripts/_setup.sh scripts/clients.txt | cksum; }
 
 # What `dev` installs includes what `test` does.
 is_set_up() {
@@ -138,30 +138,46 @@ pip_install() {
     exit 1
 }
 
-# Other libraries may be out of reach where torch is not: this says why and returns, it does not end the script.
-# Whatever they ask for, the torch that is tested stays.
-add_ecosystem() {
-    local torch
+# Other libraries may be out of reach where torch is not: this says which and goes on, and returns 1 if there are none.
+# They have an environment of their own, and whatever they ask for, the torch that is tested stays.
+use_clients() {
+    local line torch found=""
     if [ -n "${FSDP2_PYTHON:-}" ]; then
-        "$python" -c 'import transformers, peft' && return
-        say "FSDP2_PYTHON is $python, which is used as it is, and it cannot import transformers and peft"
+        use_interpreter "$FSDP2_PYTHON"
+        "$python" -c 'import transformers' && return
+        say "FSDP2_PYTHON is $python, which is used as it is, and it cannot import transformers"
         return 1
     fi
+    environment=".venvs/clients${torch_release:+-torch-$torch_release}"
+    use_environment test
     if command -v flock >/dev/null; then
         exec 9>"$environment/.lock"
         flock 9
     fi
-    if [ "$(cat "$environment/.set-up-ecosystem" 2>/dev/null)" != "$(fingerprint)" ]; then
-        say "adding transformers and peft to $environment"
+    if [ "$(cat "$environment/.set-up-clients" 2>/dev/null)" != "$(fingerprint)" ]; then
+        say "adding the libraries of scripts/clients.txt to $environment"
         torch="$("$python" -c 'from importlib.metadata import version; print(version("torch"))')"
         printf 'torch==%s\n' "$torch" >"$environment/constraints.txt"
-        if ! "$python" -m pip install --quiet --disable-pip-version-check -c "$environment/constraints.txt" \
-            -e ".[ecosystem]"; then
-            exec 9>&-
-            say "pip could not install them beside torch $torch; its messages are above"
-            return 1
+        if add_clients -r scripts/clients.txt; then
+            found=all
+        else
+            say "pip could not install them together beside torch $torch; its messages are above. One by one:"
+            while read -r line; do
+                if add_clients "$line"; then
+                    found="$line"
+                else
+                    say "cannot be had: $line"
+                fi
+            done < <(grep -v '^#' scripts/clients.txt)
         fi
-        fingerprint >"$environment/.set-up-ecosystem"
+        [ -z "$found" ] || fingerprint >"$environment/.set-up-clients"
+    else
+        found=before
     fi
     exec 9>&-
+    [ -n "$found" ]
+}
+
+add_clients() {
+    "$python" -m pip install --quiet --disable-pip-version-check -c "$environment/constraints.txt" "$@"
 }

@@ -40,7 +40,8 @@ esac
 def checkout(tmp_path: Path) -> Path:
     """A folder with what the script reads, and an interpreter that installs nothing."""
     (tmp_path / "scripts").mkdir()
-    shutil.copy(SCRIPTS / "_setup.sh", tmp_path / "scripts")
+    for name in ("_setup.sh", "clients.txt"):
+        shutil.copy(SCRIPTS / name, tmp_path / "scripts")
     (tmp_path / "pyproject.toml").write_text("")
     interpreter = tmp_path / "interpreter"
     interpreter.write_text(INTERPRETER)
@@ -118,3 +119,32 @@ def test_pip_refuses_a_version(checkout: Path) -> None:
     assert "PIP_CONFIG_FILE=/dev/null" in ended.stderr
     (checkout / "refuse").unlink()
     assert run(checkout, "--torch", "2.15").returncode == 0
+
+
+CLIENTS = """\
+set -euo pipefail
+. scripts/_setup.sh
+use_clients && echo "$python"
+"""
+
+
+def test_libraries_of_clients_are_apart(checkout: Path) -> None:
+    """They have an environment of their own; one that cannot be had is named, the others stay."""
+    (checkout / "program").write_text(CLIENTS)
+    for _ in range(2):
+        ended = run(checkout)
+        assert ended.stdout == f"{checkout}/.venvs/clients/bin/python\n", ended.stderr
+    installed = (checkout / "installed.txt").read_text().splitlines()
+    assert len(installed) == 3
+    assert installed[-1].endswith("-c .venvs/clients/constraints.txt -r scripts/clients.txt")
+
+
+def test_a_library_that_cannot_be_had(checkout: Path) -> None:
+    (checkout / "program").write_text(CLIENTS)
+    interpreter = checkout / "interpreter"
+    refusing = 'case "$*" in *clients.txt | *torchtitan*) exit 1 ;; esac\ncase "$*" in'
+    interpreter.write_text(INTERPRETER.replace('case "$*" in', refusing, 1))
+    ended = run(checkout)
+    assert ended.returncode == 0, ended.stderr
+    assert "cannot be had: torchtitan==" in ended.stderr
+    assert "cannot be had: transformers" not in ended.stderr
