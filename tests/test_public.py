@@ -119,11 +119,11 @@ fully_shard(module,
     reduce_dtype=None,
     output_dtype=None,
     cast_forward_inputs=True,
+    param_dtype_override_fn=None,
     cast_root_forward_inputs=False,
     buffer_dtype=None,
     keep_low_precision_grads=False,
-    full_precision_in_eval=False,
-    param_dtype_override_fn=None),
+    full_precision_in_eval=False),
     offload_policy=OffloadPolicy(),
     ignored_params=None,
     dp_mesh_dims=None,
@@ -136,11 +136,11 @@ MixedPrecisionPolicy(param_dtype=None,
     output_dtype=None,
     cast_forward_inputs=True,
     *,
+    param_dtype_override_fn=None,
     cast_root_forward_inputs=False,
     buffer_dtype=None,
     keep_low_precision_grads=False,
-    full_precision_in_eval=False,
-    param_dtype_override_fn=None)
+    full_precision_in_eval=False)
 OffloadPolicy()
 CPUOffloadPolicy(pin_memory=True)
 DataParallelMeshDims(shard=None, replicate=None)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn as nn
@@ -37,8 +37,10 @@ def _require(is_fine: bool, policy: object, name: str, expected: str) -> None:
 class _Frozen:
     """Sets each field once. Torch's classes are not frozen, so dataclasses on them cannot be."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
     def __setattr__(self, name: str, value: object) -> None:
-        if name in self.__dict__:
+        if name in self.__dict__ or name not in self.__dataclass_fields__:
             raise FrozenInstanceError(f"cannot assign to field {name!r}")
         super().__setattr__(name, value)
 
@@ -93,13 +95,13 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )  # the first of the keywords, as where torch's class has it
     cast_root_forward_inputs: bool = field(default=False, kw_only=True)
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
     keep_low_precision_grads: bool = field(default=False, kw_only=True)
     full_precision_in_eval: bool = field(default=False, kw_only=True)
-    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
-        default=None, kw_only=True
-    )
 
     def __post_init__(self) -> None:
         for name in _DTYPES:

@@ -32,6 +32,8 @@ class _AfterTorch:
 
             def load_and_import(module: ModuleType) -> None:
                 load(module)
+                if importlib.util.find_spec("fsdp2") is None:  # the parent had it in its folder
+                    sys.path.append(str(_HERE.parent.parent))
                 importlib.import_module("fsdp2")
 
             loader.exec_module = load_and_import
