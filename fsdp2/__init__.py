@@ -26,6 +26,7 @@ from fsdp2._base.policy import (
 )
 from fsdp2._comm.collectives import AllGather, Comm, ReduceScatter
 from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
+from fsdp2._plan.plan import Collective, GroupPlan, MemoryPoint, Plan, StepPlan, plan
 from fsdp2._transfer.full_params import full_params
 from fsdp2._transfer.materialize import materialize
 from fsdp2._transfer.summon import summon_full_params
@@ -35,6 +36,7 @@ from fsdp2.optim._clip import clip_grad_norm_
 __all__ = [
     "AllGather",
     "CPUOffloadPolicy",
+    "Collective",
     "Comm",
     "CompiledModel",
     "Compress",
@@ -44,12 +46,16 @@ __all__ = [
     "FSDPModule",
     "GradientReductionHandle",
     "GroupInfo",
+    "GroupPlan",
+    "MemoryPoint",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Plan",
     "ReduceScatter",
     "ShardInfo",
     "ShardPlacementResult",
     "StateError",
+    "StepPlan",
     "UnitInfo",
     "UnshardHandle",
     "UnsupportedError",
@@ -59,6 +65,7 @@ __all__ = [
     "fully_shard",
     "materialize",
     "no_sync",
+    "plan",
     "register_comm_hook",
     "register_fsdp_forward_method",
     "replace_torch",

@@ -47,6 +47,7 @@ def test_all() -> None:
         """\
 AllGather
 CPUOffloadPolicy
+Collective
 Comm
 CompiledModel
 Compress
@@ -56,12 +57,16 @@ FSDPError
 FSDPModule
 GradientReductionHandle
 GroupInfo
+GroupPlan
+MemoryPoint
 MixedPrecisionPolicy
 OffloadPolicy
+Plan
 ReduceScatter
 ShardInfo
 ShardPlacementResult
 StateError
+StepPlan
 UnitInfo
 UnshardHandle
 UnsupportedError
@@ -71,6 +76,7 @@ full_params
 fully_shard
 materialize
 no_sync
+plan
 register_comm_hook
 register_fsdp_forward_method
 replace_torch

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.meta_utils import MetaTensorDescriber  # `import torch` loads it
 from torch.distributed._functional_collectives import (
@@ -208,3 +210,42 @@ is_wrapper_subclass: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subcl
 def is_on_its_way(tensor: torch.Tensor) -> bool:
     """True for the result of a functional collective, which is a plain tensor once it is read."""
     return isinstance(tensor, AsyncCollectiveTensor)
+
+
+# Meshes of ranks that do not exist: no public way makes one without process groups.
+
+
+class ImaginedGroup(dist.ProcessGroup):
+    """Ranks in number: nothing can be sent."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # an overload the stub lacks
+
+    def __reduce__(self) -> tuple[type[ImaginedGroup], tuple[int, int]]:
+        return ImaginedGroup, (self.rank(), self.size())
+
+
+class ImaginedMesh(DeviceMesh):
+    """A mesh whose process groups are imagined."""
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        place = self.get_coordinate()
+        assert place is not None
+        return place[self._place_of(mesh_dim)]
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        dim = self._place_of(mesh_dim)
+        groups = self.__dict__.setdefault("_fsdp2_groups", {})
+        if dim not in groups:
+            groups[dim] = ImaginedGroup(self.get_local_rank(dim), self.size(dim))
+        group: dist.ProcessGroup = groups[dim]
+        return group
+
+    def _place_of(self, dim: int | str | None) -> int:
+        return (self.mesh_dim_names or ()).index(dim) if isinstance(dim, str) else dim or 0
+
+
+def imagined_mesh(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> ImaginedMesh:
+    """Return a mesh on the CPU as one of its ranks would see it."""
+    ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
+    return ImaginedMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)

@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _disable_current_modes,  # the test torch itself uses
 )
 from torch.utils.checkpoint import (  # what selective checkpointing sees operations with
@@ -21,8 +23,17 @@ from torch.utils.checkpoint import (  # what selective checkpointing sees operat
     _CachingTorchDispatchMode,
 )
 
+DispatchMode = TorchDispatchMode
+"""Base of what sees every operation; the public name of it is no documented one."""
+
 hidden_from_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 """Run what is inside where no dispatch mode (a counter, a tracer) sees it."""
+
+
+def without_memory() -> AbstractContextManager[Any]:
+    """Make fake tensors inside: shapes, dtypes and devices, but no values."""
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
 
 
 def has_real_memory() -> bool:

@@ -21,6 +21,10 @@ def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None
     torch._chunk_cat(tensors, 0, size, out=out)
 
 
+CHUNK_CATS = (torch.ops.aten._chunk_cat.default, torch.ops.aten._chunk_cat.out)
+"""What that is to a dispatch mode. On a CPU it takes memory that no output shows."""
+
+
 def by_kind(
     tensors: Iterable[torch.Tensor],
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:

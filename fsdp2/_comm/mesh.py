@@ -60,12 +60,17 @@ class MeshAxis:
     @property
     def is_real(self) -> bool:
         """True if torch.distributed carries what is sent over it; tests join ranks otherwise."""
-        return isinstance(self.pg, dist.ProcessGroup)
+        return isinstance(self.pg, dist.ProcessGroup) and not self.is_imagined
+
+    @property
+    def is_imagined(self) -> bool:
+        """True if there are no ranks: somebody plans."""
+        return isinstance(self.pg, torch_dtensor.ImaginedGroup)
 
     @property
     def global_ranks(self) -> list[int]:
         """Ranks of the axis, as the whole program counts them."""
-        if isinstance(self.pg, dist.ProcessGroup):
+        if isinstance(self.pg, dist.ProcessGroup) and self.is_real:
             return dist.get_process_group_ranks(self.pg)
         return list(range(self.size))
 

@@ -138,6 +138,11 @@ class Parts:
             exchange.enroll(fqn)
 
     @property
+    def can_agree(self) -> bool:
+        """True if ranks can tell each other: not where tensors are fake, and ranks are not."""
+        return torch_modes.has_real_memory() or all(e.is_imagined for e in self._exchanges)
+
+    @property
     def all_sync(self) -> bool:
         return all(part.group.settings.reduce_grads for part in self._of.values())
 
@@ -207,7 +212,9 @@ class PartExchange:
 
     def __init__(self, data: DataMesh, parts: Sequence[Part]) -> None:
         self._parts = parts
-        self._axes = [axis for axis in (data.shard, data.replicate) if axis.size > 1]
+        axes = [axis for axis in (data.shard, data.replicate) if axis.size > 1]
+        self.is_imagined = any(axis.is_imagined for axis in axes)
+        self._axes = [] if self.is_imagined else axes  # imagined ranks know what this one knows
         self._wire = Wire()
         self._stamps: dict[MeshAxis, Stamp] = {}
 

@@ -355,7 +355,7 @@ class Runtime:
         """True if ranks exchange what they know of the parts at the end of this backward."""
         if parts.is_off or self.backward.with_graph or not parts.all_sync:
             return False
-        return (self._agrees or not parts.are_known) and torch_modes.has_real_memory()
+        return (self._agrees or not parts.are_known) and parts.can_agree
 
     def _tells_of_more(self, parts: Parts, group: ParamGroup) -> bool:
         """True of a part that this backward reduced, if an exchange tells what came later."""

@@ -1,0 +1,1 @@
+"""What a sharded model will do, before there are ranks: see ``plan``."""

@@ -1,0 +1,227 @@
+"""Promise: what `fsdp2.plan` tells of a step, without ranks, is what real ranks do and hold."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import fsdp2
+from benchmarks.peak import DONE, FORWARD_DONE, STARTED, read
+from fsdp2 import ConfigError, UnsupportedError
+from fsdp2._base import events
+from tests._meshes import shared_mesh
+from tests._models import CASES, seeded
+from tests._parity import shard
+from tests._pool import ranks
+from tests._slow import with_slow
+
+FP32, BF16 = torch.float32, torch.bfloat16
+LENGTH = 48
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Large parts below the root, which are groups of their own, and sizes that nothing divides."""
+
+    def __init__(self, width: int = 157, vocabulary: int = 2003) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"mp_policy": fsdp2.MixedPrecisionPolicy(BF16, FP32)},
+    "kept": {"reshard_after_forward": False},
+    "resharded": {"reshard_after_forward": True},
+    "low": {"memory": "low"},
+    "fast": {"memory": "fast"},
+    "bf16_fast": {"mp_policy": fsdp2.MixedPrecisionPolicy(BF16), "memory": "fast"},
+    "offload": {"offload_policy": fsdp2.CPUOffloadPolicy()},
+}
+
+
+def real_step(
+    model: nn.Module, batch: torch.Tensor, steps: int = 3
+) -> tuple[list[events.Event], int]:
+    """Run steps; return the last one's events, and its peak above its start by the allocator."""
+    seen: list[events.Event] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for _ in range(steps):
+            model.zero_grad()
+            gc.collect()
+            seen.clear()
+            with record_function(STARTED):
+                pass
+            with events.listen(seen.append):
+                loss = model(batch).float().mean()
+                with record_function(FORWARD_DONE):
+                    pass
+                loss.backward()
+            del loss
+            with record_function(DONE):
+                pass
+    return seen, read(profiler).highest
+
+
+def check_step(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
+    model, batch = seeded(Model), torch.zeros(2, LENGTH, dtype=torch.long)
+    policy = {Block}
+    found = fsdp2.plan(
+        model, mesh=shape, policy=policy, batch=batch, rank=dist.get_rank(), **settings
+    )
+    assert not any(isinstance(module, fsdp2.FSDPModule) for module in model.modules())
+    given = dict(settings)
+    memory = given.pop("memory", None)
+    names = ("replicate", "shard")[-len(shape) :]
+    fsdp2.wrap.shard_model(model, policy, mesh=shared_mesh(shape, names), **given)
+    if memory is not None:
+        model.set_memory(memory)
+    seen, peak = real_step(model, batch)
+    assert found.step is not None
+    assert list(map(str, found.step.events)) == list(map(str, seen))
+    for planned, real in zip(found.step.events, seen, strict=True):
+        assert planned == real
+    planned_peak = found.step.peak_nbytes - found.step.start_nbytes
+    assert abs(planned_peak - peak) <= 0.03 * peak, f"{planned_peak} planned, {peak} measured"
+
+
+@pytest.mark.parametrize("name", with_slow(SETTINGS, ["fp32", "bf16_fast"]))
+@ranks(2)
+def test_a_step_on_two_ranks(name: str) -> None:
+    """Order, bytes and units of all events are equal; the peak of memory is within 3 %."""
+    check_step((2,), SETTINGS[name])
+
+
+@pytest.mark.parametrize("name", with_slow(["fp32", "bf16", "fast"]))
+@ranks(3)
+def test_a_step_on_three_ranks(name: str) -> None:
+    check_step((3,), SETTINGS[name])
+
+
+@pytest.mark.parametrize("name", with_slow(["fp32", "bf16", "low"], ["bf16"]))
+@ranks(4)
+def test_a_step_on_replicas(name: str) -> None:
+    check_step((2, 2), SETTINGS[name])
+
+
+ODD = ["stack", "one_row", "few_rows", "scalars", "mixed_dtypes", "partly_frozen", "tied_lm"]
+
+
+@pytest.mark.parametrize("name", with_slow([*ODD, "nested_units", "shared_block"], ["stack"]))
+@ranks(3)
+def test_shards_of_any_model(name: str) -> None:
+    """Bytes of shards and gradients are those that a rank of a sharded model holds."""
+    case = CASES[name]
+    model = seeded(case.build)
+    units = set(case.units(model))
+    found = fsdp2.plan(model, mesh=3, policy=lambda module: module in units, rank=dist.get_rank())
+    shard(model, case)
+    groups = [group for unit in fsdp2.units(model) for group in unit.groups]
+    assert sum(group.parameters for group in found.groups) == sum(len(g.shards) for g in groups)
+    assert sum(group.shard_nbytes for group in found.groups) == sum(g.nbytes for g in groups)
+    local = [p.to_local() for p in model.parameters() if p.requires_grad]
+    assert sum(group.grad_nbytes for group in found.groups) == sum(p.nbytes for p in local)
+
+
+@ranks(2)
+def test_an_optimizer_is_counted() -> None:
+    model, batch = seeded(Model), torch.zeros(2, LENGTH, dtype=torch.long)
+    plain, found = (
+        fsdp2.plan(model, mesh=2, policy={Block}, batch=batch, optimizer=make).step
+        for make in (None, torch.optim.AdamW)
+    )
+    assert plain is not None
+    assert found is not None
+    fsdp2.wrap.shard_model(model, {Block})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch).mean().backward()
+    optimizer.step()
+    state = [s for kept in optimizer.state.values() for s in kept.values()]
+    local = [s.to_local() if hasattr(s, "to_local") else s for s in state]
+    if dist.get_rank() == 0:
+        assert found.optimizer_nbytes == sum(s.nbytes for s in local)
+    assert found.start_nbytes - plain.start_nbytes == found.optimizer_nbytes
+
+
+def test_many_ranks_without_any(capfd: pytest.CaptureFixture[str]) -> None:
+    """A billion parameters over 100,000 ranks: no process group, no memory for them."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with torch.device("meta"):
+        model = Model(width=8192, vocabulary=64000)
+    batch = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
+    found = fsdp2.plan(model, mesh=(100, 1000), policy={Block}, batch=batch)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert not dist.is_initialized()
+    assert sum(group.numel for group in found.groups) > 2**30
+    assert grown < 500_000, f"{grown} KiB"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "100,000 ranks (100 x 1000)" in text
+    assert "blocks.0 (3 times)" in text
+    kinds = {one.kind for one in found.step.collectives}  # type: ignore[union-attr]  # a batch
+    assert kinds == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def test_padding_is_told() -> None:
+    """1001 ranks of 2002 rows pad nothing; 1003 hold two rows each, of which four are padding."""
+    model = nn.Linear(7, 2002, bias=False)
+    assert fsdp2.plan(model, mesh=1001).groups[0].padding_nbytes == 0
+    assert fsdp2.plan(model, mesh=1003).groups[0].padding_nbytes == 4 * 7 * 4
+
+
+def test_a_plan_without_a_batch_has_no_step() -> None:
+    found = fsdp2.plan(Model(), mesh=8, policy={Block}, mp_policy=SETTINGS["bf16"]["mp_policy"])
+    assert found.step is None
+    assert [group.name for group in found.groups][-1].startswith("blocks")
+    assert "a step" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mesh": 0}, "mesh"),
+        ({"mesh": (2, 2, 2)}, r"expected mesh to be a number of ranks, or \(replicate, shard\)"),
+        ({"mesh": "8"}, "expected mesh to be a number of ranks"),
+        ({"mesh": 1 << 21}, "1 to 1048576 ranks"),
+        ({"rank": 4}, "rank to be one of 4 ranks"),
+        ({"unknown": 1}, "unknown"),
+        ({"batch": torch.zeros(2, 13), "loss": None, "model": nn.Identity()}, "no tensor with a"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Any], words: str) -> None:
+    given = {"model": nn.Linear(13, 3), "mesh": 4, **change}
+    with pytest.raises((ConfigError, TypeError), match=words):
+        fsdp2.plan(given.pop("model"), **given)
+
+
+@ranks(2)
+def test_a_model_that_is_sharded_or_tensor_parallel() -> None:
+    model = fsdp2.fully_shard(nn.Linear(13, 3))
+    with pytest.raises(UnsupportedError, match=r"plan: <root> is sharded already"):
+        fsdp2.plan(model, mesh=2)
