@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 import fsdp2
+from tests._models import TORCH_2_13
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import ADAMW, learn, train, training
 
 ROUNDS = 1e-5  # what Adam makes of gradients that differ in their last bit
+READS_STEPS = (
+    "" if TORCH_2_13 else "torch 2.11 counts Adam's steps on the host on a device it does not know"
+)
 READS = "clip_grad_norm_ with error_if_nonfinite reads the norm on the host"
 
 
@@ -19,12 +23,12 @@ def local(kind: Any, **options: Any) -> Any:
     return functools.partial(fsdp2.optim.local, kind, **options)
 
 
-@scenario(2, tolerance=ROUNDS)
+@scenario(2, tolerance=ROUNDS, may_wait=READS_STEPS)
 def adamw(world: World) -> Values:
     return train(world, optimizer=ADAMW)
 
 
-@scenario(2, tolerance=ROUNDS)
+@scenario(2, tolerance=ROUNDS, may_wait=READS_STEPS)
 def local_adamw(world: World) -> Values:
     return train(world, optimizer=local(torch.optim.AdamW, eps=1e-3))
 
