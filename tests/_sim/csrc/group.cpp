@@ -13,22 +13,10 @@
 #include <cstring>
 #include <functional>
 #include <optional>
-#include <type_traits>
-
-namespace c10d {
-struct NCCLPreMulSumSupplement;  // what a factor of a sum lies in: up to torch 2.11 or 2.12
-struct PreMulSumSupplement;      // and since then
-}  // namespace c10d
 
 namespace sim {
 
 namespace {
-
-template <typename T, typename = void>
-struct IsDefined : std::false_type {};
-template <typename T>
-struct IsDefined<T, std::void_t<decltype(sizeof(T))>> : std::true_type {};
-using Factor = std::conditional_t<IsDefined<c10d::PreMulSumSupplement>::value, c10d::PreMulSumSupplement, c10d::NCCLPreMulSumSupplement>;
 
 using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -369,7 +357,7 @@ class SimGroup final : public c10d::Backend {
         rows = rows.mul(1.0 / getSize());
         return sum(rows);
       case c10d::ReduceOp::PREMUL_SUM: {
-        auto* factor = static_cast<Factor*>(op.supplement_.get());
+        auto* factor = static_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());  // 2.11's name, kept since
         if (!factor->tensor_factor.defined()) return sum(rows.mul(factor->double_factor));
         return sum(rows.mul(host_of(factor->tensor_factor)));
       }
