@@ -177,9 +177,16 @@ def map_state(
     }
 
 
-def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` under names."""
-    return renamed(optimizer.state_dict(), dict(enumerate(ordered_names(model, optimizer))))
+def named_state(
+    model: nn.Module, optimizer: Optimizer, *, is_local: bool = False
+) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()`` under names.
+
+    ``is_local``: with what only this rank can load, where the optimizer tells that apart.
+    """
+    take = getattr(optimizer, "local_state_dict", None) if is_local else None
+    state = (take or optimizer.state_dict)()
+    return renamed(state, dict(enumerate(ordered_names(model, optimizer))))
 
 
 def matched_groups(

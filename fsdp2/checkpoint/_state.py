@@ -183,7 +183,7 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
     """
     check("local_state", model, optimizer)
     require_idle(model, "local_state")
-    state = sharded_state(model, optimizer)
+    state: dict[str, Any] = {"model": cleaned(model.state_dict())}
     layout: dict[str, Any] = {}
 
     def cut(name: str, value: Any) -> Any:
@@ -198,7 +198,7 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
         "model": {name: cut(name, value) for name, value in state["model"].items()}
     }
     if optimizer is not None:
-        named = state["optimizer"]
+        named = named_state(model, optimizer, is_local=True)
         values = map_state(lambda name, key, t: cut(f"{name}.{key}", t), named["state"])
         result["optimizer"] = {**named, "state": values}
     return {**result, "layout": layout}

@@ -7,6 +7,7 @@ around a step. Which parameters step as one tensor is decided in ``_runs``.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from fsdp2._base import torch_compiler, torch_dtensor, torch_tensors
 from fsdp2._base.arguments import check_flag, check_function, translated, wrong_type
 from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
 from fsdp2.optim._fused import VARIANTS, FusedAdam
-from fsdp2.optim._runs import StepPlan, Table
+from fsdp2.optim._runs import Granule, StepPlan, Table
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -39,10 +40,18 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 """What one element becomes depends on that element's parameter, gradient and state alone."""
 
+MIXING: tuple[type[Optimizer], ...] = (
+    torch.optim.Adafactor,
+    torch.optim.LBFGS,
+    torch.optim.Muon,
+)
+"""What one element becomes depends on others, or on the loss: nobody can vouch for these."""
+
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 """States of these classes that are 0-dim whatever the parameter is."""
 
 CACHE_LINE_NBYTES = 64
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 Groups = list[dict[str, Any]]
 
@@ -74,15 +83,20 @@ def local(
         cls: SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or Rprop of
             ``torch.optim``; any other class only with ``elementwise=True``.
         params: as ``cls`` takes them; sharded, tensor-parallel and plain parameters of any dtype.
-        elementwise: vouch for a class of your own. It must compute each element from that
-            element's parameter, gradient and states alone, keep states either in the parameter's
-            shape or 0-dim, and keep nothing else about parameters between steps.
+        elementwise: vouch for a class of your own, or of another library. It must compute each
+            element from that element's parameter, gradient and states alone, and keep nothing
+            about parameters between steps but its states. Its first step runs parameter by
+            parameter; if it keeps states in the parameter's shape or 0-dim, and in plain tensors,
+            neighbours step as one from then on. Other states (scales of blocks of an 8-bit
+            optimizer) belong to this rank's shards: ``state_dict()`` refuses them, and
+            ``local_state_dict()`` or ``fsdp2.checkpoint.local_state`` is how to save them.
         kwargs: the arguments of ``cls``.
 
     Raises:
-        ConfigError: a class that is not known to be element-wise; what a class of ``torch.optim``
-            refuses.
-        UnsupportedError: ``capturable=True`` or ``differentiable=True``.
+        ConfigError: a class that is not known to be element-wise, or known not to be; what a class
+            of ``torch.optim`` refuses.
+        UnsupportedError: ``capturable=True`` or ``differentiable=True``; a class whose ``step``
+            must be given a closure, because it computes the loss in the middle of a step.
 
     Source: the optimizers of ``torch.optim``; only where their values lie is our choice.
     """
@@ -90,14 +104,7 @@ def local(
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise wrong_type(who, "cls", "a subclass of torch.optim.Optimizer", cls)
     check_flag(who, "elementwise", elementwise)
-    if cls not in ELEMENTWISE and not elementwise:
-        known = ", ".join(c.__name__ for c in ELEMENTWISE)
-        raise ConfigError(
-            f"fsdp2.optim.local: {cls.__name__} is not known to be element-wise, and on local "
-            f"shards only element-wise optimizers compute what they compute on whole parameters. "
-            f"Use one of {known}; use {cls.__name__} itself on the DTensors; or, for a class of "
-            "your own that is element-wise, pass elementwise=True."
-        )
+    _check_class(cls, elementwise)
     try:
         optimizer = _local_class(cls)(params, **kwargs)
         _check_groups(cls, optimizer.param_groups)
@@ -108,6 +115,31 @@ def local(
             raise
         raise translated(f"{who}: {cls.__name__} refused its arguments", error) from error
     return optimizer
+
+
+def _check_class(cls: type[Optimizer], is_vouched_for: bool) -> None:
+    """Refuse a class that would compute something else on shards."""
+    if cls in ELEMENTWISE:
+        return
+    if not is_vouched_for or cls in MIXING:
+        known = ", ".join(c.__name__ for c in ELEMENTWISE)
+        way = (
+            "no elementwise=True changes that."
+            if cls in MIXING
+            else "or, for a class that is element-wise, pass elementwise=True."
+        )
+        raise ConfigError(
+            f"fsdp2.optim.local: {cls.__name__} is not known to be element-wise, and on local "
+            f"shards only element-wise optimizers compute what they compute on whole parameters. "
+            f"Use one of {known}; use {cls.__name__} itself on the DTensors; {way}"
+        )
+    closure = [*inspect.signature(cls.step).parameters.values()][1:2]
+    if closure and closure[0].default is closure[0].empty and closure[0].kind in POSITIONAL:
+        raise UnsupportedError(
+            f"fsdp2.optim.local: {cls.__name__}.step must be given a closure, so it computes the "
+            "loss in the middle of a step, and a step on local shards takes gradients that are "
+            f"there before it. Use {cls.__name__} itself on the DTensors."
+        )
 
 
 class LocalOptimizer:
@@ -123,6 +155,7 @@ class LocalOptimizer:
     _kernels: list[FusedAdam]
     _inside: Table | None
     _known: set[int]
+    _joins: bool
     param_groups: Groups
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LocalOptimizer:
@@ -131,6 +164,9 @@ class LocalOptimizer:
         self._plans = self._inside = None
         self._kernels = []
         self._known = set()
+        # [Note: states of classes that were vouched for]
+        # Neighbours step as one once a step has shown that states can be told apart again.
+        self._joins = self._plain_class in ELEMENTWISE
         return self
 
     @property
@@ -222,7 +258,34 @@ class LocalOptimizer:
                 self._step_with(plans, groups, grads)
             for plan in plans:
                 increment_version(plan.written)
+            if not self._joins and all(plan.has_parts() for plan in plans):
+                self._joins = True
+                self._publish()  # the next step plans anew
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the plain optimizer's ``state_dict`` returns, with ``DTensor``s.
+
+        Raises:
+            UnsupportedError: a state belongs to this rank's shards and says nothing on others.
+        """
+        for param, entry in self.state.items():
+            if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+                continue
+            for key, value in entry.items():
+                if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
+                    raise UnsupportedError(
+                        f"fsdp2.optim.local({self._plain_class.__name__}): state_dict: {key} has "
+                        f"the shape {tuple(value.shape)} and is this rank's own, for the shard "
+                        f"{tuple(torch_dtensor.local_tensor(param).shape)} of a parameter. A whole "
+                        "or a sharded checkpoint would give it to other ranks. Save "
+                        "fsdp2.checkpoint.local_state(model, optimizer) on each rank."
+                    )
+        return self.local_state_dict()
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return ``state_dict()`` with what is this rank's own, which loads on this rank only."""
+        return cast(Any, super()).state_dict()  # type: ignore[no-any-return]  # of the class
 
     @torch_compiler.always_eager
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -307,11 +370,13 @@ class LocalOptimizer:
             self._publish()
         plans, grads = [], []
         for group in groups:
-            granule = functools.partial(_granule, bool(group.get("fused")))
+            granule: Granule = functools.partial(_granule, bool(group.get("fused")))
+            if not self._joins:  # [Note: states of classes that were vouched for]
+                granule = _never
             plan = StepPlan(group["params"], self._table, granule, self._known)
             own = plan.gradients(group["params"])
             if own is None:  # gradients that must be redistributed
-                plan = StepPlan(group["params"], self._table, lambda _: 0, self._known)
+                plan = StepPlan(group["params"], self._table, _never, self._known)
                 own = plan.loose_gradients()
             plans.append(plan)
             grads += own
@@ -393,6 +458,11 @@ def _laid_like(tensor: Tensor, grad: Tensor) -> Tensor:
     if grad.stride() == tensor.stride():
         return grad
     return torch.empty_like(tensor, dtype=grad.dtype).copy_(grad)
+
+
+def _never(tensor: Tensor) -> int:
+    """Say that every parameter steps alone. See ``Granule``."""
+    return 0
 
 
 def _granule(is_fused: bool, tensor: Tensor) -> int:

@@ -190,8 +190,17 @@ class Run:
             part, torch_dtensor.spec_like(member.param, part.dtype), like=like
         )
 
+    def has_parts(self) -> bool:
+        """True if every state is a counter or splits into its members' parts, as plain tensors."""
+        return all(
+            type(value) is Tensor and (not value.dim() or value.shape == self.tensor.shape)
+            for value in self.state.values()
+            if isinstance(value, Tensor)
+        )
+
     def publish(self, table: Table) -> None:
         """Write the run's state into the table, per parameter; counters are copied."""
+        assert not self.is_flat or self.has_parts(), "a state that cannot be told apart was joined"
         for index, member in enumerate(self.members):
             entry = table[member.param]
             for key in [key for key in entry if key not in self.state]:
@@ -211,7 +220,9 @@ def _is_same(part: Tensor, old: Any) -> bool:
         return False
     local = torch_dtensor.local_tensor(old)
     return (
-        local.data_ptr() == part.data_ptr()
+        type(local) is Tensor
+        and type(part) is Tensor
+        and local.data_ptr() == part.data_ptr()
         and local.dtype is part.dtype
         and local.shape == part.shape
         and local.numel() > 0
@@ -345,6 +356,10 @@ class StepPlan:
         values = [value for run in self.flat for value in run.state.values()]
         return {v.untyped_storage().data_ptr() for v in values if isinstance(v, Tensor)}
 
+    def has_parts(self) -> bool:
+        """True if the states of all runs can be joined and told apart again."""
+        return all(run.has_parts() for run in self.runs)
+
     def publish(self, table: Table) -> None:
         for run in self.runs:
             if run.state:
@@ -412,6 +427,8 @@ def _signature(member: Member) -> list[Any] | None:
     for key, value in member.entry.items():
         if isinstance(value, DTensor):
             part = member.part(value)
+            if type(part) is not Tensor:  # a quantised state has parts of its own
+                return None
             if part.shape != member.local.shape or not part.is_contiguous():
                 return None
             items.append((key, "part", part.dtype))

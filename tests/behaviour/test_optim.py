@@ -562,12 +562,14 @@ def test_own_classes() -> None:
         Sign(plain.parameters(), lr=0.1),
         fsdp2.optim.local(Sign, ours.parameters(), lr=0.1, elementwise=True),
     ]
-    for _ in range(3):
+    for index in range(3):
         batch = torch.randn(4, 13)
         for model, optimizer in zip((plain, ours), optimizers, strict=True):
             loss_of(model(batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        if index:  # the first step shows that states can be told apart, the next ones join them
+            assert max(flat_sizes(optimizers[1])) > 1
     assert optimizers[1].param_groups[0]["count"] == 3
     assert_same_state(optimizers[1].state_dict(), optimizers[0].state_dict())
     for param, expected in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -579,6 +581,101 @@ def test_classes_that_mix_elements_are_refused(name: str) -> None:
     """A class that is not element-wise is named and refused before anything is built."""
     with pytest.raises(fsdp2.ConfigError, match=f"{name} is not known to be element-wise"):
         fsdp2.optim.local(getattr(torch.optim, name), [nn.Parameter(torch.ones(2, 2))])
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon"])
+def test_nobody_vouches_for_classes_that_mix_elements(name: str) -> None:
+    """`elementwise=True` is refused where it is known to be wrong: nobody would notice."""
+    cls, params = getattr(torch.optim, name), [nn.Parameter(torch.ones(2, 2))]
+    with pytest.raises(fsdp2.ConfigError, match=f"{name}.*no elementwise=True changes that"):
+        fsdp2.optim.local(cls, params, elementwise=True)
+
+
+def test_classes_that_compute_the_loss_within_a_step_are_refused() -> None:
+    """A `step` that must have a closure moves parameters before it asks for gradients."""
+
+    class Looking(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+            return closure()
+
+    with pytest.raises(fsdp2.UnsupportedError, match=r"Looking\.step must be given a closure"):
+        fsdp2.optim.local(Looking, [nn.Parameter(torch.ones(2))], elementwise=True)
+
+
+class Blockwise(Optimizer):
+    """Momentum in eight bits, as quantised optimizers keep it: codes, and a scale for each block.
+
+    `size`: how many elements a block has. The table of codes is one tensor for all parameters.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1, size: int = 16) -> None:
+        super().__init__(params, {"lr": lr})
+        self.size = size
+        self.table = torch.linspace(-1, 1, 256)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    blocks = -(-p.numel() // self.size)
+                    state["codes"] = torch.full_like(p, 128, dtype=torch.uint8)
+                    state["scales"] = torch.zeros(blocks)
+                    state["table"] = self.table
+                indices = torch.arange(p.numel()) // self.size
+                scales = state["scales"][indices].view(p.shape)
+                mean = self.table[state["codes"].long()] * scales * 0.9 + p.grad
+                peaks = torch.zeros_like(state["scales"])
+                state["scales"] = peaks.scatter_reduce(0, indices, mean.abs().flatten(), "amax")
+                scaled = mean / state["scales"][indices].view(p.shape).clamp(min=1e-30)
+                state["codes"] = ((scaled + 1) * 127.5).round().to(torch.uint8)
+                p.sub_(mean, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("looks", [False, True])
+@ranks(2, 3)
+def test_states_that_belong_to_a_shard(looks: bool) -> None:
+    """Scales of blocks stay with their parameter, looked at or not, and go to no other rank."""
+    case = CASES["one_row"]
+    model = shard(seeded(case.build), case)
+    leaves = [local_of(p.detach()).clone() for p in model.parameters()]
+    reference = Blockwise(leaves)
+    optimizer = fsdp2.optim.local(Blockwise, model.parameters(), elementwise=True)
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        torch.manual_seed(5)
+        loss_of(model(*case.batch(4).args)).backward()
+        for leaf, param in zip(leaves, model.parameters(), strict=True):
+            leaf.grad = local_of(param.grad).clone()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step(model, optimizer)
+        reference.step()
+        if looks:
+            assert all("scales" in optimizer.state[p] for p in model.parameters())
+    for param, leaf in zip(model.parameters(), leaves, strict=True):
+        assert_equal(local_of(param), leaf, "parameter")
+    for ask in (optimizer.state_dict, lambda: fsdp2.checkpoint.full_state(model, optimizer)):
+        with pytest.raises(fsdp2.UnsupportedError, match=r"Blockwise.*scales.*local_state"):
+            ask()
+    state = copy.deepcopy(fsdp2.checkpoint.local_state(model, optimizer))
+    other = shard(seeded(case.build, 2), case)
+    resumed = fsdp2.optim.local(Blockwise, other.parameters(), elementwise=True)
+    fsdp2.checkpoint.load_local_state(other, state, resumed)
+    step(model, optimizer)
+    step(other, resumed)
+    reference.step()
+    for first, second, leaf in zip(model.parameters(), other.parameters(), leaves, strict=True):
+        assert_equal(local_of(first), leaf, "parameter")
+        assert_equal(local_of(second), leaf, "resumed parameter")
 
 
 def test_what_else_is_refused() -> None:
