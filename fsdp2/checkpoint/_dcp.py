@@ -79,6 +79,8 @@ def save(
 
     Raises:
         ConfigError: ``path`` is a file, the working directory, or a folder with other files only.
+        UnsupportedError: a tensor wraps others (optimizer states of torchao), and ``load`` could
+            not read it.
         StateError: a rank could not write, or not where the first rank looks; the message says
             which one and why.
     """
@@ -94,6 +96,8 @@ def save(
         state["optimizer"]["state"] = _without_tuples(state["optimizer"]["state"])
     grids = Grids([*state["model"].values()])
     main = grids.main
+    with main.together("save"):
+        _require_loadable(state, grids)
     if extra is not None:
         with main.together("save"):
             state |= packed(extra, main.is_first)
@@ -118,6 +122,15 @@ def save(
         if main.is_first or isinstance(error, Exception):
             workspace.remove()
         raise
+
+
+def _require_loadable(state: dict[str, Any], grids: Grids) -> None:
+    """Raise UnsupportedError for what ``load`` could not read: torch would write it."""
+    for name, tensor in state["model"].items():
+        if isinstance(tensor, Tensor):
+            grids.hold(name, tensor)
+    if "optimizer" in state:
+        map_state(lambda name, key, t: grids.hold(f"{name}.{key}", t), state["optimizer"]["state"])
 
 
 def _require_room(place: Path) -> None:

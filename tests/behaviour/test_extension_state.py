@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,6 +33,16 @@ def test_state_dict_shows_the_subclass_and_loads_by_copy_and_by_assignment() -> 
         assert torch.equal(model(torch.ones(2, WIDTH)), expected)
         step(model)
         assert model[0].up.grad is not None
+
+
+@ranks(2)
+def test_our_checkpoints_refuse_what_they_could_not_load(tmp_path: Path) -> None:
+    """A tensor that wraps others is refused by `save`: torch would write it, we not read it."""
+    model = shard(make())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with refused(fsdp2.UnsupportedError, "up", "Int8Weight", "torch.distributed.checkpoint"):
+        fsdp2.checkpoint.save(tmp_path / "a", model, optimizer)
+    assert not (tmp_path / "a").exists()
 
 
 @ranks(2)
