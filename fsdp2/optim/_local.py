@@ -272,15 +272,20 @@ class LocalOptimizer:
         for param, entry in self.state.items():
             if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
                 continue
-            for key, value in entry.items():
-                if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor):
-                    raise UnsupportedError(
-                        f"fsdp2.optim.local({self._plain_class.__name__}): state_dict: {key} has "
-                        f"the shape {tuple(value.shape)} and is this rank's own, for the shard "
-                        f"{tuple(torch_dtensor.local_tensor(param).shape)} of a parameter. A whole "
-                        "or a sharded checkpoint would give it to other ranks. Save "
-                        "fsdp2.checkpoint.local_state(model, optimizer) on each rank."
-                    )
+            odd = [
+                key
+                for key, value in entry.items()
+                if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor)
+            ]
+            if odd:
+                raise UnsupportedError(
+                    f"fsdp2.optim.local({self._plain_class.__name__}).state_dict: "
+                    f"{', '.join(odd)} are neither in the parameter's shape nor numbers. They "
+                    f"belong to this rank's shard, "
+                    f"{tuple(torch_dtensor.local_tensor(param).shape)}, and a whole or a sharded "
+                    "checkpoint would give them to other ranks. Save "
+                    "fsdp2.checkpoint.local_state(model, optimizer) on each rank."
+                )
         return self.local_state_dict()
 
     def local_state_dict(self) -> dict[str, Any]:
