@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 import fsdp2
 
@@ -114,7 +115,7 @@ class Row:
     def train_exactly(self) -> dict[str, Tensor]:
         """Return the whole parameters after the same steps without the row's own rounding."""
         if self.in_bf16:
-            with bf16_as_double():
+            with Bf16AsDouble():
                 return train(self, WHOLE)
         exact = Row(self.package, self.exact, {"lr": 0.01}, dtype=self.dtype, model=self.model)
         return train(exact, WHOLE)
@@ -332,15 +333,16 @@ def _say(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
-@contextlib.contextmanager
-def bf16_as_double() -> Iterator[None]:
-    """Let what asks for bf16 compute in float64."""
-    kept = torch.Tensor.bfloat16
-    torch.Tensor.bfloat16 = torch.Tensor.double  # type: ignore[method-assign]  # for a while
-    try:
-        yield
-    finally:
-        torch.Tensor.bfloat16 = kept  # type: ignore[method-assign]
+class Bf16AsDouble(TorchFunctionMode):
+    """Gives float64 to what asks for bf16."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.bfloat16 or (
+            func is Tensor.to and torch.bfloat16 in (*args[1:], *kwargs.values())
+        ):
+            return args[0].double().clone()
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks._optimizers import ROWS, WAYS, Row, bf16_as_double, compare
+from benchmarks._optimizers import ROWS, WAYS, Bf16AsDouble, Row, compare
 from fsdp2.optim._local import ELEMENTWISE
 from tests._pool import ranks_that_share as ranks
 from tests._slow import with_slow
@@ -72,7 +72,7 @@ def test_muon_differs_by_its_own_rounding() -> None:
     """On sizes that the ranks divide Muon is the whole one's, once it does not compute in bf16."""
     row = OF_TORCH["torch Muon, even sizes"]
     exact = Row(row.package, row.cls, row.options, model=row.model, matrices_only=True)
-    with bf16_as_double():
+    with Bf16AsDouble():
         outcomes = compare(exact, [way for way in WAYS if not way.is_local])
     for outcome in outcomes.values():
         assert outcome.is_right(exact), outcome
