@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
@@ -15,9 +16,13 @@ LIBRARIES = [
     "transformers.models.switch_transformers.modeling_switch_transformers",
     "peft",
 ]
+LOADED_FOR = {"test_client_optimizers": ("bitsandbytes", "schedulefree", "torchao.optim")}
+"""Libraries that only some tests need, and that may not be installed."""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(item.get_closest_marker("ecosystem") for item in session.items):
         os.environ["HF_HUB_OFFLINE"] = "1"  # every model here is built from a config or a folder
-        os.environ[PRELOADED] = ",".join(LIBRARIES)
+        wanted = {name for item in session.items for name in LOADED_FOR.get(item.path.stem, ())}
+        found = {name for name in wanted if importlib.util.find_spec(name.split(".")[0])}
+        os.environ[PRELOADED] = ",".join([*LIBRARIES, *sorted(found)])
