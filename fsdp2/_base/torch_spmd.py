@@ -2,7 +2,7 @@
 
 Owns everything that touches that package, which is never imported here: a parameter that has an
 annotation comes from a program that did. It must not know what a unit or a group is. Tried on
-spmd_types 0.3.1.
+spmd_types 0.2.3 and 0.3.1.
 
 [Note: annotated parameters]
 On each axis of a mesh a plain parameter may be annotated as R (equal on all ranks, which compute
@@ -76,10 +76,13 @@ def own_attributes() -> frozenset[str]:
 def leave_unchecked(functions: Iterable[Callable[..., Any]]) -> None:
     """Keep the checker of types out of what runs inside of some functions, from now on.
 
-    What moves shards is no part of the program whose types are checked.
+    What moves shards is no part of the program whose types are checked. Before 0.3 the package has
+    no such list: with these the checker looks into what runs inside.
     """
-    for function in functions:
-        _package().register_no_typecheck(function)
+    register = getattr(_package(), "register_no_typecheck", None)
+    if register is not None:
+        for function in functions:
+            register(function)
 
 
 def annotation_of(
