@@ -2,7 +2,7 @@
 
 Owns everything that touches that package, which is never imported here: a parameter that has an
 annotation comes from a program that did. It must not know what a unit or a group is. Tried on
-spmd_types 0.2.3 and 0.3.1.
+spmd_types 0.3.1, and without its checker on 0.2.3.
 
 [Note: annotated parameters]
 On each axis of a mesh a plain parameter may be annotated as R (equal on all ranks, which compute

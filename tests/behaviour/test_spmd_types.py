@@ -416,6 +416,24 @@ def test_gradients_that_wait_and_mixed_precision() -> None:
 
 
 @ranks(4)
+def test_a_package_without_a_list_of_unchecked_functions() -> None:
+    """Before 0.3 there is none: parameters are stored and train the same, without the checker."""
+    setup = SETUPS["data_tensor"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(spmd, "register_no_typecheck", raising=False)
+        model, mesh = make(setup)
+    reference = build()
+
+    def look(step: int) -> None:
+        if step == 0:
+            reference(batch_of(step)).square().mean().backward()
+            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
+
+    train(model, mesh, setup, look)
+
+
+@ranks(4)
 def test_the_checker_sees_the_forward_and_nothing_of_ours() -> None:
     """Other annotations are found wrong in forward; what unshards and reduces is left alone."""
     setup = SETUPS["data_tensor"]
