@@ -15,8 +15,9 @@ from tests._pool import ENVIRONMENT
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = ROOT / "examples" / "clients"
 IMPORTED_BEFORE = """\
-import importlib, runpy, sys
+import importlib, os, runpy, sys
 client, program, *rest = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(program))  # as for any program
 importlib.import_module(client)
 import fsdp2
 fsdp2.replace_torch()
