@@ -1,0 +1,263 @@
+"""Promise: `transformers` shards models at load time and by its `Trainer` with
+`fsdp2.replace_torch()` as with torch's own FSDP2, or as the plain model where torch's own cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+import fsdp2
+from tests._models import seeded
+from tests._parity import assert_same, names_of, whole
+from tests._pool import ranks
+from tests.ecosystem._programs import adamw, tokens, transformers
+
+pytestmark = pytest.mark.ecosystem
+
+if not hasattr(transformers, "DistributedConfig"):
+    pytest.skip("this transformers has no DistributedConfig", allow_module_level=True)
+
+DistributedConfig = transformers.DistributedConfig
+LIBRARIES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "fsdp2": fsdp2.replace_torch,
+    "torch": nullcontext,
+}
+PLAN = {"model.embed_tokens": "free_full_weight", "model.layers.*": "free_full_weight"}
+PLAN |= {"model.norm": "keep_full_weight"}  # `lm_head` is in the plan of the class
+
+
+def llama(tied: bool) -> nn.Module:
+    """Build a Llama that tensor-parallel plans can cut in two."""
+    config = transformers.LlamaConfig(
+        vocab_size=84,
+        hidden_size=32,
+        intermediate_size=36,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@dataclass
+class Run:
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    def check(self, expected: Run, rtol: float = 1e-5) -> None:
+        assert list(self.weights) == list(expected.weights)
+        for name in ("losses", "norms"):
+            pairs = zip(getattr(self, name), getattr(expected, name), strict=True)
+            for step, (one, other) in enumerate(pairs):
+                assert_same(one, other, f"{name}[{step}]", rtol)
+        for name, value in expected.weights.items():
+            assert_same(self.weights[name], value, name, rtol)
+
+
+def train(model: nn.Module, numbers: range = range(3)) -> Run:
+    run = Run()
+    copies = getattr(model, "_tp_size", 1)  # ranks of one tensor-parallel group share a batch
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad])
+    for number in numbers:
+        torch.manual_seed(100 * number + dist.get_rank() // copies)
+        loss = model(**tokens(2).kwargs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.detach())
+    run.weights = {name: whole(p).clone() for name, p in names_of(model).items()}
+    return run
+
+
+def written(tied: bool, folder: Path) -> Path:
+    """Return where rank 0 has saved the plain model."""
+    if dist.get_rank() == 0:
+        seeded(lambda: llama(tied)).save_pretrained(folder / "source")
+    dist.barrier()
+    return folder / "source"
+
+
+def load(library: str, source: str | Path, **settings: Any) -> nn.Module:
+    """Load a model that is sharded as it is loaded; `library` is replaced or is not."""
+    config = DistributedConfig(fsdp_plan=PLAN, **settings)
+    kind = transformers.AutoModelForCausalLM
+    model: nn.Module = kind.from_pretrained(source, distributed_config=config)
+    assert isinstance(model, fsdp2.FSDPModule) == (library == "fsdp2")
+    assert isinstance(model, torch_fsdp.FSDPModule)
+    return model
+
+
+def load_and_train(library: str, source: str | Path, **settings: Any) -> Run:
+    with LIBRARIES[library]():
+        return train(load(library, source, **settings))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"fsdp_size": 2},
+    "bf16": {"fsdp_size": 2, "fsdp_mixed_precision": True},
+}
+SETTINGS_OF_FOUR: dict[str, dict[str, Any]] = {
+    "replicated": {"fsdp_size": 2, "dp_replicate_size": 2},
+    "tensor parallel": {"fsdp_size": 2, "tp_size": 2},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS)
+@ranks(2)
+def test_a_model_sharded_at_load_trains_as_with_torchs_own(
+    setting: str, tied: bool, tmp_path: Path
+) -> None:
+    """`from_pretrained(distributed_config=...)` loads and trains to the values of torch's own."""
+    source = written(tied, tmp_path)
+    ours, theirs = (load_and_train(library, source, **SETTINGS[setting]) for library in LIBRARIES)
+    ours.check(theirs)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS_OF_FOUR)
+@ranks(4)
+def test_a_model_sharded_on_two_axes_trains_as_with_torchs_own(
+    setting: str, tied: bool, tmp_path: Path
+) -> None:
+    """So too with two replicas of two shards, and with tensor parallelism on two ranks."""
+    source = written(tied, tmp_path)
+    settings = SETTINGS_OF_FOUR[setting]
+    ours, theirs = (load_and_train(library, source, **settings) for library in LIBRARIES)
+    ours.check(theirs)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@ranks(2)
+def test_a_trained_shard_holds_no_more_than_itself(library: str, tmp_path: Path) -> None:
+    """transformers loads parts of whole tensors; torch's own keeps the whole ones in memory."""
+    source = written(False, tmp_path)
+    with LIBRARIES[library]():
+        model = load(library, source, fsdp_size=2)
+        train(model, range(1))
+        shards = [p.to_local() for p in model.parameters()]  # type: ignore[operator]  # DTensors
+        held = sum(
+            {s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in shards}.values()
+        )
+        assert held / sum(shard.nbytes for shard in shards) == (1 if library == "fsdp2" else 2)
+
+
+@ranks(2)
+def test_offload_trains_as_without(tmp_path: Path) -> None:
+    """`fsdp_cpu_offload` gives the values of torch's own without it: it cannot on a CPU."""
+    source = written(False, tmp_path)
+    offloaded = load_and_train("fsdp2", source, fsdp_size=2, fsdp_cpu_offload=True)
+    offloaded.check(load_and_train("torch", source, fsdp_size=2))
+    with pytest.raises(RuntimeError, match="accelerator"):
+        load_and_train("torch", source, fsdp_size=2, fsdp_cpu_offload=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@ranks(2)
+def test_generation_gives_the_plain_models_tokens(tied: bool, tmp_path: Path) -> None:
+    """`generate` of a model that was sharded at load time and trained gives each rank's tokens."""
+    source = written(tied, tmp_path)
+    with fsdp2.replace_torch():
+        model = load("fsdp2", source, fsdp_size=2)
+        run = train(model)
+        plain = llama(tied)
+        plain.load_state_dict(run.weights)
+        prompt = {"input_ids": torch.randint(3, 84, (2, 4 + dist.get_rank()))}
+        prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
+        texts = [
+            one.eval().generate(**prompt, do_sample=False, max_new_tokens=5, eos_token_id=None)
+            for one in (model, plain)
+        ]
+        assert torch.equal(*texts)
+
+
+def plain_values(folder: Path) -> dict[str, Tensor]:
+    """Return what transformers loads from a folder into one plain model."""
+    return names_of(transformers.AutoModelForCausalLM.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("setting", [*SETTINGS, *SETTINGS_OF_FOUR])
+@ranks(4)
+def test_what_is_saved_whole_loads_into_a_plain_model(
+    setting: str, tied: bool, tmp_path: Path
+) -> None:
+    """`save_pretrained` writes the trained values, in the format of one process."""
+    settings = {**SETTINGS, **SETTINGS_OF_FOUR}[setting]
+    if "dp_replicate_size" not in settings and "tp_size" not in settings:
+        settings = {**settings, "fsdp_size": 4}
+    source = written(tied, tmp_path)
+    with fsdp2.replace_torch():
+        model = load("fsdp2", source, **settings)
+        run = train(model)
+        model.save_pretrained(tmp_path / "whole")
+    saved = plain_values(tmp_path / "whole")
+    assert list(saved) == list(run.weights)
+    for name, value in saved.items():
+        assert torch.equal(value, run.weights[name]), name
+
+
+@pytest.mark.parametrize("setting", ["plain", "replicated", "tensor parallel"])
+@ranks(4)
+def test_distributed_checkpoints_go_between_both_libraries(setting: str, tmp_path: Path) -> None:
+    """What one saves shard by shard the other loads, on four shards too, and trains on alike."""
+    source = written(False, tmp_path)
+    settings = {**SETTINGS_OF_FOUR, "plain": {"fsdp_size": 4}}[setting]
+    weights: dict[str, dict[str, Tensor]] = {}
+    for library in LIBRARIES:
+        with LIBRARIES[library]():
+            model = load(library, source, **settings)
+            weights[library] = train(model).weights
+            model.save_pretrained(tmp_path / library, distributed_checkpoint=True)
+            del model
+    for library, saved in (("fsdp2", "fsdp2"), ("fsdp2", "torch"), ("torch", "fsdp2")):
+        with LIBRARIES[library]():
+            model = load(library, tmp_path / saved, fsdp_size=4)
+            for name, value in names_of(model).items():
+                assert torch.equal(whole(value), weights[saved][name]), name
+            assert_trains(model)
+            del model
+
+
+def assert_trains(model: nn.Module) -> None:
+    """Assert that a step changes the weights and gives a finite loss."""
+    before = {name: whole(value).clone() for name, value in names_of(model).items()}
+    run = train(model, range(1))
+    assert run.losses[0].isfinite()
+    assert any(not torch.equal(value, before[name]) for name, value in run.weights.items())
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@ranks(2)
+def test_tied_shards_in_host_memory_are_refused_by_safetensors(
+    library: str, tmp_path: Path
+) -> None:
+    """Both names of a tie are written, and safetensors wants a copy for each.
+
+    torch's writer copies what comes from a device, and what is part of a larger storage. Shards on
+    a CPU that fill their storage, which is how both libraries make them, it hands on as they are.
+    """
+    with LIBRARIES[library]():
+        model = seeded(lambda: llama(tied=True))
+        torch_fsdp.fully_shard(model)
+        writer = HuggingFaceStorageWriter(str(tmp_path / "shards"), save_distributed=True)
+        with pytest.raises(dcp.CheckpointException, match="share memory"):
+            dcp.save(get_model_state_dict(model), storage_writer=writer)
+        dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "plain")
