@@ -250,9 +250,7 @@ def _reshard_after(unit: Unit, runtime: Runtime, module: nn.Module, with_grad: b
     if runtime.parts is not None:
         runtime.end_parts(unit, with_grad)
     if unit.keeps_after_forward(with_grad):
-        for group in unit.groups:
-            if group.is_unsharded:
-                group.watch.note_values()
+        unit.keep()
         return
     if with_grad:
         for group in unit.groups:

@@ -157,7 +157,10 @@ class Runtime:
         for unit in self._several:
             if unit.calls.ran:  # not all of its modules ran in this forward
                 unit.calls.ran.clear()
-                unit.reshard()
+                if unit.keeps_after_forward(torch.is_grad_enabled()):
+                    unit.keep()
+                else:
+                    unit.reshard()
         is_recorded = False
         for unit in self.units:
             if unit.calls.recorded:

@@ -203,6 +203,12 @@ class Unit:
         choice = self.settings.reshard_after_forward
         return choice is False or (choice is None and self.is_root and with_grad)
 
+    def keep(self) -> None:
+        """Let whole parameters stay after a forward; who writes to the shards is noticed."""
+        for group in self.groups:
+            if group.is_unsharded:
+                group.watch.note_values()
+
     def reshard(self) -> None:
         for group in self.groups:
             group.reshard()

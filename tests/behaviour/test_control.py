@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -478,6 +480,53 @@ def test_norm_and_head_as_one_group_with_a_loss_in_chunks() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same_parameters(pair.model, pair.reference, 3e-6)
+
+
+class _Product(torch.autograd.Function):
+    """Saves a weight itself, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight[:], grads[0].t() @ x  # a view of the weight: it must be whole
+
+
+@pytest.mark.parametrize("sync_each", [True, False])
+@ranks(2)
+def test_a_group_that_ran_in_part_stays_whole_if_it_is_told_to(sync_each: bool) -> None:
+    """With `reshard_after_forward=False` a loss may use a head's weight without calling the head.
+
+    Its backward comes before that of the norm, which would gather the group again.
+    """
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+            self.norm = nn.LayerNorm(WIDTH)
+            self.head = nn.Linear(WIDTH, 29, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _Product.apply(self.norm(self.block(x)), self.head.weight)  # type: ignore[no-any-return]  # of torch
+
+    pair = Pair(
+        Case(Fused, lambda m: [m.block, [m.norm, m.head]], floats), reshard_after_forward=False
+    )
+    for _ in range(3):
+        for last in (False, True):
+            pair.model.set_requires_gradient_sync(last or sync_each)
+            pair.backward()
+        pair.step()
+        batch = pair.batch()
+        with torch.no_grad():  # the group stays whole here too, and sees the next step's values
+            assert_same(pair.model(*batch.args), pair.reference(*batch.args), "output", 3e-6)
+    pair.check()
+    assert_sharded(pair.model)
 
 
 @ranks(2)
