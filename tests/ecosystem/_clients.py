@@ -6,10 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import fsdp2
 from tests._pool import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,6 +27,11 @@ fsdp2.replace_torch()
 sys.argv[:] = [program, *rest]
 runpy.run_path(program, run_name="__main__")
 """
+LIBRARIES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "fsdp2": fsdp2.replace_torch,  # the first: it refuses while a model of torch's is alive
+    "torch": nullcontext,
+}
+"""In which context a client gets the FSDP2 of which library."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """Promise: `accelerate` with `fsdp_version=2` does with `fsdp2.replace_torch()` what it does with
 torch's own FSDP2, or with the plain model where torch's own cannot.
 
-accelerate takes FSDP for accelerators only: `accelerator` says that gloo ranks are some.
+accelerate takes FSDP for accelerators only: see `_hugging_face.lift`.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,26 +24,24 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from tests._models import seeded
 from tests._parity import assert_same, whole
-from tests._pool import ranks
+from tests._pool import find_free_port, ranks
+from tests.ecosystem._clients import LIBRARIES, PROGRAMS, run, run_program
 from tests.ecosystem._programs import adamw, tiny_llama, tokens
 
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate")
 
-from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
-from accelerate.utils import (  # noqa: E402
-    DistributedType,
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
     merge_fsdp_weights,
 )
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file
+
+from tests.ecosystem._hugging_face import client, lift
 
 pytestmark = pytest.mark.ecosystem
-
-LIBRARIES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "fsdp2": fsdp2.replace_torch,
-    "torch": nullcontext,
-}
 
 
 def accelerator(plugin: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -51,26 +49,11 @@ def accelerator(plugin: dict[str, Any] | None = None, **settings: Any) -> Any:
     for state in (AcceleratorState, PartialState):
         state._reset_state()
     GradientState._reset_state()
-    # The one line that is lifted: accelerate turns a `MULTI_CPU` world into no FSDP one.
-    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    lift(PartialState(cpu=True))
     chosen = {"auto_wrap_policy": "transformer_based_wrap"} | (plugin or {})
-    return accelerate.Accelerator(
+    return Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **chosen), **settings
     )
-
-
-@contextmanager
-def client(library: str) -> Iterator[None]:
-    """Let accelerate have the FSDP2 of a library, and forget its settings afterwards."""
-    environment = dict(os.environ)
-    try:
-        with LIBRARIES[library]():
-            yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        os.environ.clear()
-        os.environ.update(environment)
 
 
 @dataclass
@@ -115,11 +98,10 @@ def steps(tool: Any, model: nn.Module, optimizer: Any, run: Run, numbers: range)
 def kinds_of(model: nn.Module) -> set[str]:
     """Return whose `FSDPModule` the units have."""
     return {
-        base.__module__.partition(".")[0]
-        for module in model.modules()
-        for base in type(module).__mro__
-        if base.__name__ == "FSDPModule"
-    } - ({"torch"} if any(isinstance(m, fsdp2.FSDPModule) for m in model.modules()) else set())
+        next(base for base in type(unit).__mro__ if base.__name__ == "FSDPModule").__module__
+        for unit in model.modules()
+        if isinstance(unit, torch_fsdp.FSDPModule)
+    }
 
 
 def train(
@@ -145,8 +127,8 @@ def train(
 
 
 def check(ours: Run, theirs: Run) -> None:
-    assert ours.kinds == {"fsdp2"}
-    assert theirs.kinds == {"torch"}
+    assert ours.kinds == {fsdp2.FSDPModule.__module__}
+    assert theirs.kinds == {torch_fsdp.FSDPModule.__module__}
     ours.check(theirs, 1e-5)
 
 
@@ -156,6 +138,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kept": {"plugin": {"reshard_after_forward": False}},
     "checkpointing": {"plugin": {"activation_checkpointing": True}},
 }
+
+
+def test_the_program_trains_saves_and_loads_as_with_torchs_own(tmp_path: Path) -> None:
+    """`with_accelerate.py` gives the losses of torch's own: both orders of imports, both launchers.
+
+    `accelerate launch` starts it by `-m fsdp2`, and `python -m fsdp2` starts `accelerate launch`.
+    """
+    name = "with_accelerate"
+    torchs = run_program(name, "torch", str(tmp_path / "torch"))
+    assert torchs.implementation == "torch"
+    assert torchs.losses[8:16] == torchs.losses[16:]
+    launch = ["accelerate.commands.launch", "--num_processes=2", "--num_machines=1"]
+    launch += ["--mixed_precision=no", "--dynamo_backend=no", "--use_fsdp", "--fsdp_version=2"]
+    launch += [f"--main_process_port={find_free_port()}"]
+    program = str(PROGRAMS / f"{name}.py")
+    runs = [
+        run_program(name, "imported before", str(tmp_path / "before"), client="accelerate"),
+        run([sys.executable, "-m", *launch, "-m", "fsdp2", program, str(tmp_path / "inside")]),
+        run([sys.executable, "-m", "fsdp2", "-m", *launch, program, str(tmp_path / "outside")]),
+    ]
+    for ours in (run_program(name, "-m fsdp2", str(tmp_path / "ours")), *runs):
+        assert ours.implementation == "fsdp2"
+        assert ours.losses == pytest.approx(torchs.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import fsdp2
 from tests._models import seeded
 from tests._parity import assert_same, names_of, whole
 from tests._pool import ranks
+from tests.ecosystem._clients import LIBRARIES, run_program
 from tests.ecosystem._programs import adamw, tokens, transformers
 
 pytestmark = pytest.mark.ecosystem
@@ -32,10 +31,6 @@ if not hasattr(transformers, "DistributedConfig"):
     pytest.skip("this transformers has no DistributedConfig", allow_module_level=True)
 
 DistributedConfig = transformers.DistributedConfig
-LIBRARIES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "fsdp2": fsdp2.replace_torch,
-    "torch": nullcontext,
-}
 PLAN = {"model.embed_tokens": "free_full_weight", "model.layers.*": "free_full_weight"}
 PLAN |= {"model.norm": "keep_full_weight"}  # `lm_head` is in the plan of the class
 
@@ -119,6 +114,18 @@ SETTINGS_OF_FOUR: dict[str, dict[str, Any]] = {
 }
 
 
+def test_the_program_trains_saves_and_loads_as_with_torchs_own(tmp_path: Path) -> None:
+    """`with_transformers.py` gives the losses of torch's own, in both orders of imports."""
+    torchs = run_program("with_transformers", "torch", str(tmp_path / "torch"))
+    assert torchs.implementation == "torch"
+    for way in ("-m fsdp2", "imported before"):
+        client = "transformers.distributed.fsdp"
+        ours = run_program("with_transformers", way, str(tmp_path / way), client=client)
+        assert ours.implementation == "fsdp2"
+        assert ours.losses == pytest.approx(torchs.losses, rel=1e-5)
+        assert (tmp_path / way / "whole" / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS)
 @ranks(2)
@@ -152,7 +159,7 @@ def test_a_trained_shard_holds_no_more_than_itself(library: str, tmp_path: Path)
     with LIBRARIES[library]():
         model = load(library, source, fsdp_size=2)
         train(model, range(1))
-        shards = [p.to_local() for p in model.parameters()]  # type: ignore[operator]  # DTensors
+        shards = [p.to_local() for p in model.parameters()]
         held = sum(
             {s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in shards}.values()
         )
@@ -261,3 +268,20 @@ def test_tied_shards_in_host_memory_are_refused_by_safetensors(
         with pytest.raises(dcp.CheckpointException, match="share memory"):
             dcp.save(get_model_state_dict(model), storage_writer=writer)
         dcp.save(get_model_state_dict(model), checkpoint_id=tmp_path / "plain")
+
+
+@ranks(2)
+def test_a_tied_model_in_host_memory_is_saved_in_shards_by_torchs_own_only(tmp_path: Path) -> None:
+    """torch's own holds parts of larger storages then, which the writer copies: see above."""
+    source = written(True, tmp_path)
+    for library in LIBRARIES:
+        with LIBRARIES[library]():
+            model = load(library, source, fsdp_size=2)
+            train(model, range(1))
+            if library == "torch":
+                model.save_pretrained(tmp_path / library, distributed_checkpoint=True)
+            else:
+                with pytest.raises(dcp.CheckpointException, match="share memory"):
+                    model.save_pretrained(tmp_path / library, distributed_checkpoint=True)
+            model.save_pretrained(tmp_path / f"{library}-whole")
+            del model
