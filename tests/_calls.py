@@ -111,11 +111,16 @@ TELLING = tuple(name for name in WRONG if name not in SELDOM)
 # --- what is called -------------------------------------------------------------------------------
 
 MADE_BY_CALLS = {  # results: nobody else makes them
+    "Collective",
     "CompiledModel",
     "GroupInfo",
+    "GroupPlan",
     "IncompatibleKeys",
+    "MemoryPoint",
     "OrderCheck",
+    "Plan",
     "ShardInfo",
+    "StepPlan",
     "UnitInfo",
     "GradientReductionHandle",
     "UnshardHandle",
@@ -287,6 +292,8 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "params": lambda w: w.model.parameters(),
     "path": lambda w: "saved",
     "placement": lambda w: Shard(0),
+    "plan.mesh": lambda w: 2,
+    "plan.model": lambda w: w.plain,
     "policy": lambda w: {nn.Linear},
     "ranks": lambda w: 2,
     "reduced": lambda w: torch.ones(2),

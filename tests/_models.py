@@ -16,6 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+TORCH_2_14 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 TORCH_2_15 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
 TORCH_2_13 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 WIDTH, HIDDEN, NARROW, VOCAB = 13, 29, 7, 31

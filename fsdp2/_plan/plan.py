@@ -16,9 +16,15 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._base import events, torch_dtensor, torch_modes
-from fsdp2._base.arguments import check_count, check_module, wrong_type
+from fsdp2._base.arguments import (
+    check_count,
+    check_function,
+    check_module,
+    wrong_type,
+    wrong_value,
+)
 from fsdp2._base.containers import map_tensors, visit_tensors
-from fsdp2._base.errors import ConfigError
+from fsdp2._base.errors import ConfigError, FSDPError
 from fsdp2._comm.operation_ids import STAMP_NUMEL
 from fsdp2._engine.between_steps import units_below
 from fsdp2._param_group.group import ParamGroup
@@ -152,10 +158,12 @@ def plan(
     streams hold back come on top. Ranks are those of a CPU mesh.
     """
     check_module("plan", "model", model)
+    check_function("plan", "loss", loss, "a function of the output or None")
+    check_function("plan", "optimizer", optimizer, "a function of parameters or None")
     shape = _check_mesh(mesh)
     ranks = math.prod(shape)
-    if not isinstance(rank, int) or not 0 <= rank < ranks:
-        raise ConfigError(f"plan: expected rank to be one of {ranks} ranks, found {rank!r}.")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < ranks:
+        raise wrong_type("plan", "rank", f"one of {ranks} ranks, from 0 on", rank)
     imagined = make_mesh(shape, rank)
     with torch_modes.without_memory():
         copied = without_memory(model)
@@ -185,12 +193,16 @@ def _check_mesh(mesh: object) -> tuple[int, ...]:
         raise wrong_type("plan", "mesh", "a number of ranks, or (replicate, shard)", mesh)
     shape = tuple(check_count("plan", "mesh", size) for size in sizes)
     if not 0 < math.prod(shape) <= MAX_RANKS:
-        raise ConfigError(f"plan: expected mesh to have 1 to {MAX_RANKS} ranks, found {mesh!r}.")
+        raise wrong_value("plan", "mesh", f"of 1 to {MAX_RANKS} ranks", mesh)
     return shape
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional arguments and keywords, with fake tensors in place of real ones."""
+    if not isinstance(batch, Tensor | tuple | Mapping):
+        raise wrong_type(
+            "plan", "batch", "a tensor, a tuple of arguments or a dict of keywords", batch
+        )
     faked = map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"), batch)
     if isinstance(faked, Mapping):
         return (), dict(faked)
@@ -254,7 +266,7 @@ def _predict(
             points.clear()
             start = highest = watch.nbytes
             with watch, events.listen(see_event):
-                loss(model(*args, **kwargs)).backward()
+                _run(model, args, kwargs, loss)
             if made is not None and number == 0:
                 made.step()  # unwatched: how a DTensor's operations are planned is not memory
                 found = [state for kept in made.state.values() for state in kept.values()]
@@ -272,6 +284,21 @@ def _predict(
         peak_nbytes=peak,
         optimizer_nbytes=sum(state.nbytes for state in states),
     )
+
+
+def _run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[[Any], Tensor]
+) -> None:
+    try:
+        loss(model(*args, **kwargs)).backward()
+    except FSDPError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            "plan: a step of the model failed on this batch, with tensors that have no values "
+            f"({type(error).__name__}: {error}). Pass what one rank's forward is given: a tensor, "
+            "a tuple of arguments or a dict of keywords."
+        ) from error
 
 
 def _kept(model: nn.Module, groups: Sequence[ParamGroup]) -> Iterator[Tensor]:
