@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -35,7 +36,7 @@ import fsdp2
 from tests._models import seeded
 from tests._pool import ranks
 from tests._slow import exhaustive
-from tests.ecosystem._clients import Ran, run_program
+from tests.ecosystem._clients import PROGRAMS, Ran, run, run_program
 
 pytest.importorskip("lightning", reason="the package lightning is not installed")
 
@@ -64,6 +65,17 @@ def test_a_program_trains_as_with_torchs_own(name: str, way: str, tmp_path: Path
     assert (theirs.implementation, ours.implementation) == ("torch", "fsdp2")
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
     assert len(ours.losses) >= 6
+
+
+@pytest.mark.parametrize(
+    "name", [exhaustive("with_lightning"), exhaustive("with_lightning_fabric")]
+)
+def test_the_ranks_that_lightning_starts_itself(name: str, tmp_path: Path) -> None:
+    """Without torchrun it starts the program again for the second rank, which has ours as well."""
+    program = str(PROGRAMS / f"{name}.py")
+    ours = run([sys.executable, "-m", "fsdp2", program, str(tmp_path / "ours")])
+    assert ours.implementation == "fsdp2"
+    assert ours.losses == pytest.approx(torchs_own(name).losses, rel=1e-5)
 
 
 class Block(nn.Module):
