@@ -20,6 +20,7 @@ from fsdp2._base.arguments import (
     check_count,
     check_function,
     check_module,
+    described,
     wrong_type,
     wrong_value,
 )
@@ -34,6 +35,7 @@ from fsdp2._plan.watch import MemoryWatch
 from fsdp2.wrap import WrapPolicy, shard_model
 
 MAX_RANKS = 1 << 20
+OPTIMIZER = "a class or function that makes an optimizer of parameters, or None"
 STEPS = 2
 """What is predicted is the last of so many: in the first one the engine learns."""
 
@@ -159,7 +161,8 @@ def plan(
     """
     check_module("plan", "model", model)
     check_function("plan", "loss", loss, "a function of the output or None")
-    check_function("plan", "optimizer", optimizer, "a function of parameters or None")
+    if optimizer is not None and not callable(optimizer):
+        raise wrong_type("plan", "optimizer", OPTIMIZER, optimizer)
     shape = _check_mesh(mesh)
     ranks = math.prod(shape)
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < ranks:
@@ -259,7 +262,7 @@ def _predict(
     with watch.following_resizes():
         for tensor in _kept(model, groups):
             watch.see(tensor)
-        made = None if optimizer is None else optimizer(model.parameters())
+        made = None if optimizer is None else _make(optimizer, model)
         for number in range(STEPS):
             model.zero_grad()
             seen.clear()
@@ -284,6 +287,21 @@ def _predict(
         peak_nbytes=peak,
         optimizer_nbytes=sum(state.nbytes for state in states),
     )
+
+
+def _make(
+    optimizer: Callable[..., torch.optim.Optimizer], model: nn.Module
+) -> torch.optim.Optimizer:
+    try:
+        made = optimizer(model.parameters())
+    except Exception as error:
+        raise ConfigError(
+            f"plan: expected optimizer to be {OPTIMIZER}, found {described(optimizer)}, which "
+            f"raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise wrong_type("plan", "optimizer", OPTIMIZER, optimizer)
+    return made
 
 
 def _run(
