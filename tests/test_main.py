@@ -143,6 +143,16 @@ def test_what_a_process_begins_with_imports_no_torch(tmp_path: Path) -> None:
     assert ended.stdout == "[]\n"
 
 
+def test_another_file_of_that_name_may_fail(tmp_path: Path) -> None:
+    """Python prints what it raised and goes on, and the names are replaced all the same."""
+    (tmp_path / "sitecustomize.py").write_text("raise RuntimeError('theirs')")
+    where = os.pathsep.join([str(ROOT / "fsdp2" / "_startup"), str(ROOT), str(tmp_path)])
+    code = "from torch.distributed.fsdp import fully_shard as f; print(f.__module__)"
+    ended = run("-c", code, folder=tmp_path, PYTHONPATH=where, FSDP2_REPLACE_TORCH="1")
+    assert "RuntimeError: theirs" in ended.stderr
+    assert ended.stdout == "fsdp2._api.fully_shard\n"
+
+
 def test_a_program_finds_its_folder_and_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "programs"
     folder.mkdir()

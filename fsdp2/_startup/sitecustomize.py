@@ -47,6 +47,6 @@ def _run_the_next_of_this_name() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-_run_the_next_of_this_name()
 if os.environ.get("FSDP2_REPLACE_TORCH") == "1":
     sys.meta_path.insert(0, _AfterTorch())
+_run_the_next_of_this_name()  # the last: what it raises, Python prints, and goes on
