@@ -173,11 +173,12 @@ def test_a_program_finds_its_folder_and_its_name(tmp_path: Path) -> None:
     ("arguments", "words"),
     [([], "found no program"), (["-x"], "found -x"), (["missing.py"], "found no file missing.py")],
 )
-def test_wrong_calls(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_wrong_calls(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     from fsdp2.__main__ import main
 
     with pytest.raises(SystemExit) as ended:
         main(arguments)
+    assert words in capsys.readouterr().err
     assert ended.value.code == 2
 
 

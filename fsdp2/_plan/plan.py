@@ -1,7 +1,7 @@
 """``plan``: what becomes a unit, what each rank holds and sends, and how much memory a step takes.
 
 Owns the answer, as plain values and as a table. The engine itself is run, on ranks and tensors that
-are not there; nothing here computes what the engine would do.
+are not there. Only the room for the numbers that real ranks send along is added here.
 """
 
 from __future__ import annotations
@@ -368,22 +368,21 @@ def _describe(group: ParamGroup) -> GroupPlan:
     axes = [axis for axis in (group.data.shard, group.data.replicate) if axis.size > 1]
     planned = group.reducer.plan()
     reduced = replace(planned.layout, numel=planned.layout.numel + len(axes) * STAMP_NUMEL)
-    numels = [math.prod(item.shard.shape) for item in layout.items]
-    padded = sum(
-        i.shard.padded_numel * i.shard.size for i in layout.items if i.shard.dim is not None
+    padding = (
+        (one.shard.padded_numel * size - one.shard.numel) * one.storage_dtype.itemsize
+        for one in layout.items
+        if one.shard.dim is not None
     )
-    own = sum(math.prod(i.shard.shape) for i in layout.items if i.shard.dim is not None)
-    itemsize = layout.items[0].storage_dtype.itemsize if layout.items else 0
     has_members = bool(planned.members)
     return GroupPlan(
         name=group.fqn,
         parameters=len(group.params),
-        numel=sum(numels),
+        numel=sum(one.shard.numel for one in layout.items),
         dtypes=tuple(dict.fromkeys(item.storage_dtype for item in layout.items)),
         shard_nbytes=sum(
             item.shard.padded_numel * item.storage_dtype.itemsize for item in layout.items
         ),
-        padding_nbytes=(padded - own) * itemsize,
+        padding_nbytes=sum(padding),
         whole_nbytes=sent.full_nbytes,
         gather_nbytes=sent.gather_nbytes * size if size > 1 else 0,
         reduce_nbytes=reduced.nbytes if has_members else 0,

@@ -38,7 +38,7 @@ from fsdp2._transfer.redistribute import Grids, LocalShard
 from fsdp2.checkpoint._change import StateManifest
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2.checkpoint._load import Source, load_full
-from fsdp2.checkpoint._optimizer_state import map_state, rekey
+from fsdp2.checkpoint._optimizer_state import map_state, named_state, rekey
 from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbours, sync
 from fsdp2.checkpoint._reading import Reader
 from fsdp2.checkpoint._saved import METADATA, Entry, read
@@ -90,13 +90,14 @@ def save(
     from fsdp2.checkpoint._summing import write
 
     place = Path(path).resolve()
-    state = sharded_state(model, optimizer)
+    state = sharded_state(model)
     state["model"] = {k: v for k, v in state["model"].items() if v is not None}
-    if optimizer is not None:
-        state["optimizer"]["state"] = _without_tuples(state["optimizer"]["state"])
     grids = Grids([*state["model"].values()])
     main = grids.main
-    with main.together("save"):
+    with main.together("save"):  # a rank may have states that the others have not
+        if optimizer is not None:
+            state["optimizer"] = named = named_state(model, optimizer)
+            named["state"] = _without_tuples(named["state"])
         _require_loadable(state, grids)
     if extra is not None:
         with main.together("save"):

@@ -104,7 +104,8 @@ def full_state(
     given = [*tensors.items()]
     named: dict[str, Any] = {}
     if optimizer is not None:
-        named = named_state(model, optimizer)
+        with Grids([*tensors.values()]).main.together("full_state"):
+            named = named_state(model, optimizer)  # a rank may have states that others have not
 
         def note(name: str, key: str, value: Tensor) -> Tensor:
             given.append((f"{name}.{key}", value))

@@ -10,6 +10,7 @@ import copy
 import gc
 import itertools
 import pickle
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -953,3 +954,33 @@ def test_gradients_are_zeroed_in_place(kernel: str) -> None:
     optimizer.step()
     optimizer.zero_grad()
     assert all(param.grad is None for param in params)
+
+
+class ScalesOfLargeShards(torch.optim.SGD):
+    """Keeps a state in no parameter's shape, on ranks with more than one row only."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and len(param) > 1:
+                    self.state[param]["scales"] = torch.ones(2)
+        return loss
+
+
+@pytest.mark.parametrize("way", ["save", "full_state"])
+@ranks(2)
+def test_a_state_that_one_rank_alone_refuses(way: str) -> None:
+    """Three rows over two ranks: one has such a state, and every rank hears of it at once."""
+    model = fsdp2.fully_shard(nn.Linear(5, 3, bias=False))
+    optimizer = fsdp2.optim.local(ScalesOfLargeShards, model.parameters(), lr=0.1, elementwise=True)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    checkpoint = fsdp2.checkpoint
+    with tempfile.TemporaryDirectory() as folder:
+        act = {
+            "save": lambda: checkpoint.save(f"{folder}/saved", model, optimizer),
+            "full_state": lambda: checkpoint.full_state(model, optimizer),
+        }[way]
+        with pytest.raises(fsdp2.FSDPError, match="scales"):
+            act()

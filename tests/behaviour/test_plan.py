@@ -201,6 +201,25 @@ def test_padding_is_told() -> None:
     assert fsdp2.plan(model, mesh=1003).groups[0].padding_nbytes == 4 * 7 * 4
 
 
+def test_padding_of_several_dtypes() -> None:
+    """Each parameter is padded in its own dtype: 13 rows over 4 ranks are 16."""
+    model = nn.Sequential(nn.Linear(3, 13, bias=False), nn.Linear(13, 13, bias=False))
+    model[1].to(torch.float64)
+    assert fsdp2.plan(model, mesh=4).groups[0].padding_nbytes == 3 * 3 * 4 + 3 * 13 * 8
+
+
+@ranks(2)
+def test_what_makes_process_groups_is_refused_on_one_rank_too() -> None:
+    """A plan may be made by one rank alone: nothing of it waits for the others."""
+    if dist.get_rank() == 0:
+        several = fsdp2.DataParallelMeshDims(shard=("replicate", "shard"))
+        for given in ({"reshard_after_forward": 2}, {"dp_mesh_dims": several}):
+            with pytest.raises(UnsupportedError, match="is not planned yet"):
+                fsdp2.plan(nn.Linear(13, 29), mesh=(2, 4), **given)
+        batch = torch.zeros(2, LENGTH, dtype=torch.long)
+        assert fsdp2.plan(Model(), mesh=(2, 4), policy={Block}, batch=batch).step is not None
+
+
 def test_a_plan_without_a_batch_has_no_step() -> None:
     found = fsdp2.plan(Model(), mesh=8, policy={Block}, mp_policy=SETTINGS["bf16"]["mp_policy"])
     assert found.step is None
