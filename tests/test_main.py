@@ -36,6 +36,7 @@ def train(rank, size, store):
     kinds = [kind.__module__ for kind in type(model).__mro__ if kind.__name__ == "FSDPModule"]
     words = [kinds[0].partition(".")[0], f"{loss.item():.6f}", *sys.argv[1:]]
     print(f"rank {rank}: {' '.join(words)}\\n", end="", flush=True)
+    dist.barrier()  # gloo may abort a rank whose peer has gone
     dist.destroy_process_group()
 
 
@@ -203,6 +204,7 @@ schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank else {}))
 total = sum(p.grad.to_local().abs().sum().item() for p in whole.parameters())
 kinds = [kind.__module__ for kind in type(whole).__mro__ if kind.__name__ == "FSDPModule"]
 print(f"rank {rank}: {kinds[0].partition('.')[0]} {total:.5f}\\n", end="", flush=True)
+dist.barrier()
 dist.destroy_process_group()
 """
 
