@@ -58,6 +58,7 @@ FSDPModule
 GradientReductionHandle
 GroupInfo
 GroupPlan
+Hardware
 MemoryPoint
 MixedPrecisionPolicy
 OffloadPolicy

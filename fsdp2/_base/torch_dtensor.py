@@ -29,6 +29,8 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,  # the test torch itself uses
 )
 
+from fsdp2._base.torch_modes import hidden_from_modes
+
 # DTensor: a step builds a gradient DTensor for each parameter. The public ``DTensor.from_local``
 # costs eight times as much as the constructor, because it builds the spec each time.
 
@@ -131,6 +133,11 @@ spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 
 local_tensor: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 """A DTensor's own local tensor; ``to_local()`` would view it, and enter autograd."""
+
+
+def is_among(types: Sequence[type]) -> bool:
+    """True if a dispatch mode is asked about an operation on DTensors."""
+    return any(issubclass(kind, DTensor) for kind in types)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -247,5 +254,6 @@ class ImaginedMesh(DeviceMesh):
 
 def imagined_mesh(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> ImaginedMesh:
     """Return a mesh on the CPU as one of its ranks would see it."""
-    ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
-    return ImaginedMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    with hidden_from_modes():  # numbers of ranks are no fakes
+        ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
+        return ImaginedMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)

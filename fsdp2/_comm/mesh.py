@@ -149,7 +149,14 @@ class DataMesh:
 
         Collective: every rank of the mesh must call it (once; the result is kept on the mesh).
         """
-        _require_ranks(self.shard, "reshard_after_forward with a number of ranks")
+        if self.shard.is_imagined:
+            return DataMesh.of(
+                torch_dtensor.imagined_mesh(
+                    (self.size // size, size),
+                    ("outer", "inner"),
+                    self.replicate.rank * self.shard.size + self.shard.rank,
+                )
+            )
         # only the ranks of this slice may be here, so only they make the groups
         root = torch_dtensor.root_mesh(self.mesh)
         kept: KeptOnMesh = root.__dict__.setdefault("_fsdp2_split", KeptOnMesh())
@@ -205,17 +212,12 @@ def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
         return ABSENT_AXIS
     if len(names) == 1:
         return _axis(mesh, (mesh.mesh_dim_names or ()).index(names[0]))
-    _require_ranks(_axis(mesh, 0), "dp_mesh_dims with several dims of one role")
-    return _axis(torch_dtensor.flatten_dims(mesh, names), 0)
-
-
-def _require_ranks(axis: MeshAxis, what: str) -> None:
-    """Raise UnsupportedError on an imagined mesh, for what makes process groups."""
-    if axis.is_imagined:
+    if _axis(mesh, 0).is_imagined:
         raise UnsupportedError(
-            f"plan: {what} is not planned yet, because it makes process groups. Plan without it: "
-            "reshard_after_forward=True gathers most, False keeps most."
+            "plan: dp_mesh_dims with several dims of one role is not planned, because it makes "
+            "process groups. Pass mesh with one dim of each role, of the same number of ranks."
         )
+    return _axis(torch_dtensor.flatten_dims(mesh, names), 0)
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> MeshAxis:

@@ -125,6 +125,11 @@ class ParamGroup:
         return sum(p.sharded.numel() * p.compute_dtype.itemsize for p in self.params)
 
     @property
+    def whole_memory(self) -> torch.Tensor | None:
+        """What unsharded parameters are views of; it may have no memory now. None: not yet made."""
+        return None if self._full is None else self._full.flat
+
+    @property
     def _shard_buffers(self) -> list[ShardBuffer]:
         both = self.home_buffer, self.post_forward.buffer
         return [buffer for buffer in both if buffer is not None]

@@ -7,22 +7,25 @@ fake. It must not know what is made of a run.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_dtensor
+from fsdp2._base import torch_dtensor, torch_modes
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._comm import gloo_p2p
 from fsdp2._comm.collectives import Wire
-from fsdp2._comm.mesh import MeshAxis
-from fsdp2._engine.unit import unit_of
+from fsdp2._comm.mesh import REPLICATE, SHARD, DataMesh, MeshAxis
+from fsdp2._engine.between_steps import units_below
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._plan.clock import Clock
+from fsdp2._plan.watch import COMMUNICATION, GATHERED, GRADIENTS, MemoryWatch
 
 NAMES = {1: ("shard",), 2: ("replicate", "shard")}
 
@@ -33,21 +36,47 @@ def make_mesh(shape: Sequence[int], rank: int) -> DeviceMesh:
 
 
 class Nowhere(Wire):
-    """Carries nothing, and takes the memory that gloo's collectives take."""
+    """Carries nothing, and says what memory is for.
+
+    With a clock it takes a described machine's time. Without one it takes the memory that gloo's
+    collectives take, because then a plan is one of CPU ranks.
+    """
+
+    def __init__(self, group: ParamGroup, watch: MemoryWatch, clock: Clock | None) -> None:
+        super().__init__()
+        vars(self).update(vars(group.wire))
+        self._group = group
+        self._watch = watch
+        self._clock = clock
+        self._strides = {role: stride_of(group.data, role) for role in (SHARD, REPLICATE)}
 
     def all_gather(self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool) -> Any:
-        return None
+        if self._watch.kind_of(output) != GATHERED:  # a large parameter lands in its place
+            self._watch.tag(output, COMMUNICATION)
+        return self._send("all_gather", output.nbytes, axis, SHARD)
 
     def reduce_scatter(
         self, output: Tensor, sent: Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> Any:
+        self._watch.tag(sent, COMMUNICATION)
+        if self._watch.kind_of(output) != GRADIENTS:
+            self._watch.tag(output, COMMUNICATION)
+        if self._clock is not None:
+            return self._send("reduce_scatter", sent.nbytes, axis, SHARD)
         is_large = sent.nbytes >= gloo_p2p.LARGE_NBYTES
-        return _Holding(torch.empty_like(sent)) if is_large or sent.dtype != output.dtype else None
+        if not is_large and sent.dtype == output.dtype:
+            return None
+        received = torch.empty_like(sent)
+        self._watch.tag(received, COMMUNICATION)
+        return _Holding(received)
 
-    def all_reduce(
-        self, tensor: Tensor, op: Any, axis: MeshAxis, async_op: bool
-    ) -> dist.Work | None:
-        return None
+    def all_reduce(self, tensor: Tensor, op: Any, axis: MeshAxis, async_op: bool) -> Any:
+        return self._send("all_reduce", tensor.nbytes, axis, REPLICATE)
+
+    def _send(self, kind: str, nbytes: int, axis: MeshAxis, role: str) -> Any:
+        if self._clock is None:
+            return None
+        return self._clock.send(kind, self._group.fqn, nbytes, axis.size, self._strides[role])
 
 
 class _Holding:
@@ -63,29 +92,68 @@ class _Holding:
         self._received = None
 
 
+def stride_of(data: DataMesh, role: str) -> int:
+    """Return how far apart neighbours on an axis are, as the whole program counts ranks."""
+    if role not in data.roles:
+        return 1
+    with torch_modes.hidden_from_modes():  # numbers of ranks are no fakes
+        grid = data.mesh.mesh.movedim(data.roles.index(role), -1)
+        line = grid.reshape(-1, grid.shape[-1])[0, :2].tolist()
+    return int(line[-1] - line[0]) if len(line) > 1 else 1
+
+
+# Copies of a model.
+
+
 def without_memory(model: nn.Module) -> nn.Module:
-    """Copy a model that is not sharded; parameters and buffers are fake. Call under a fake mode.
+    """Copy a model; parameters and buffers are fake, and so are process groups of its units.
+
+    Call under a fake mode.
 
     Raises:
-        UnsupportedError: a module is sharded, or a parameter lies on a mesh already.
+        UnsupportedError: a parameter lies on a mesh, and no unit has it.
     """
-    for name, module in model.named_modules():
-        if unit_of(module) is not None:
-            raise UnsupportedError(
-                f"plan: {name or '<root>'} is sharded already. Pass the model as it was before "
-                "fully_shard, with the policy that picks its units."
-            )
     memo: dict[int, Any] = {}
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
+    for group in groups_of(model):
+        if group.device.type != "cpu":
             raise UnsupportedError(
-                f"plan: {name} is a DTensor. Plan the model before parallelize_module, on the "
-                "data-parallel mesh alone."
+                f"plan: {group.fqn or '<root>'} computes on {group.device}; a sharded model is "
+                "planned on a CPU only. Plan the model as it was before fully_shard."
             )
-        memo[id(param)] = nn.Parameter(_like(param), requires_grad=param.requires_grad)
+        memo[id(group.data)] = _without_ranks(group.data)
+        for param in group.params:
+            memo[id(param.spec)] = param.spec  # with its mesh, which no fake mode can copy
+            local = _like(torch_dtensor.local_part(param.sharded))
+            made = torch_dtensor.placed_like(param.sharded, local)
+            memo[id(param.sharded)] = torch_dtensor.as_parameter(made, param.trainable)
+    for name, other in model.named_parameters():
+        if id(other) in memo:
+            continue
+        if isinstance(other, DTensor):
+            raise UnsupportedError(
+                f"plan: {name} is a DTensor, and no unit has it. Apply fully_shard to the model "
+                "after parallelize_module, on the data-parallel part of the mesh, and plan that."
+            )
+        memo[id(other)] = nn.Parameter(_like(other), requires_grad=other.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = _like(buffer)
     return copy.deepcopy(model, memo)
+
+
+def groups_of(model: nn.Module) -> list[ParamGroup]:
+    """Return the groups of all units in a model, outermost first; none if it is not sharded."""
+    return [group for unit in units_below(model) for group in unit.own_groups]
+
+
+def _without_ranks(data: DataMesh) -> DataMesh:
+    """Return a mesh of the same ranks that nothing is sent to."""
+    shard, replicate = (
+        dataclasses.replace(
+            axis, pg=None if axis.pg is None else torch_dtensor.ImaginedGroup(axis.rank, axis.size)
+        )
+        for axis in (data.shard, data.replicate)
+    )
+    return dataclasses.replace(data, shard=shard, replicate=replicate)
 
 
 def _like(tensor: Tensor) -> Tensor:

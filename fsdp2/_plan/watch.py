@@ -6,54 +6,101 @@ Owns the count. It follows storages, also where one is resized, and must not kno
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp2._base import torch_tensors
+from fsdp2._base import torch_dtensor, torch_tensors
 from fsdp2._base.containers import visit_tensors
 from fsdp2._base.torch_modes import DispatchMode
+from fsdp2._pages.content import KINDS
+
+PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, COMMUNICATION, ACTIVATIONS = range(len(KINDS))
+"""Places in ``KINDS``. What nobody says anything of is an activation."""
 
 
 class MemoryWatch(DispatchMode):
-    """Count the storages that are made inside, and those that it is told of."""
+    """Count the storages that are made inside, and those that it is told of.
 
-    def __init__(self, on_change: Callable[[int], None]) -> None:
+    ``by_kind``: bytes alive, in the order of ``KINDS``; ``highest``: the same at the time when most
+    were, since it was last asked.
+    """
+
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.by_kind = [0] * len(KINDS)
         self.nbytes = 0
+        self._highest_nbytes = 0
+        self._highest = tuple(self.by_kind)
         self._sizes: dict[int, int] = {}
-        self._on_change = on_change
+        self._kinds: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch_dtensor.is_among(types):
+            return NotImplemented  # what it does to local tensors is seen
         if func in torch_tensors.CHUNK_CATS and args[0][0].is_cpu:
-            self._on_change(self.nbytes + _copied_nbytes(*args, **(kwargs or {})))
+            copied = _copied_nbytes(*args, **(kwargs or {}))
+            self._change(COMMUNICATION, copied)
+            self._change(COMMUNICATION, -copied)
         made = func(*args, **(kwargs or {}))
-        visit_tensors(self.see, made)
+        visit_tensors(self._see_made, made)
         return made
 
-    def see(self, tensor: Tensor) -> None:
+    def _see_made(self, tensor: Tensor) -> None:
+        if not tensor.is_meta:  # DTensor asks for shapes only
+            self.see(tensor)
+
+    def see(self, tensor: Tensor, kind: int = ACTIVATIONS) -> None:
         """Count a tensor's storage from now on, until nothing has it any more."""
         storage = tensor.untyped_storage()
         key = torch_tensors.number_of(storage)
         if key not in self._sizes:
             self._sizes[key] = 0
+            self._kinds[key] = kind
             weakref.finalize(storage, self._drop, key)
         self._set(key, storage.nbytes())
+
+    def tag(self, tensor: Tensor, kind: int) -> None:
+        """Say what a storage is for."""
+        self.see(tensor, kind)
+        key = torch_tensors.number_of(tensor.untyped_storage())
+        nbytes = self._sizes[key]
+        self.by_kind[self._kinds[key]] -= nbytes
+        self.by_kind[kind] += nbytes
+        self._kinds[key] = kind
+
+    def kind_of(self, tensor: Tensor) -> int:
+        """Return what a tensor's storage is for, as far as it is known."""
+        key = torch_tensors.number_of(tensor.untyped_storage())
+        return self._kinds.get(key, ACTIVATIONS)
+
+    def take_highest(self) -> tuple[int, ...]:
+        """Return the most bytes since the last call, by kind."""
+        found = self._highest
+        self._highest_nbytes, self._highest = self.nbytes, tuple(self.by_kind)
+        return found
 
     def _set(self, key: int, nbytes: int) -> None:
         before = self._sizes[key]
         if nbytes != before:
             self._sizes[key] = nbytes
-            self.nbytes += nbytes - before
-            self._on_change(self.nbytes)
+            self._change(self._kinds[key], nbytes - before)
+
+    def _change(self, kind: int, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self.by_kind[kind] += nbytes
+        if self.nbytes > self._highest_nbytes:
+            self._highest_nbytes, self._highest = self.nbytes, tuple(self.by_kind)
 
     def _drop(self, key: int) -> None:
-        self.nbytes -= self._sizes.pop(key)
+        nbytes = self._sizes.pop(key)
+        self.nbytes -= nbytes
+        self.by_kind[self._kinds.pop(key)] -= nbytes
 
     @contextmanager
     def following_resizes(self) -> Iterator[None]:

@@ -10,6 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fsdp2
@@ -135,6 +140,12 @@ def test_a_step_on_replicas(name: str) -> None:
     check_step((2, 2), SETTINGS[name])
 
 
+@ranks(4)
+def test_a_step_that_reshards_to_some_ranks() -> None:
+    """The smaller mesh of a plan makes no process groups."""
+    check_step((4,), {"reshard_after_forward": 2})
+
+
 ODD = ["stack", "one_row", "few_rows", "scalars", "mixed_dtypes", "partly_frozen", "tied_lm"]
 
 
@@ -213,9 +224,8 @@ def test_what_makes_process_groups_is_refused_on_one_rank_too() -> None:
     """A plan may be made by one rank alone: nothing of it waits for the others."""
     if dist.get_rank() == 0:
         several = fsdp2.DataParallelMeshDims(shard=("replicate", "shard"))
-        for given in ({"reshard_after_forward": 2}, {"dp_mesh_dims": several}):
-            with pytest.raises(UnsupportedError, match="is not planned yet"):
-                fsdp2.plan(nn.Linear(13, 29), mesh=(2, 4), **given)
+        with pytest.raises(UnsupportedError, match="is not planned, because it makes"):
+            fsdp2.plan(nn.Linear(13, 29), mesh=(2, 4), dp_mesh_dims=several)
         batch = torch.zeros(2, LENGTH, dtype=torch.long)
         assert fsdp2.plan(Model(), mesh=(2, 4), policy={Block}, batch=batch).step is not None
 
@@ -249,8 +259,66 @@ def test_wrong_arguments(change: dict[str, Any], words: str) -> None:
         fsdp2.plan(given.pop("model"), **given)
 
 
-@ranks(2)
-def test_a_model_that_is_sharded_or_tensor_parallel() -> None:
-    model = fsdp2.fully_shard(nn.Linear(13, 3))
-    with pytest.raises(UnsupportedError, match=r"plan: <root> is sharded already"):
+def same_plan(one: fsdp2.Plan, other: fsdp2.Plan) -> None:
+    assert one.groups == other.groups
+    assert one.step == other.step
+
+
+@pytest.mark.parametrize("memory", with_slow(["low", "balanced", "fast"], ["fast"]))
+@ranks(4)
+def test_a_sharded_model(memory: str) -> None:
+    """It is planned as it would have been before; also after it has run, and by one rank alone."""
+    batch = torch.zeros(2, LENGTH, dtype=torch.long)
+    asked = {"batch": batch, "optimizer": torch.optim.AdamW, "hardware": "h100-nvlink-ib"}
+    for shape in ((4,), (2, 2)):
+        model, policy = seeded(Model), fsdp2.MixedPrecisionPolicy(BF16, FP32)
+        before = fsdp2.plan(
+            model,
+            mesh=shape,
+            policy={Block},
+            memory=memory,
+            mp_policy=policy,
+            rank=dist.get_rank(),
+            **asked,
+        )
+        mesh = shared_mesh(shape, ("replicate", "shard")[-len(shape) :])
+        fsdp2.wrap.shard_model(model, {Block}, mesh=mesh, mp_policy=policy)
+        model.set_memory(memory)
+        same_plan(fsdp2.plan(model, **asked), before)
+        kept = [param.to_local().clone() for param in model.parameters()]
+        model(batch).float().mean().backward()
+        if dist.get_rank() == 1:
+            same_plan(fsdp2.plan(model, **asked), before)
+        for param, local in zip(model.parameters(), kept, strict=True):
+            assert torch.equal(param.to_local(), local)
+        model.zero_grad()
+        model(batch).float().mean().backward()  # and it trains on
+
+
+@ranks(4)
+def test_a_tensor_parallel_model() -> None:
+    """Its collectives are those of real ranks, in order, unit and bytes; and its peak is."""
+    mesh = shared_mesh((2, 2), ("dp", "tp"))
+    model = seeded(Model)
+    for block in model.blocks:
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], styles)
+    with pytest.raises(UnsupportedError, match=r"plan: blocks.0.up.weight is a DTensor, and no"):
         fsdp2.plan(model, mesh=2)
+    fsdp2.wrap.shard_model(model, {Block}, mesh=mesh["dp"])
+    batch = torch.zeros(2, LENGTH, dtype=torch.long)
+    found = fsdp2.plan(model, batch=batch).step
+    assert found is not None
+    seen, peak = real_step(model, batch)
+    assert list(found.events) == seen
+    planned = found.peak_nbytes - found.start_nbytes
+    assert abs(planned - peak) <= 0.03 * peak, f"{planned} planned, {peak} measured"
+
+
+@ranks(2)
+def test_what_a_sharded_model_has_already_is_not_given_again() -> None:
+    model = fsdp2.fully_shard(nn.Linear(13, 3))
+    with pytest.raises(ConfigError, match=r"plan: found mesh, policy, and a model that is shard"):
+        fsdp2.plan(model, mesh=2, policy={nn.Linear})
+    with pytest.raises(ConfigError, match=r"expected mesh to be a number of ranks"):
+        fsdp2.plan(nn.Linear(13, 3))

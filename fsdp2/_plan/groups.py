@@ -1,0 +1,67 @@
+"""What a group will keep, gather and reduce, read from the layouts that the engine runs on.
+
+Owns that reading. Only the room for the numbers that real ranks send along is added here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdp2._base import torch_dtensor
+from fsdp2._comm.operation_ids import STAMP_NUMEL
+from fsdp2._param_group.buffers import ShardBuffer
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.layout import GatherLayout
+from fsdp2._plan.values import GroupPlan
+
+
+def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
+    """Return the layout of a buffer with the numbers that real ranks send along."""
+    layout, smaller = buffer.layout, group.post_forward.mesh
+    if layout.stamp_item is None or buffer.stamp is not None:
+        return layout
+    others = () if smaller is None else (smaller.shard.size,)
+    zero_copy = group.wire.zero_copy_nbytes
+    return GatherLayout.plan([*layout.items, layout.stamp_item], layout.size, others, zero_copy)
+
+
+def describe(group: ParamGroup) -> GroupPlan:
+    """Read a group's own layouts, with room for what ranks tell each other."""
+    buffer = group.home_buffer
+    assert buffer is not None  # it was looked at
+    layout, size = buffer.layout, group.data.shard.size
+    sent, again = _as_sent(group, buffer), _as_sent(group, group.post_forward.buffer or buffer)
+    axes = [axis for axis in (group.data.shard, group.data.replicate) if axis.size > 1]
+    planned = group.reducer.plan()
+    reduced = replace(planned.layout, numel=planned.layout.numel + len(axes) * STAMP_NUMEL)
+    items = layout.items[: len(group.params)]  # behind them may be what ranks tell each other
+    padding = (
+        (one.shard.padded_numel * size - one.shard.numel) * one.storage_dtype.itemsize
+        for one in items
+        if one.shard.dim is not None
+    )
+    has_members = bool(planned.members)
+    return GroupPlan(
+        name=group.fqn,
+        parameters=len(group.params),
+        numel=sum(one.shard.numel for one in items),
+        dtypes=tuple(dict.fromkeys(one.storage_dtype for one in items)),
+        shard_nbytes=sum(one.shard.padded_numel * one.storage_dtype.itemsize for one in items),
+        padding_nbytes=sum(padding),
+        whole_nbytes=sent.full_nbytes,
+        gather_nbytes=sent.gather_nbytes * size if size > 1 else 0,
+        regather_nbytes=again.gather_nbytes * again.size if again.size > 1 else 0,
+        reduce_nbytes=reduced.nbytes if has_members else 0,
+        all_reduce_nbytes=(
+            reduced.numel * reduced.dtype.itemsize
+            if has_members and group.data.replicate.size > 1
+            else 0
+        ),
+        grad_nbytes=sum(
+            torch_dtensor.local_part(param.sharded).numel()
+            * param.kept_dtype(reduced.dtype).itemsize
+            for param in group.params
+            if param.trainable
+        ),
+        alone=tuple(group.params[index].fqn for index in layout.zero_copy),
+    )

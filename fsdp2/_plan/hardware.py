@@ -1,0 +1,234 @@
+"""Machines that a plan's time line is made for: what they compute, and what their links carry.
+
+Owns the description, a few known machines with the source of each figure, and the measurement of
+the machine that it runs on. It must not know models.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from fsdp2._base.arguments import wrong_type, wrong_value
+from fsdp2._comm.mesh import default_device_type
+
+__all__ = ["HARDWARE", "Hardware", "hardware_for", "measure"]
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What one rank can do. Peak figures: a real step reaches a part of them; see ``scaled``.
+
+    ``flops``: floating-point operations a second in products of matrices, by the dtype of what is
+    multiplied (one that is not named takes float32's). ``memory_bandwidth``: bytes a second that
+    are read and written. ``memory_nbytes``: of one device; None if it is not known. ``near`` and
+    ``far``: bytes a second that one rank sends, and at the same time receives, inside a node of
+    ``ranks_per_node`` and between nodes. ``latency``: seconds of one hop; a collective over N
+    ranks takes as many as N has binary digits. ``source``: where the figures are from.
+    ``device_type``: as ``torch.device`` has it; the engine sends what is large as it does there.
+    """
+
+    name: str
+    flops: Mapping[torch.dtype, float]
+    memory_bandwidth: float
+    near: float
+    far: float
+    ranks_per_node: int = 8
+    latency: float = 0.0
+    memory_nbytes: int | None = None
+    device_type: str = "cuda"
+    source: str = field(default="", compare=False)
+
+    def scaled(self, *, compute: float = 1.0, memory: float = 1.0, links: float = 1.0) -> Hardware:
+        """Return it with parts of its figures: what share of a peak your own kernels reach."""
+        return replace(
+            self,
+            flops={dtype: rate * compute for dtype, rate in self.flops.items()},
+            memory_bandwidth=self.memory_bandwidth * memory,
+            near=self.near * links,
+            far=self.far * links,
+        )
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Return operations a second for operands of a dtype."""
+        return self.flops.get(dtype, self.flops[FP32])
+
+    def bandwidth(self, ranks: int, stride: int) -> float:
+        """Return what a rank sends a second in a ring of ranks that are ``stride`` apart."""
+        return self.near if ranks * stride <= self.ranks_per_node else self.far
+
+    def seconds(self, kind: str, nbytes: int, ranks: int, stride: int = 1) -> float:
+        """Return how long a collective takes alone: bytes of its larger buffer, in a ring.
+
+        An all-reduce sends everything twice.
+        """
+        if ranks == 1 or nbytes == 0:
+            return 0.0
+        sent = nbytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+        hops = math.ceil(math.log2(ranks)) * (2 if kind == "all_reduce" else 1)
+        return hops * self.latency + sent / self.bandwidth(ranks, stride)
+
+
+_HOP = 3e-6
+"""Seconds of a hop: what public NCCL tests show for small messages, between 2 and 10 us."""
+
+HARDWARE = {
+    one.name: one
+    for one in (
+        Hardware(
+            "a100-nvlink-ib",
+            {FP32: 19.5e12, BF16: 312e12, FP16: 312e12},
+            memory_bandwidth=2.039e12,
+            near=300e9,
+            far=25e9,
+            latency=_HOP,
+            memory_nbytes=80 * 10**9,
+            source="NVIDIA A100 80GB SXM data sheet (2022): dense rates, NVLink 600 GB/s both ways "
+            "together; DGX A100: one HDR InfiniBand port of 200 Gb/s a GPU",
+        ),
+        Hardware(
+            "h100-nvlink-ib",
+            {FP32: 67e12, BF16: 989.4e12, FP16: 989.4e12},
+            memory_bandwidth=3.35e12,
+            near=450e9,
+            far=50e9,
+            latency=_HOP,
+            memory_nbytes=80 * 10**9,
+            source="NVIDIA H100 SXM data sheet (2023): half of the rates with sparsity, NVLink "
+            "900 GB/s both ways together; DGX H100: one NDR InfiniBand port of 400 Gb/s a GPU",
+        ),
+        Hardware(
+            "h200-nvlink-ib",
+            {FP32: 67e12, BF16: 989.4e12, FP16: 989.4e12},
+            memory_bandwidth=4.8e12,
+            near=450e9,
+            far=50e9,
+            latency=_HOP,
+            memory_nbytes=141 * 10**9,
+            source="NVIDIA H200 SXM data sheet (2024): half of the rates with sparsity, NVLink "
+            "900 GB/s both ways together; DGX H200: one NDR InfiniBand port of 400 Gb/s a GPU",
+        ),
+        Hardware(
+            "b200-nvlink-ib",
+            {FP32: 75e12, BF16: 2250e12, FP16: 2250e12},
+            memory_bandwidth=8e12,
+            near=900e9,
+            far=50e9,
+            latency=_HOP,
+            memory_nbytes=180 * 10**9,
+            source="NVIDIA DGX B200 data sheet (2024), an eighth of it: half of the rates with "
+            "sparsity, NVLink 1.8 TB/s both ways together; one InfiniBand port of 400 Gb/s a GPU",
+        ),
+        Hardware(
+            "a100-pcie",
+            {FP32: 19.5e12, BF16: 312e12, FP16: 312e12},
+            memory_bandwidth=1.935e12,
+            near=32e9,
+            far=12.5e9,
+            latency=_HOP,
+            memory_nbytes=80 * 10**9,
+            source="NVIDIA A100 80GB PCIe data sheet (2022): PCIe 4.0 x16, 64 GB/s both ways "
+            "together; a port of 100 Gb/s a GPU is assumed",
+        ),
+    )
+}
+"""Machines that ``plan`` knows by name."""
+
+
+def hardware_for(found: object) -> Hardware | None:
+    """Return the machine that a user names or describes."""
+    if found is None or isinstance(found, Hardware):
+        return found
+    if not isinstance(found, str):
+        raise wrong_type("plan", "hardware", "a name, a fsdp2.Hardware or None", found)
+    if found not in HARDWARE:
+        raise wrong_value("plan", "hardware", f"one of {', '.join(sorted(HARDWARE))}", found)
+    return HARDWARE[found]
+
+
+# Measurement.
+
+PRODUCT = 1024
+"""Rows and columns of the matrices that are multiplied."""
+COPIED, GATHERED = 1 << 26, (1 << 10, 1 << 24)
+"""Bytes that are copied, and the two sizes that are gathered by each rank."""
+REPEATS = 5
+
+
+def measure(name: str = "measured") -> Hardware:
+    """Measure this machine: products of matrices, copies, and all-gathers over all ranks.
+
+    With a process group of several ranks every rank calls it, and all get the same: the slowest
+    product, copy and link decides. Without one the links are those of nobody, infinitely fast.
+    Takes about a second.
+
+    Returns:
+        A ``Hardware`` whose ``far`` is its ``near``: one link was measured, over all ranks.
+    """
+    device = torch.device(default_device_type())
+    rates = [_product_rate(dtype, device) for dtype in (FP32, BF16, FP16)]
+    source = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copies = 2 * COPIED / _seconds(lambda: target.copy_(source), device)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    latency, link = (0.0, math.inf) if ranks == 1 else _measure_link(ranks, device)
+    if ranks > 1:  # the same on every rank, so that plans are the same
+        found = torch.tensor([*rates, copies], dtype=torch.float64, device=device)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        *rates, copies = found.tolist()
+    total = None
+    if device.type != "cpu":
+        total = torch.get_device_module(device.type).mem_get_info()[1]
+    return Hardware(
+        name,
+        dict(zip((FP32, BF16, FP16), rates, strict=True)),
+        copies,
+        near=link,
+        far=link,
+        ranks_per_node=max(ranks, 1),
+        latency=latency,
+        memory_nbytes=total,
+        device_type=device.type,
+        source=f"measured on {ranks} ranks, torch {torch.__version__}",
+    )
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    size = PRODUCT if device.type != "cpu" else PRODUCT // 2
+    left = torch.randn(size, size, device=device).to(dtype)
+    return 2 * size**3 / _seconds(lambda: left @ left, device)
+
+
+def _measure_link(ranks: int, device: torch.device) -> tuple[float, float]:
+    """Return the latency of a hop and the bandwidth, from two sizes; the slowest rank decides."""
+    took = []
+    for nbytes in GATHERED:
+        sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        received = [torch.empty_like(sent) for _ in range(ranks)]
+        took.append(_seconds(lambda: dist.all_gather(received, sent), device))  # noqa: B023  # at once
+    found = torch.tensor(took, dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    small, large = found.tolist()
+    moved = (ranks - 1) * (GATHERED[1] - GATHERED[0])
+    bandwidth = moved / max(large - small, 1e-9)
+    hops = math.ceil(math.log2(ranks))
+    return max(small - (ranks - 1) * GATHERED[0] / bandwidth, 0.0) / hops, bandwidth
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the least time of a few runs, after one that is not counted."""
+    times = []
+    for _ in range(REPEATS + 1):
+        start = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.get_device_module(device.type).synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

@@ -1,0 +1,159 @@
+"""What a plan was asked for, so that it can be asked again with one thing changed.
+
+Owns the checked arguments, the copy of the model that every run copies, and one such run. It must
+not know what is made of the answers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2._base import torch_modes
+from fsdp2._base.arguments import (
+    check_count,
+    check_flag,
+    check_function,
+    wrong_type,
+    wrong_value,
+)
+from fsdp2._base.containers import map_tensors
+from fsdp2._base.errors import ConfigError
+from fsdp2._plan.groups import describe
+from fsdp2._plan.hardware import Hardware
+from fsdp2._plan.imagined import groups_of, make_mesh, without_memory
+from fsdp2._plan.step import OPTIMIZER_WANTED, Arguments, StepRun, mean_of
+from fsdp2._plan.values import GroupPlan, StepPlan
+from fsdp2.wrap import WrapPolicy, shard_model
+
+MAX_RANKS = 1 << 20
+
+
+class Template:
+    """A model without memory, from which every run takes a copy of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._mode = torch_modes.without_memory()
+        self.is_sharded = bool(groups_of(model))
+        with self._mode:
+            self.model = without_memory(model)
+
+    def run(self, setup: Setup) -> Found:
+        """Shard a copy as a setup says, if it is not yet, and take a few steps."""
+        mesh = make_mesh(setup.mesh, setup.rank)
+        with self._mode:
+            model = without_memory(self.model)
+            if not self.is_sharded:
+                choice = setup.policy if setup.policy is not None else nothing_below
+                shard_model(model, choice, **{"mesh": mesh, **setup.fully_shard_kwargs})
+            run = StepRun(model, setup.hardware)
+            if setup.memory is not None:
+                model.set_memory(setup.memory)  # type: ignore[operator]  # sharded now
+            step = None
+            if setup.activation_checkpointing:
+                run.recompute()
+            if setup.batch is not None:
+                step = run.predict(
+                    arguments_of(setup.batch), setup.loss or mean_of, setup.optimizer
+                )
+            for group in run.groups:
+                group.inspect()
+            return Found(tuple(describe(group) for group in run.groups), step)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run found."""
+
+    groups: tuple[GroupPlan, ...]
+    step: StepPlan | None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The arguments of ``plan``, checked. ``replace`` one and run again."""
+
+    mesh: tuple[int, ...]
+    rank: int = 0
+    policy: WrapPolicy | None = None
+    batch: Any = None
+    loss: Callable[[Any], Tensor] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    memory: str | int | None = None
+    hardware: Hardware | None = None
+    activation_checkpointing: bool = False
+    fully_shard_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise ConfigError for what cannot be used."""
+        check_function("plan", "loss", self.loss, "a function of the output or None")
+        check_flag("plan", "activation_checkpointing", self.activation_checkpointing)
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, self.optimizer)
+        ranks, rank = math.prod(self.mesh), self.rank
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < ranks:
+            raise wrong_type("plan", "rank", f"one of {ranks} ranks, from 0 on", rank)
+        if self.batch is not None:
+            check_batch(self.batch)
+
+
+def nothing_below(module: nn.Module) -> bool:
+    """Pick nothing: the root is the only unit."""
+    return False
+
+
+def check_mesh(mesh: object) -> tuple[int, ...]:
+    """Return the sizes of a mesh.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    sizes = (mesh,) if isinstance(mesh, int) else mesh
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) not in (1, 2):
+        raise wrong_type("plan", "mesh", "a number of ranks, or (replicate, shard)", mesh)
+    shape = tuple(check_count("plan", "mesh", size) for size in sizes)
+    if not 0 < math.prod(shape) <= MAX_RANKS:
+        raise wrong_value("plan", "mesh", f"of 1 to {MAX_RANKS} ranks", mesh)
+    return shape
+
+
+def mesh_of_sharded(model: nn.Module) -> tuple[tuple[int, ...], int]:
+    """Return sizes of the mesh that a sharded model lies on, and this rank's place in it."""
+    data = groups_of(model)[0].data
+    replicate, shard = data.replicate, data.shard
+    if replicate.size == 1:
+        return (shard.size,), shard.rank
+    return (replicate.size, shard.size), replicate.rank * shard.size + shard.rank
+
+
+def refuse_for_sharded(given: Mapping[str, object]) -> None:
+    """Raise ConfigError for what a sharded model has already."""
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        raise ConfigError(
+            f"plan: found {', '.join(names)}, and a model that is sharded already: its units, mesh "
+            "and policies are those that it has. Leave these out, or pass the model as it was "
+            "before fully_shard."
+        )
+
+
+def check_batch(batch: object) -> None:
+    """Raise ConfigError if it is nothing that a forward can be given."""
+    if not isinstance(batch, Tensor | tuple | Mapping):
+        raise wrong_type(
+            "plan", "batch", "a tensor, a tuple of arguments or a dict of keywords", batch
+        )
+
+
+def arguments_of(batch: Any) -> Arguments:
+    """Return positional arguments and keywords, with fake tensors in place of real ones."""
+    faked = map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"), batch)
+    if isinstance(faked, Mapping):
+        return (), dict(faked)
+    return (faked if isinstance(faked, tuple) else (faked,)), {}

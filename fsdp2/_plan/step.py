@@ -1,0 +1,327 @@
+"""A step of the engine on tensors that are not there: what happens, what lives, how long it takes.
+
+Owns the run of a few steps of one model, of which the last is told. It must not know how models are
+copied, or what is made of what it found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2._base import events, torch_dtensor
+from fsdp2._base.arguments import described, wrong_type
+from fsdp2._base.capabilities import capabilities
+from fsdp2._base.containers import visit_tensors
+from fsdp2._base.errors import ConfigError, FSDPError
+from fsdp2._engine.between_steps import units_below
+from fsdp2._engine.unit import Unit
+from fsdp2._engine.unit_order import Visit
+from fsdp2._pages.content import KINDS
+from fsdp2._param_group.group import ParamGroup
+from fsdp2._plan.clock import Clock, ComputeTime
+from fsdp2._plan.groups import describe
+from fsdp2._plan.hardware import Hardware
+from fsdp2._plan.imagined import Nowhere, groups_of
+from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, StepPlan
+from fsdp2._plan.watch import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryWatch
+
+STEPS = 2
+"""What is predicted is the last of so many: in the first one the engine learns."""
+OPTIMIZER_WANTED = "a class or function that makes an optimizer of parameters, or None"
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Loss = Callable[[Any], Tensor]
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+
+class StepRun:
+    """The steps of one sharded model whose tensors are fake.
+
+    Call under the fake mode that the model was copied in.
+    """
+
+    def __init__(self, model: nn.Module, hardware: Hardware | None) -> None:
+        self.model = model
+        self.watch = MemoryWatch()
+        self.clock = None if hardware is None else Clock(hardware)
+        self.groups: list[ParamGroup] = groups_of(model)
+        self._events: list[events.Event] = []
+        self._points: list[MemoryPoint] = []
+        self._running: list[str] = []  # units, the innermost last
+        for group in self.groups:
+            group.wire = Nowhere(group, self.watch, self.clock)
+            if hardware is not None:
+                group.send_zero_copy(
+                    capabilities(torch.device(hardware.device_type)).zero_copy_nbytes
+                )
+
+    def recompute(self) -> None:
+        """Keep no activations of the units below the root: backward computes them again."""
+        for unit in units_below(self.model):
+            for module in unit.modules:
+                if module is not self.model:
+                    forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+                    module.forward = forward
+
+    def predict(self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None) -> StepPlan:
+        """Run the steps; tell the last one."""
+        args, kwargs = given
+        watch, clock = self.watch, self.clock
+        stepped = None
+        with watch.following_resizes(), self._following_units():
+            self._tag_kept()
+            for number in range(STEPS):
+                self.model.zero_grad()
+                start = self._begin_step()
+                with contextlib.ExitStack() as modes:
+                    if clock is not None:
+                        modes.enter_context(ComputeTime(clock))
+                    modes.enter_context(watch)
+                    modes.enter_context(events.listen(self._see_event))
+                    self._run(args, kwargs, loss)
+                self._see("the end of backward")
+                if number == 0:
+                    self._tag_made()
+                    if optimizer is not None:
+                        stepped = _LocalOptimizer(optimizer, self.model, watch)
+            if clock is not None:
+                clock.finish()
+            peak = max(point.peak_nbytes for point in self._points)
+            highest = 0 if stepped is None else self._step_optimizer(stepped)
+        return self._told(start, peak, highest, 0 if stepped is None else stepped.nbytes)
+
+    def _told(self, start: int, peak: int, optimizer_peak: int, state_nbytes: int) -> StepPlan:
+        sizes = {group.fqn: describe(group) for group in self.groups}
+        exact = tuple(_with_stamps(event, sizes) for event in self._events)
+        return StepPlan(
+            kinds=KINDS,
+            collectives=tuple(_collectives(exact, sizes)),
+            events=exact,
+            memory=tuple(self._points),
+            start_nbytes=start,
+            peak_nbytes=peak,
+            optimizer_nbytes=state_nbytes,
+            optimizer_peak_nbytes=optimizer_peak,
+            seconds=None if self.clock is None else self.clock.now,
+            spans=() if self.clock is None else tuple(self.clock.spans),
+        )
+
+    # What is seen.
+
+    def _begin_step(self) -> int:
+        self._events.clear()
+        self._points.clear()
+        self._running.clear()
+        self._show()
+        if self.clock is not None:
+            self.clock.restart()
+        self.watch.take_highest()
+        return self.watch.nbytes
+
+    def _see_event(self, event: events.Event) -> None:
+        self._events.append(event)
+        self._see(str(event))
+
+    def _see(self, label: str) -> None:
+        highest = self.watch.take_highest()
+        time = 0.0 if self.clock is None else self.clock.now
+        kinds = tuple(self.watch.by_kind)
+        self._points.append(
+            MemoryPoint(label, time, self.watch.nbytes, sum(highest), kinds, highest)
+        )
+
+    @contextlib.contextmanager
+    def _following_units(self) -> Iterator[None]:
+        """Know which unit computes: the innermost whose forward or backward is running."""
+        handles = []
+        for unit in units_below(self.model):
+            for module in unit.modules:
+                entered = functools.partial(self._enter_forward, unit)
+                handles.append(module.register_forward_pre_hook(entered))
+                handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter_forward(self, unit: Unit, *_: Any) -> None:
+        runtime: Any = unit.runtime
+        if "arrive" not in vars(runtime):  # as soon as there is one: backward asks the object
+            runtime.arrive = functools.partial(self._arrive, runtime.arrive)
+            runtime.depart = functools.partial(self._depart, runtime.depart)
+        self._enter(unit, runtime.context.phase)
+
+    def _enter(self, unit: Unit, phase: str) -> None:
+        self._running.append(f"{unit.fqn or '<root>'} {phase}")
+        self._show()
+
+    def _leave(self, *_: Any) -> None:
+        if self._running:
+            self._running.pop()
+        self._show()
+
+    def _arrive(self, arrive: Callable[[Visit], None], visit: Visit) -> None:
+        was_open = visit.opened_in
+        arrive(visit)
+        if visit.opened_in != was_open:
+            self._enter(visit.unit, events.BACKWARD)
+
+    def _depart(self, depart: Callable[[Visit], None], visit: Visit) -> None:
+        was_closed = visit.closed_in
+        depart(visit)
+        if visit.closed_in != was_closed:
+            self._leave()
+
+    def _show(self) -> None:
+        if self.clock is not None:
+            self.clock.label = self._running[-1] if self._running else "outside of units"
+
+    # What memory is for.
+
+    def _tag_kept(self) -> None:
+        """Count what a rank holds between steps: shards, parameters of nobody, and buffers."""
+        kept: list[Tensor] = []
+        for group in self.groups:
+            group.inspect()
+            kept += [torch_dtensor.local_part(param.sharded) for param in group.params]
+        kept += self.model.buffers()
+        sharded = {param.sharded for group in self.groups for param in group.params}
+        kept += [param for param in self.model.parameters() if param not in sharded]
+        for tensor in kept:
+            self.watch.tag(torch_dtensor.local_part(tensor), PARAMETERS)
+
+    def _tag_made(self) -> None:
+        """Say what the first step made that stays: memory of whole parameters, and gradients."""
+        for group in self.groups:
+            if group.whole_memory is not None:
+                self.watch.tag(group.whole_memory, GATHERED)
+        for param in self.model.parameters():
+            if param.grad is not None:
+                self.watch.tag(torch_dtensor.local_part(param.grad), GRADIENTS)
+
+    # What is run.
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss) -> None:
+        try:
+            loss(self.model(*args, **kwargs)).backward()
+        except FSDPError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                "plan: a step of the model failed on this batch, with tensors that have no values "
+                f"({type(error).__name__}: {error}). Pass what one rank's forward is given: a "
+                "tensor, a tuple of arguments or a dict of keywords."
+            ) from error
+
+    def _step_optimizer(self, stepped: _LocalOptimizer) -> int:
+        """Run an optimizer's step on this rank's shards; return the most bytes in it."""
+        clock = self.clock
+        if clock is not None:
+            clock.label = "optimizer"
+        with contextlib.ExitStack() as modes:
+            if clock is not None:
+                modes.enter_context(ComputeTime(clock))
+            modes.enter_context(self.watch)
+            stepped.step()
+        if clock is not None:
+            clock.finish()
+        self._see("the optimizer's step")
+        return self._points[-1].peak_nbytes
+
+
+class _LocalOptimizer:
+    """An optimizer of a rank's own parts: plans of DTensor's operations take no memory there."""
+
+    def __init__(self, make: MakeOptimizer, model: nn.Module, watch: MemoryWatch) -> None:
+        optimizer = _make(make, model.parameters())
+        self._locals = [
+            (param, torch_dtensor.local_part(param).detach())
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ]
+        local_of = dict(self._locals)
+        for group in optimizer.param_groups:
+            group["params"] = [local_of[param] for param in group["params"]]
+        self._optimizer = optimizer
+        self.step()  # the state is made in the first one
+        states: list[Tensor] = []
+        visit_tensors(states.append, [list(kept.values()) for kept in optimizer.state.values()])
+        for state in states:
+            watch.tag(state, OPTIMIZER)
+        self.nbytes = sum(state.nbytes for state in states)
+
+    def step(self) -> None:
+        for param, local in self._locals:
+            local.grad = None if param.grad is None else torch_dtensor.local_part(param.grad)
+        self._optimizer.step()
+        for _, local in self._locals:
+            local.grad = None
+
+
+def _make(optimizer: MakeOptimizer, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    try:
+        made = optimizer(parameters)
+    except Exception as error:
+        raise ConfigError(
+            f"plan: expected optimizer to be {OPTIMIZER_WANTED}, found {described(optimizer)}, "
+            f"which raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, optimizer)
+    return made
+
+
+def mean_of(output: Any) -> Tensor:
+    """Return an output's ``loss``, or the mean of all floating-point tensors in it."""
+    found = getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    means: list[Tensor] = []
+
+    def take(tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            means.append(tensor.float().mean())
+
+    visit_tensors(take, output)
+    if not means:
+        raise ConfigError(
+            "plan: the model's output has no tensor with a gradient. Pass loss, a function that "
+            "makes a scalar of the output."
+        )
+    return torch.stack(means).sum()
+
+
+def _with_stamps(event: events.Event, sizes: Mapping[str, GroupPlan]) -> events.Event:
+    """Return an event with the bytes that real ranks have: they send numbers along."""
+    group = sizes.get(event.fqn)
+    if group is None or not event.nbytes:
+        return event
+    nbytes = {
+        "unshard": (
+            group.regather_nbytes if event.phase == events.BACKWARD else group.gather_nbytes
+        ),
+        "reduce": group.reduce_nbytes,
+        "reshard": group.whole_nbytes,
+    }
+    return replace(event, nbytes=nbytes.get(event.kind, event.nbytes))
+
+
+def _collectives(
+    seen: Sequence[events.Event], sizes: Mapping[str, GroupPlan]
+) -> Iterator[Collective]:
+    for event in seen:
+        if event.kind == "unshard":
+            yield Collective(event.phase, "all_gather", event.fqn, event.nbytes)
+        elif event.kind == "reduce":
+            yield Collective(event.phase, "reduce_scatter", event.fqn, event.nbytes)
+            if (nbytes := sizes[event.fqn].all_reduce_nbytes) > 0:
+                yield Collective(event.phase, "all_reduce", event.fqn, nbytes)

@@ -1,0 +1,104 @@
+"""A plan as a table that fits 100 columns.
+
+Owns the text. It must not know how a plan is found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from fsdp2._plan.values import GroupPlan, StepPlan
+
+
+def headline(mesh: Sequence[int], groups: Sequence[GroupPlan]) -> str:
+    """Return how many parameters are over how many ranks."""
+    total = sum(group.numel for group in groups)
+    shape = " x ".join(str(size) for size in mesh)
+    return f"{count(total)} parameters over {math.prod(mesh):,} ranks ({shape})"
+
+
+def lines(
+    mesh: Sequence[int], rank: int, groups: Sequence[GroupPlan], step: StepPlan | None
+) -> Iterator[str]:
+    """Yield a table that fits 100 columns: equal groups that follow each other are one row."""
+    yield f"{headline(mesh, groups)}, as on rank {rank}"
+    yield ""
+    heads = ("parameters", "whole", "shard", "padding", "gathered", "reduced")
+    yield f"{'unit':<34}" + "".join(f"{head:>11}" for head in heads)
+    for name, group, times in rows(groups):
+        cells = (
+            count(group.numel),
+            nbytes_text(group.whole_nbytes),
+            nbytes_text(group.shard_nbytes),
+            nbytes_text(group.padding_nbytes),
+            nbytes_text(group.gather_nbytes),
+            nbytes_text(group.reduce_nbytes),
+        )
+        shown = name if times == 1 else f"{name} ({times} times)"
+        yield f"{_cut(shown, 34):<34}" + "".join(f"{cell:>11}" for cell in cells)
+    shards = sum(group.shard_nbytes for group in groups)
+    grads = sum(group.grad_nbytes for group in groups)
+    yield ""
+    yield f"a rank keeps {nbytes_text(shards)} of parameters and {nbytes_text(grads)} of gradients"
+    if step is not None:
+        yield from _step_lines(step)
+
+
+def _step_lines(step: StepPlan) -> Iterator[str]:
+    if step.optimizer_nbytes:
+        yield f"and {nbytes_text(step.optimizer_nbytes)} of optimizer state"
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        sizes = [one.nbytes for one in step.collectives if one.kind == kind]
+        if sizes:
+            yield f"{kind}: {len(sizes)} a step, {nbytes_text(sum(sizes))}"
+    top = max(step.memory, key=lambda point: point.peak_nbytes)
+    start = nbytes_text(step.start_nbytes)
+    yield f"peak {nbytes_text(step.highest_nbytes)}, of which {start} at start, before {top.label}"
+    if step.seconds is not None:
+        waiting = step.waiting_seconds / step.seconds if step.seconds else 0.0
+        yield f"a step takes {seconds_text(step.seconds)}; compute waits {waiting:.1%} of it"
+
+
+def rows(groups: Sequence[GroupPlan]) -> Iterator[tuple[str, GroupPlan, int]]:
+    """Yield name, sizes, and how often they come: equal groups that follow each other are one."""
+    first: GroupPlan | None = None
+    times = 0
+    for group in groups:
+        if first is not None and replace(group, name=first.name, alone=first.alone) == first:
+            times += 1
+            continue
+        if first is not None:
+            yield first.name or "<root>", first, times
+        first, times = group, 1
+    if first is not None:
+        yield first.name or "<root>", first, times
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) < width else f"...{text[-(width - 4) :]}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time with the unit that fits it."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.4g} {name}"
+    return f"{seconds * 1e6:.4g} us"
+
+
+def count(number: int) -> str:
+    """Return a number with the prefix that fits it."""
+    for unit, name in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= unit:
+            return f"{number / unit:.4g} {name}"
+    return str(number)
+
+
+def nbytes_text(nbytes: int) -> str:
+    """Return a size with the unit that fits it."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes} B"
