@@ -257,6 +257,11 @@ class Net(nn.Module):
 
 
 RIGHT: dict[str, Callable[[World], object]] = {
+    "Hardware.name": lambda w: "mine",
+    "Hardware.flops": lambda w: {torch.float32: 1e12},
+    "Hardware.memory_bandwidth": lambda w: 1e12,
+    "Hardware.near": lambda w: 1e9,
+    "Hardware.far": lambda w: 1e9,
     "async_op": lambda w: False,
     "cls": lambda w: torch.optim.AdamW,
     "comm": lambda w: Gather(),
@@ -312,6 +317,7 @@ RECEIVERS: dict[type, Callable[[World], object]] = {
     fsdp2.FSDPModule: lambda w: w.model,
     fsdp2.CompiledModel: lambda w: fsdp2.compile(w.model, backend="eager"),
     fsdp2.Compress: lambda w: fsdp2.Compress(torch.bfloat16),
+    fsdp2.Hardware: lambda w: fsdp2.plan.hardware["h100-nvlink-ib"],
     fsdp2.UnshardHandle: lambda w: w.model.unshard(async_op=True),
     fsdp2.debug.OrderCheck: lambda w: fsdp2.debug.check_order(w.model),
     fsdp2.optim.EMA: lambda w: w.ema,

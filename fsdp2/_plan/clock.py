@@ -16,7 +16,7 @@ from fsdp2._base import torch_dtensor, torch_tensors
 from fsdp2._base.containers import visit_tensors
 from fsdp2._base.torch_modes import DispatchMode
 from fsdp2._pages.content import COMPUTE, GATHER, REDUCE, Span
-from fsdp2._plan.hardware import Hardware
+from fsdp2._plan.hardware import Hardware, bandwidth_of, flops_of, seconds_of
 
 aten = torch.ops.aten
 TAKES_NOTHING = {  # memory is taken, and not written
@@ -64,9 +64,9 @@ class Clock:
 
     def send(self, kind: str, unit: str, nbytes: int, ranks: int, stride: int) -> Sent:
         """Queue a collective on its link."""
-        link = self.hardware.bandwidth(ranks, stride)
+        link = bandwidth_of(self.hardware, ranks, stride)
         began = max(self._free_at.get(link, 0.0), self.now)
-        ended = began + self.hardware.seconds(kind, nbytes, ranks, stride)
+        ended = began + seconds_of(self.hardware, kind, nbytes, ranks, stride)
         self._free_at[link] = ended
         name = f"{kind} {unit or '<root>'}"
         self.spans.append(Span(LANES[kind], name, began, ended, nbytes))
@@ -140,7 +140,7 @@ class ComputeTime(DispatchMode):
         if count is None:
             return moving
         operations = count(*args, **kwargs, out_val=made)
-        return max(moving, operations / hardware.flops_of(tensors[0].dtype))
+        return max(moving, operations / flops_of(hardware, tensors[0].dtype))
 
 
 def _tensors_in(values: object) -> Sequence[Tensor]:

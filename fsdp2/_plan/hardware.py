@@ -7,6 +7,7 @@ the machine that it runs on. It must not know models.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,14 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from fsdp2._base.arguments import wrong_type, wrong_value
+from fsdp2._base.arguments import (
+    check_count,
+    check_key,
+    check_mapping,
+    check_number,
+    wrong_type,
+    wrong_value,
+)
 from fsdp2._comm.mesh import default_device_type
 
 __all__ = ["HARDWARE", "Hardware", "hardware_for", "measure"]
@@ -46,8 +54,38 @@ class Hardware:
     device_type: str = "cuda"
     source: str = field(default="", compare=False)
 
+    def __post_init__(self) -> None:
+        check_key("Hardware", "name", self.name)
+        flops = check_mapping("Hardware", "flops", self.flops)
+        if FP32 not in flops or not all(isinstance(dtype, torch.dtype) for dtype in flops):
+            raise wrong_value(
+                "Hardware", "flops", "operations a second by dtype, torch.float32 included", flops
+            )
+        for dtype, rate in flops.items():
+            _check_rate(f"flops[{dtype}]", rate)
+        for name in ("memory_bandwidth", "near", "far"):
+            _check_rate(name, getattr(self, name))
+        check_count("Hardware", "ranks_per_node", self.ranks_per_node)
+        check_number("Hardware", "latency", self.latency, "a number of seconds", 0.0)
+        if self.memory_nbytes is not None:
+            check_count("Hardware", "memory_nbytes", self.memory_nbytes)
+        check_key("Hardware", "device_type", self.device_type)
+        try:
+            torch.device(self.device_type)
+        except RuntimeError as error:
+            raise wrong_value(
+                "Hardware", "device_type", "a kind of device, as 'cuda' or 'cpu'", self.device_type
+            ) from error
+        check_key("Hardware", "source", self.source)
+
     def scaled(self, *, compute: float = 1.0, memory: float = 1.0, links: float = 1.0) -> Hardware:
-        """Return it with parts of its figures: what share of a peak your own kernels reach."""
+        """Return it with parts of its figures: what share of a peak your own kernels reach.
+
+        Raises:
+            ConfigError: a factor is no number above 0.
+        """
+        for name, factor in (("compute", compute), ("memory", memory), ("links", links)):
+            check_number("Hardware.scaled", name, factor, "a number above 0", _LEAST)
         return replace(
             self,
             flops={dtype: rate * compute for dtype, rate in self.flops.items()},
@@ -56,24 +94,35 @@ class Hardware:
             far=self.far * links,
         )
 
-    def flops_of(self, dtype: torch.dtype) -> float:
-        """Return operations a second for operands of a dtype."""
-        return self.flops.get(dtype, self.flops[FP32])
 
-    def bandwidth(self, ranks: int, stride: int) -> float:
-        """Return what a rank sends a second in a ring of ranks that are ``stride`` apart."""
-        return self.near if ranks * stride <= self.ranks_per_node else self.far
+_LEAST = sys.float_info.min
 
-    def seconds(self, kind: str, nbytes: int, ranks: int, stride: int = 1) -> float:
-        """Return how long a collective takes alone: bytes of its larger buffer, in a ring.
 
-        An all-reduce sends everything twice.
-        """
-        if ranks == 1 or nbytes == 0:
-            return 0.0
-        sent = nbytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-        hops = math.ceil(math.log2(ranks)) * (2 if kind == "all_reduce" else 1)
-        return hops * self.latency + sent / self.bandwidth(ranks, stride)
+def _check_rate(name: str, value: object) -> None:
+    check_number("Hardware", name, value, "a number above 0", _LEAST)
+
+
+def flops_of(machine: Hardware, dtype: torch.dtype) -> float:
+    """Return operations a second for operands of a dtype."""
+    return machine.flops.get(dtype, machine.flops[FP32])
+
+
+def bandwidth_of(machine: Hardware, ranks: int, stride: int) -> float:
+    """Return what a rank sends a second in a ring of ranks that are ``stride`` apart."""
+    return machine.near if ranks * stride <= machine.ranks_per_node else machine.far
+
+
+def seconds_of(machine: Hardware, kind: str, nbytes: int, ranks: int, stride: int) -> float:
+    """Return how long a collective takes alone: bytes of its larger buffer, in a ring.
+
+    An all-reduce sends everything twice.
+    """
+    if ranks == 1 or nbytes == 0:
+        return 0.0
+    rounds = 2 if kind == "all_reduce" else 1
+    sent = rounds * nbytes * (ranks - 1) / ranks
+    hops = rounds * math.ceil(math.log2(ranks))
+    return hops * machine.latency + sent / bandwidth_of(machine, ranks, stride)
 
 
 _HOP = 3e-6
