@@ -28,7 +28,7 @@ from fsdp2._comm.collectives import AllGather, Comm, ReduceScatter
 from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.plan import Plan, plan
-from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, StepPlan
+from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, ParamPlan, StepPlan
 from fsdp2._transfer.full_params import full_params
 from fsdp2._transfer.materialize import materialize
 from fsdp2._transfer.summon import summon_full_params
@@ -53,6 +53,7 @@ __all__ = [
     "MemoryPoint",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ParamPlan",
     "Plan",
     "ReduceScatter",
     "ShardInfo",

@@ -118,6 +118,7 @@ MADE_BY_CALLS = {  # results: nobody else makes them
     "IncompatibleKeys",
     "MemoryPoint",
     "OrderCheck",
+    "ParamPlan",
     "Plan",
     "ShardInfo",
     "StepPlan",

@@ -11,8 +11,9 @@ from fsdp2._base import torch_dtensor
 from fsdp2._comm.operation_ids import STAMP_NUMEL
 from fsdp2._param_group.buffers import ShardBuffer
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.layout import GatherLayout
-from fsdp2._plan.values import GroupPlan
+from fsdp2._param_group.layout import GatherItem, GatherLayout
+from fsdp2._param_group.param import FSDPParam
+from fsdp2._plan.values import GroupPlan, ParamPlan
 
 
 def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
@@ -35,11 +36,7 @@ def describe(group: ParamGroup) -> GroupPlan:
     planned = group.reducer.plan()
     reduced = replace(planned.layout, numel=planned.layout.numel + len(axes) * STAMP_NUMEL)
     items = layout.items[: len(group.params)]  # behind them may be what ranks tell each other
-    padding = (
-        (one.shard.padded_numel * size - one.shard.numel) * one.storage_dtype.itemsize
-        for one in items
-        if one.shard.dim is not None
-    )
+    params = tuple(map(_describe_param, group.params, items))
     has_members = bool(planned.members)
     return GroupPlan(
         name=group.fqn,
@@ -47,7 +44,7 @@ def describe(group: ParamGroup) -> GroupPlan:
         numel=sum(one.shard.numel for one in items),
         dtypes=tuple(dict.fromkeys(one.storage_dtype for one in items)),
         shard_nbytes=sum(one.shard.padded_numel * one.storage_dtype.itemsize for one in items),
-        padding_nbytes=sum(padding),
+        padding_nbytes=sum(param.padding_nbytes for param in params),
         whole_nbytes=sent.full_nbytes,
         gather_nbytes=sent.gather_nbytes * size if size > 1 else 0,
         regather_nbytes=again.gather_nbytes * again.size if again.size > 1 else 0,
@@ -64,4 +61,18 @@ def describe(group: ParamGroup) -> GroupPlan:
             if param.trainable
         ),
         alone=tuple(group.params[index].fqn for index in layout.zero_copy),
+        params=params,
+    )
+
+
+def _describe_param(param: FSDPParam, item: GatherItem) -> ParamPlan:
+    shard, itemsize = item.shard, item.storage_dtype.itemsize
+    padded = 0 if shard.dim is None else shard.padded_numel * shard.size
+    return ParamPlan(
+        name=param.fqn,
+        shape=shard.shape,
+        dtype=item.storage_dtype,
+        dim=shard.dim,
+        nbytes=shard.numel * itemsize,
+        padding_nbytes=max(padded - shard.numel, 0) * itemsize,
     )

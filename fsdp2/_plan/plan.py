@@ -6,6 +6,7 @@ Owns the question and the answer. The engine itself is run, on ranks and tensors
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,11 +15,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._base.arguments import check_module
+from fsdp2._base.arguments import check_module, check_path
+from fsdp2._base.errors import ConfigError
+from fsdp2._pages.content import Advice, Page
+from fsdp2._pages.page import embed, write_page
 from fsdp2._plan import hardware as machines
 from fsdp2._plan import table
+from fsdp2._plan.advice import advise
+from fsdp2._plan.budget import MEMORY, Suggestion, size_of, suggest
 from fsdp2._plan.hardware import Hardware, hardware_for
 from fsdp2._plan.imagined import groups_of
+from fsdp2._plan.pages import page_of
 from fsdp2._plan.setup import Setup, Template, check_mesh, mesh_of_sharded, refuse_for_sharded
 from fsdp2._plan.values import GroupPlan, StepPlan
 from fsdp2.wrap import WrapPolicy
@@ -49,6 +56,113 @@ class Plan:
             ConfigError: as ``plan`` does.
         """
         return _run(self.template, _changed(self.setup, changes))
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """The machine of the time line."""
+        return self.setup.hardware
+
+    @property
+    def policy(self) -> WrapPolicy | None:
+        """What picked the units below the root."""
+        return self.setup.policy
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was planned, without memory."""
+        return self.template.model
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the model was sharded before: its units cannot be chosen."""
+        return self.template.is_sharded
+
+    def suggest(self, budget: str | int | None = None) -> list[Suggestion]:
+        """Look for settings with which a step fits into the memory of a rank, the fastest first.
+
+        Memory settings are tried; if none fits, activation checkpointing around each unit; if that
+        does not do, CPU offload too. Of the best one the largest batch that fits is looked for.
+
+        Args:
+            budget: bytes of one rank, or ``"70GB"``, ``"64GiB"``. None: the hardware's memory.
+
+        Raises:
+            ConfigError: no batch, no budget, or one that cannot be read.
+        """
+        return suggest(
+            self._batch_for("suggest"), self._budget("suggest", budget, True) or 0, self._predict
+        )
+
+    def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
+        """Tell what is wrong with this choice, each with its number and what would be better.
+
+        What it says is gained was planned too, so this takes as long as several plans.
+
+        Args:
+            budget: as for ``suggest``; None, and no hardware whose memory is known: no limit.
+
+        Raises:
+            ConfigError: a budget that cannot be read.
+        """
+        return tuple(advise(self, self._budget("advice", budget, False)))
+
+    def page(self, budget: str | int | None = None) -> Page:
+        """Return what ``html`` shows, as plain values."""
+        steps = {} if self.step is None else {self._memory_name: self.step}
+        if self.step is not None:
+            for name in MEMORY:
+                if name not in steps:
+                    steps[name] = self._predict({"memory": name})
+        limit = self._budget("page", budget, False)
+        advice = self.advice(budget)
+        return page_of(self.mesh, self.rank, self.groups, steps, advice, self.hardware, limit)
+
+    def html(self, path: str | os.PathLike[str], budget: str | int | None = None) -> None:
+        """Write a page to look at: units, memory over a step by setting, time line, advice.
+
+        One file that needs no server and no network.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            budget: as for ``advice``.
+
+        Raises:
+            ConfigError: a budget that cannot be read.
+            OSError: the file cannot be written; one that was there is as it was.
+        """
+        write_page(check_path("Plan.html", "path", path), self.page(budget))
+
+    def _repr_html_(self) -> str:
+        return embed(self.page())
+
+    @property
+    def _memory_name(self) -> str:
+        memory = self.setup.memory
+        return "as it is set" if self.is_sharded and memory is None else str(memory or "balanced")
+
+    def _predict(self, changes: dict[str, Any]) -> StepPlan:
+        step = self.changed(**changes).step
+        assert step is not None  # there is a batch
+        return step
+
+    def _batch_for(self, who: str) -> Any:
+        if self.setup.batch is None:
+            raise ConfigError(
+                f"Plan.{who}: found a plan without a batch, so nothing is known of a step. Pass "
+                "batch to plan: what one rank's forward is given."
+            )
+        return self.setup.batch
+
+    def _budget(self, who: str, budget: object, is_needed: bool) -> int | None:
+        if budget is not None:
+            return size_of(f"Plan.{who}", "budget", budget)
+        found = None if self.hardware is None else self.hardware.memory_nbytes
+        if found is None and is_needed:
+            raise ConfigError(
+                f"Plan.{who}: found no budget, and no hardware whose memory is known. Pass budget, "
+                "the bytes of one rank, as '70GB'."
+            )
+        return found
 
     def __str__(self) -> str:
         return "\n".join(table.lines(self.mesh, self.rank, self.groups, self.step))

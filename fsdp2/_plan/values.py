@@ -14,6 +14,21 @@ from fsdp2._pages.content import COMPUTE, Span
 
 
 @dataclass(frozen=True)
+class ParamPlan:
+    """One parameter of a group, whole: ``dim`` is what it is sharded along, None: by none.
+
+    ``padding_nbytes``: what padding adds over all ranks of the shard axis.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None
+    nbytes: int
+    padding_nbytes: int
+
+
+@dataclass(frozen=True)
 class GroupPlan:
     """Parameters that are gathered and reduced together.
 
@@ -25,7 +40,7 @@ class GroupPlan:
     ``reduce_nbytes``: what it gives to a reduce-scatter; ``all_reduce_nbytes``: to the all-reduce
     over the replicate axis; ``grad_nbytes``: of its sharded gradients. ``parameters`` and
     ``numel``: how many there are, and elements in them, whole. ``alone``: names of the parameters
-    that travel in collectives of their own.
+    that travel in collectives of their own. ``params``: each of them.
     """
 
     name: str
@@ -41,6 +56,7 @@ class GroupPlan:
     all_reduce_nbytes: int
     grad_nbytes: int
     alone: tuple[str, ...] = ()
+    params: tuple[ParamPlan, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)

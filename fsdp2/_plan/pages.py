@@ -1,0 +1,144 @@
+"""A plan as a page: facts, advice, the tree of units, memory by setting, the time line.
+
+Owns the choice of what is shown. It must not know how a page is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from fsdp2._pages.content import (
+    COMPUTE,
+    GATHER,
+    REDUCE,
+    Advice,
+    Fact,
+    MemoryTab,
+    Moment,
+    Page,
+    Table,
+    TimeLine,
+    UnitArea,
+)
+from fsdp2._plan.hardware import Hardware
+from fsdp2._plan.table import count, headline, nbytes_text, rows, seconds_text
+from fsdp2._plan.values import GroupPlan, StepPlan
+
+LANES = (COMPUTE, GATHER, REDUCE)
+LIMITS = (
+    "Memory counts tensors: an allocator's rounding and libraries' work space come on top.",
+    "Host time is none, and kernels take the described machine's peak rates: see Hardware.scaled.",
+)
+
+
+def page_of(
+    mesh: Sequence[int],
+    rank: int,
+    groups: Sequence[GroupPlan],
+    steps: Mapping[str, StepPlan],
+    advice: Sequence[Advice],
+    hardware: Hardware | None,
+    limit: int | None,
+) -> Page:
+    """Return the page of a plan. ``steps``: by the name of their memory setting; none without."""
+    step = next(iter(steps.values()), None)
+    machine = "" if hardware is None else f" · {hardware.name}"
+    return Page(
+        title=f"Plan: {headline(mesh, groups)}",
+        subtitle=f"as on rank {rank}{machine}",
+        facts=tuple(_facts(groups, step)),
+        advice=tuple(advice),
+        units=tuple(map(_area, groups)),
+        memory=tuple(memory_tab(name, one, limit) for name, one in steps.items()),
+        time_lines=tuple(
+            TimeLine(name, LANES, one.spans) for name, one in steps.items() if one.spans
+        ),
+        tables=tuple(_tables(groups, step)),
+        notes=LIMITS if step is not None else LIMITS[:1],
+    )
+
+
+def memory_tab(name: str, step: StepPlan, limit: int | None) -> MemoryTab:
+    """Return memory over a step: at each event what there is, before it the most there was."""
+    is_timed = step.seconds is not None
+    moments = []
+    for number, point in enumerate(step.memory):
+        time = point.time if is_timed else float(number)
+        if point.peak_nbytes > point.nbytes:
+            moments.append(Moment(time, f"before {point.label}", point.peak_by_kind))
+        moments.append(Moment(time, point.label, point.by_kind))
+    return MemoryTab(name, step.kinds, tuple(moments), is_timed, limit)
+
+
+def _facts(groups: Sequence[GroupPlan], step: StepPlan | None) -> Iterator[Fact]:
+    shards = sum(group.shard_nbytes for group in groups)
+    grads = sum(group.grad_nbytes for group in groups)
+    padding = sum(group.padding_nbytes for group in groups)
+    whole = sum(group.whole_nbytes for group in groups)
+    yield Fact("parameters on a rank", nbytes_text(shards), f"{nbytes_text(whole)} gathered")
+    yield Fact("gradients on a rank", nbytes_text(grads))
+    if padding:
+        yield Fact("padding", nbytes_text(padding), "over all ranks of the shard axis")
+    if step is None:
+        return
+    if step.optimizer_nbytes:
+        yield Fact("optimizer state", nbytes_text(step.optimizer_nbytes))
+    top = max(step.memory, key=lambda point: point.peak_nbytes)
+    yield Fact("peak of a step", nbytes_text(step.highest_nbytes), f"before {top.label}")
+    sent = sum(one.nbytes for one in step.collectives)
+    yield Fact("collectives", str(len(step.collectives)), f"{nbytes_text(sent)} in their buffers")
+    if step.seconds is not None:
+        waiting = step.waiting_seconds / step.seconds if step.seconds else 0.0
+        yield Fact("a step", seconds_text(step.seconds), f"compute waits {waiting:.1%} of it")
+
+
+def _area(group: GroupPlan) -> UnitArea:
+    return UnitArea(
+        name=group.name,
+        parameters=group.parameters,
+        numel=group.numel,
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in group.dtypes),
+        whole_nbytes=group.whole_nbytes,
+        shard_nbytes=group.shard_nbytes,
+        padding_nbytes=group.padding_nbytes,
+        gather_nbytes=group.gather_nbytes,
+        reduce_nbytes=group.reduce_nbytes,
+    )
+
+
+def _tables(groups: Sequence[GroupPlan], step: StepPlan | None) -> Iterator[Table]:
+    yield Table(
+        "Units",
+        ("unit", "parameters", "whole", "shard", "padding", "gathered", "reduced"),
+        tuple(
+            (
+                name if times == 1 else f"{name} ({times} times)",
+                count(group.numel),
+                nbytes_text(group.whole_nbytes),
+                nbytes_text(group.shard_nbytes),
+                nbytes_text(group.padding_nbytes),
+                nbytes_text(group.gather_nbytes),
+                nbytes_text(group.reduce_nbytes),
+            )
+            for name, group, times in rows(groups)
+        ),
+    )
+    if step is None:
+        return
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for one in step.collectives:
+        kinds.setdefault((one.kind, one.phase), []).append(one.nbytes)
+    yield Table(
+        "Collectives of a step",
+        ("kind", "phase", "how many", "bytes"),
+        tuple(
+            (kind, phase, str(len(sizes)), nbytes_text(sum(sizes)))
+            for (kind, phase), sizes in kinds.items()
+        ),
+    )
+    if step.waits:
+        yield Table(
+            "What compute waits for",
+            ("cause", "time"),
+            tuple((cause, seconds_text(took)) for cause, took in list(step.waits.items())[:12]),
+        )
