@@ -48,7 +48,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class UnitArea:
-    """A group of parameters in the tree of units. Sizes in bytes; names are dotted paths."""
+    """A group of parameters in the tree of units. Sizes in bytes; names are dotted paths.
+
+    ``padding_nbytes``: what padding adds over all ranks of the shard axis; ``shard_ranks``: how
+    many these are, so that the padding in a shard can be drawn.
+    """
 
     name: str
     parameters: int
@@ -59,6 +63,7 @@ class UnitArea:
     padding_nbytes: int
     gather_nbytes: int
     reduce_nbytes: int
+    shard_ranks: int = 1
 
 
 @dataclass(frozen=True)

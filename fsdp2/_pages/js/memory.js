@@ -1,0 +1,191 @@
+// Memory over a step: stacked areas, a tab for each setting or rank.
+
+const KIND_ORDER = ["parameters", "optimizer state", "gradients", "gathered parameters", "communication", "activations"];
+const HIGH_LIMIT = 2.5; // a limit so many times above the peak would make all below it flat
+
+function kindColour(name, index) {
+  const known = KIND_ORDER.indexOf(name);
+  return seriesColour(known >= 0 ? known : KIND_ORDER.length + index);
+}
+
+const totalAt = (moment) => moment[2].reduce((sum, nbytes) => sum + nbytes, 0);
+const peakOf = (tab) => tab.moments.reduce((a, b) => (a === null || totalAt(b) > totalAt(a) ? b : a), null);
+
+function highest(tabs) {
+  const all = tabs.flatMap((tab) => [...tab.moments.map(totalAt), ...tab.measured.map((m) => m[2])]);
+  return all.reduce((a, b) => Math.max(a, b), 0);
+}
+
+// One scale for all tabs, so that a step from tab to tab compares them.
+function scaleOf(tabs) {
+  const most = highest(tabs);
+  const limits = tabs.map((tab) => tab.limit || 0).filter((limit) => limit <= most * HIGH_LIMIT);
+  return byteSteps(Math.max(most, ...limits) * 1.04);
+}
+
+// The last moment that is not after a time: between moments, memory is as it was.
+function lastUpTo(moments, time) {
+  let low = 0, high = moments.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (moments[middle][0] <= time) low = middle + 1; else high = middle;
+  }
+  return low ? moments[low - 1] : null;
+}
+
+const when = (tab, time) => (tab.isTimed ? secondsText(time) : `event ${whole.format(time)}`);
+
+function memoryHover(tab, index) {
+  const moment = tab.moments[index];
+  const rows = tab.kinds.map((kind, at) => [swatch(kindColour(kind, at)), kind, bytesText(moment[2][at])]).reverse();
+  rows.push([null, "all", bytesText(totalAt(moment))]);
+  const other = lastUpTo(tab.measured, moment[0]);
+  if (other) rows.push([swatch(colour("measured")), tab.measuredName, bytesText(other[2])]);
+  if (tab.limit != null) rows.push([swatch(colour("limit")), "limit", bytesText(tab.limit)]);
+  return hoverBox(`${when(tab, moment[0])}: ${moment[1]}`, rows);
+}
+
+function memorySeries(tab, scale) {
+  const areas = tab.kinds.map((kind, at) => ({
+    type: "line", name: kind, stack: "all", step: "end", symbol: "none", color: kindColour(kind, at),
+    lineStyle: {width: 0}, areaStyle: {opacity: 0.85}, emphasis: {disabled: true},
+    data: tab.moments.map(([time, , nbytes]) => [time, nbytes[at]]),
+  }));
+  if (tab.measured.length) {
+    areas.push({
+      type: "line", name: tab.measuredName, step: "end", symbol: "none", color: colour("measured"),
+      lineStyle: {width: 2}, emphasis: {disabled: true}, z: 4, data: tab.measured.map(([time, , nbytes]) => [time, nbytes]),
+    });
+  }
+  const marks = tab.limit != null && tab.limit <= scale.max ? limitLine(tab) : {};
+  const peak = peakOf(tab);
+  const point = peak && {
+    symbol: "circle", symbolSize: 7, itemStyle: {color: colour("ink")},
+    label: {show: true, position: "top", color: colour("ink"), fontWeight: 600, formatter: bytesText(totalAt(peak))},
+    data: [{coord: [peak[0], totalAt(peak)]}],
+  };
+  areas.push({type: "line", name: "marks", data: [], symbol: "none", markLine: marks, markPoint: point || {}, silent: true, z: 5});
+  return areas;
+}
+
+function limitLine(tab) {
+  return {
+    silent: true, symbol: "none", lineStyle: {color: colour("limit"), width: 2, type: "dashed"},
+    label: {position: "insideStartTop", color: colour("limit"), fontWeight: 600, formatter: `limit ${bytesText(tab.limit)}`},
+    data: [{yAxis: tab.limit}],
+  };
+}
+
+function memoryOption(tab, scale, width) {
+  const last = tab.moments.length ? tab.moments[tab.moments.length - 1][0] : 1;
+  const end = Math.max(last, ...tab.measured.slice(-1).map((moment) => moment[0]));
+  const begin = Math.min(0, ...tab.moments.slice(0, 1).map((moment) => moment[0]));
+  return {
+    height: width < 640 ? 300 : 360,
+    grid: {left: 70, right: 16, top: 22, bottom: 60},
+    tooltip: {
+      ...hoverStyle(), trigger: "axis", axisPointer: {type: "line", lineStyle: {color: colour("soft")}},
+      formatter: (found) => {
+        const one = [found].flat().find(({seriesIndex}) => seriesIndex < tab.kinds.length);
+        return one ? memoryHover(tab, one.dataIndex) : "";
+      },
+    },
+    legend: {show: false},
+    xAxis: {
+      type: "value", min: begin, max: end > begin ? end : begin + 1, ...axisStyle(), splitLine: {show: false},
+      axisPointer: {label: {show: false}},
+      axisLabel: {
+        color: colour("soft"), hideOverlap: true, showMaxLabel: false,
+        formatter: tab.isTimed ? timeTicks(end - begin || 1) : (value) => (Number.isInteger(value) ? `event ${whole.format(value)}` : ""),
+      },
+    },
+    yAxis: {type: "value", min: 0, ...scale, ...axisStyle(), axisLabel: {color: colour("soft"), formatter: bytesText}},
+    dataZoom: zoomStyle([0], {left: 70, right: 16, bottom: 8}).map((zoom) => ({...zoom, filterMode: "none"})),
+    series: memorySeries(tab, scale),
+  };
+}
+
+// A click on a kind hides it, so that what lies on it is seen from the ground.
+function memoryLegend(tab, picture) {
+  const kinds = tab.kinds.map((kind, at) => [kind, kindColour(kind, at)]).reverse();
+  if (tab.measured.length) kinds.push([tab.measuredName, colour("measured")]);
+  return element("div", {class: "legend"}, ...kinds.map(([name, ink]) => element("button", {
+    type: "button", "aria-pressed": "true", onclick: (event) => {
+      const button = event.currentTarget;
+      button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true"));
+      picture().chart.dispatchAction({type: "legendToggleSelect", name});
+    },
+  }, swatch(ink), name)));
+}
+
+function memoryCaption(tab, scale) {
+  const peak = peakOf(tab);
+  if (!peak) return "Nothing is known of it.";
+  const words = [`Peak ${bytesText(totalAt(peak))} at ${when(tab, peak[0])} (${peak[1]}).`];
+  if (tab.limit != null) {
+    const left = tab.limit - totalAt(peak);
+    words.push(left >= 0 ? `${bytesText(left)} below the limit of ${bytesText(tab.limit)}.`
+      : `${bytesText(-left)} ABOVE the limit of ${bytesText(tab.limit)}.`);
+    if (tab.limit > scale.max) words.push("The limit is above the picture.");
+  }
+  if (tab.measured.length) {
+    const most = Math.max(...tab.measured.map((moment) => moment[2]));
+    words.push(`The peak of what is ${tab.measuredName} is ${bytesText(most)}.`);
+  }
+  return words.join(" ");
+}
+
+function memoryPanel(tab, scale, number, isOnly) {
+  const host = element("div");
+  let picture = null;
+  const legend = element("div");
+  const panel = element("div", {class: "panel", id: `memory-panel-${number}`},
+    element("h3", {class: isOnly ? "" : "paper-only"}, tab.name),
+    element("p", {class: "caption"}, memoryCaption(tab, scale)), legend, host);
+  picture = new Picture(host, `Memory over a step, ${tab.name}. ${memoryCaption(tab, scale)}`, (width) => {
+    legend.replaceChildren(memoryLegend(tab, () => picture));
+    return memoryOption(tab, scale, width);
+  }, (chart) => answerZoom(chart, host, (x, y) => chart.containPixel({gridIndex: 0}, [x, y])));
+  answerKeys(picture);
+  return {panel, picture};
+}
+
+function showMemory(section, tabs) {
+  const scale = scaleOf(tabs);
+  section.querySelector(".hint").textContent = ZOOM_HINT;
+  const made = tabs.map((tab, at) => memoryPanel(tab, scale, at, tabs.length === 1));
+  const place = section.querySelector(".place");
+  if (tabs.length > 1) place.append(tabList(tabs.map((tab) => tab.name), made));
+  place.append(...made.map(({panel}) => panel));
+}
+
+// Tabs as WAI-ARIA has them: one is in the order of Tab, arrows go from one to the next.
+function tabList(names, made) {
+  const tabs = names.map((name, at) => element("button", {
+    type: "button", role: "tab", id: `memory-tab-${at}`, "aria-controls": `memory-panel-${at}`, onclick: () => choose(at),
+  }, name));
+  const choose = (chosen) => {
+    tabs.forEach((tab, at) => {
+      tab.setAttribute("aria-selected", String(at === chosen));
+      tab.tabIndex = at === chosen ? 0 : -1;
+      made[at].panel.hidden = at !== chosen;
+    });
+    if (made[chosen].panel.isConnected) made[chosen].picture.draw();
+  };
+  made.forEach(({panel}, at) => {
+    panel.setAttribute("role", "tabpanel");
+    panel.setAttribute("aria-labelledby", `memory-tab-${at}`);
+  });
+  const list = element("div", {role: "tablist", class: "tabs", "aria-label": "Settings or ranks"}, ...tabs);
+  list.addEventListener("keydown", (event) => {
+    const at = tabs.indexOf(document.activeElement);
+    const to = {ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tabs.length - 1}[event.key];
+    if (at < 0 || to === undefined) return;
+    event.preventDefault();
+    const next = (to + tabs.length) % tabs.length;
+    choose(next);
+    tabs[next].focus();
+  });
+  choose(0);
+  return list;
+}

@@ -1,0 +1,164 @@
+// What all pictures share: colours of the theme, drawing again, printing, and zoom along time.
+
+// Of `light-dark(one, other)`, as page.css has it, the one that is shown.
+function colour(name) {
+  const root = document.documentElement;
+  const [, light, dark] = /light-dark\((\S+), (\S+)\)/.exec(getComputedStyle(root).getPropertyValue(`--${name}`));
+  return isDark() ? dark : light;
+}
+
+const asks = window.matchMedia("(prefers-color-scheme: dark)");
+
+function isDark() {
+  const root = document.documentElement;
+  if (root.classList.contains("on-paper")) return false;
+  return root.dataset.theme ? root.dataset.theme === "dark" : asks.matches;
+}
+
+const SERIES = 7; // colours of --series-0 and on, in page.css
+const seriesColour = (index) => colour(index < SERIES ? `series-${index}` : "series-rest");
+
+// Black or white, whichever is read better on a colour (WCAG's relative luminance).
+function inkOn(hex) {
+  const parts = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
+  const [r, g, b] = parts.map((p) => (p <= 0.03928 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.35 ? "#111111" : "#ffffff";
+}
+
+const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
+
+// A picture is drawn anew for another theme and for paper: `option(width)` says what, `after(chart)` what it answers to.
+class Picture {
+  constructor(host, label, option, after = () => {}) {
+    Object.assign(this, {host, option, after, chart: null, width: 0});
+    host.classList.add("picture");
+    host.setAttribute("role", "img");
+    host.setAttribute("aria-label", label);
+    Picture.all.push(this);
+  }
+
+  draw({width = this.host.clientWidth, ratio = window.devicePixelRatio} = {}) {
+    if (!width) return; // in a tab that is not shown: drawn when it is
+    const kept = this.chart ? this.chart.getOption().dataZoom : null;
+    if (this.chart) this.chart.dispose();
+    const option = this.option(width);
+    if (kept && kept.length && option.dataZoom) {
+      option.dataZoom.forEach((zoom, at) => Object.assign(zoom, {start: kept[at].start, end: kept[at].end}));
+    }
+    this.width = width;
+    this.host.style.height = `${option.height}px`;
+    this.chart = echarts.init(this.host, null, {renderer: "canvas", width, height: option.height, devicePixelRatio: ratio});
+    delete option.height;
+    this.chart.setOption({
+      animation: false,
+      textStyle: {fontFamily: FONT, fontSize: 12, color: colour("ink")},
+      ...option,
+    });
+    this.after(this.chart);
+    this.chart.getZr().flush();
+  }
+}
+Picture.all = [];
+
+function hoverStyle() {
+  return {
+    backgroundColor: colour("panel"),
+    borderColor: colour("line"),
+    borderWidth: 1,
+    padding: [8, 10],
+    confine: true,
+    transitionDuration: 0,
+    textStyle: {color: colour("ink"), fontSize: 12, fontFamily: FONT},
+    extraCssText: "box-shadow: 0 2px 10px rgb(0 0 0 / .25); max-width: 420px; white-space: normal;",
+  };
+}
+
+function axisStyle() {
+  return {
+    axisLine: {lineStyle: {color: colour("line")}},
+    axisTick: {lineStyle: {color: colour("line")}},
+    axisLabel: {color: colour("soft"), hideOverlap: true},
+    splitLine: {lineStyle: {color: colour("faint")}},
+    nameTextStyle: {color: colour("soft")},
+  };
+}
+
+// Zoom by Ctrl and wheel, and by the slider below. A plain wheel scrolls the page.
+function zoomStyle(axes, slider) {
+  const common = {xAxisIndex: axes, filterMode: "weakFilter", minSpan: 0.001};
+  return [
+    {type: "inside", ...common, zoomOnMouseWheel: "ctrl", moveOnMouseMove: false, moveOnMouseWheel: "shift"},
+    {
+      type: "slider", ...common, ...slider, height: 16, showDetail: false, showDataShadow: false, brushSelect: false,
+      borderColor: colour("line"), fillerColor: colour("filler"), backgroundColor: colour("faint"),
+      handleStyle: {color: colour("soft"), borderColor: colour("soft")}, moveHandleSize: 0,
+    },
+  ];
+}
+
+const zoomOf = (chart) => {
+  const {start, end} = chart.getOption().dataZoom[0];
+  return {start, end};
+};
+
+function setZoom(chart, start, end) {
+  const length = Math.min(100, Math.max(0.001, end - start));
+  const from = Math.min(100 - length, Math.max(0, start));
+  chart.dispatchAction({type: "dataZoom", start: from, end: from + length});
+}
+
+// Zoom by dragging over a range, back by a double click; by + - 0 and arrows from the keyboard.
+function answerZoom(chart, host, isInside) {
+  const zr = chart.getZr();
+  const band = element("div", {class: "band", hidden: true});
+  host.append(band);
+  let from = null;
+  const place = (to) => {
+    band.style.left = `${Math.min(from, to)}px`;
+    band.style.width = `${Math.abs(to - from)}px`;
+    band.hidden = Math.abs(to - from) < 4;
+  };
+  zr.on("mousedown", (event) => {
+    if (isInside(event.offsetX, event.offsetY)) from = event.offsetX;
+  });
+  zr.on("mousemove", (event) => from !== null && place(event.offsetX));
+  zr.on("globalout", () => { from = null; band.hidden = true; });
+  zr.on("mouseup", (event) => {
+    if (from !== null && !band.hidden) zoomTo(chart, Math.min(from, event.offsetX), Math.max(from, event.offsetX));
+    from = null;
+    band.hidden = true;
+  });
+  zr.on("dblclick", () => setZoom(chart, 0, 100));
+}
+
+function zoomTo(chart, left, right) {
+  const {startValue, endValue} = chart.getOption().dataZoom[0];
+  const {start, end} = zoomOf(chart);
+  const share = (pixel) => {
+    const value = chart.convertFromPixel({xAxisIndex: 0}, [pixel, 0])[0];
+    return start + ((value - startValue) / (endValue - startValue)) * (end - start);
+  };
+  setZoom(chart, share(left), share(right));
+}
+
+function answerKeys(picture) {
+  picture.host.tabIndex = 0;
+  picture.host.addEventListener("keydown", (event) => {
+    if (!picture.chart || event.ctrlKey || event.metaKey || event.altKey) return;
+    const {start, end} = zoomOf(picture.chart);
+    const length = end - start;
+    const moves = {
+      "+": [start + length / 4, end - length / 4],
+      "=": [start + length / 4, end - length / 4],
+      "-": [start - length / 2, end + length / 2],
+      "0": [0, 100],
+      ArrowLeft: [start - length / 5, end - length / 5],
+      ArrowRight: [start + length / 5, end + length / 5],
+    };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    setZoom(picture.chart, ...moves[event.key]);
+  });
+}
+
+const ZOOM_HINT = "Drag over a range to zoom; a double click shows all. Ctrl and the wheel, or + - 0 and arrows, do too.";
