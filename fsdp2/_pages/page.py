@@ -96,7 +96,7 @@ def _body(page: content.Page) -> Iterator[str]:
     yield f"<h1>{_text(page.title)}</h1>"
     if page.subtitle:
         yield f'<p class="subtitle">{_text(page.subtitle)}</p>'
-    yield '</div><button type="button" id="theme" hidden>dark</button></header><main>'
+    yield '</div><button type="button" id="theme" hidden></button></header><main>'
     yield from _facts(page.facts)
     yield from _advice(page.advice)
     if page.units:

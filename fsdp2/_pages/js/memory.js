@@ -35,8 +35,7 @@ function lastUpTo(moments, time) {
 
 const when = (tab, time) => (tab.isTimed ? secondsText(time) : `event ${whole.format(time)}`);
 
-function memoryHover(tab, index) {
-  const moment = tab.moments[index];
+function memoryHover(tab, moment) {
   const rows = tab.kinds.map((kind, at) => [swatch(kindColour(kind, at)), kind, bytesText(moment[2][at])]).reverse();
   rows.push([null, "all", bytesText(totalAt(moment))]);
   const other = lastUpTo(tab.measured, moment[0]);
@@ -61,17 +60,29 @@ function memorySeries(tab, scale) {
   const peak = peakOf(tab);
   const point = peak && {
     symbol: "circle", symbolSize: 7, itemStyle: {color: colour("ink")},
-    label: {show: true, position: "top", color: colour("ink"), fontWeight: 600, formatter: bytesText(totalAt(peak))},
+    label: {show: true, position: "top", align: sideOf(tab, peak), formatter: `peak ${bytesText(totalAt(peak))}`, ...plate("ink")},
     data: [{coord: [peak[0], totalAt(peak)]}],
   };
   areas.push({type: "line", name: "marks", data: [], symbol: "none", markLine: marks, markPoint: point || {}, silent: true, z: 5});
   return areas;
 }
 
+// Which side of a word is at its point: near an edge it grows inwards.
+function sideOf(tab, moment) {
+  const [first] = tab.moments[0], [last] = tab.moments[tab.moments.length - 1];
+  const share = (moment[0] - first) / (last - first || 1);
+  return share < 0.1 ? "left" : share > 0.9 ? "right" : "center";
+}
+
+// Words on a picture are read on any ground.
+const plate = (ink) => ({
+  color: colour(ink), fontWeight: 600, backgroundColor: colour("panel"), padding: [2, 5], borderRadius: 3, distance: 6,
+});
+
 function limitLine(tab) {
   return {
     silent: true, symbol: "none", lineStyle: {color: colour("limit"), width: 2, type: "dashed"},
-    label: {position: "insideStartTop", color: colour("limit"), fontWeight: 600, formatter: `limit ${bytesText(tab.limit)}`},
+    label: {position: "insideStartTop", formatter: `limit ${bytesText(tab.limit)}`, ...plate("limit")},
     data: [{yAxis: tab.limit}],
   };
 }
@@ -81,26 +92,19 @@ function memoryOption(tab, scale, width) {
   const end = Math.max(last, ...tab.measured.slice(-1).map((moment) => moment[0]));
   const begin = Math.min(0, ...tab.moments.slice(0, 1).map((moment) => moment[0]));
   return {
-    height: width < 640 ? 300 : 360,
+    height: isOnPaper() || width < 640 ? 300 : 360,
     grid: {left: 70, right: 16, top: 22, bottom: 60},
-    tooltip: {
-      ...hoverStyle(), trigger: "axis", axisPointer: {type: "line", lineStyle: {color: colour("soft")}},
-      formatter: (found) => {
-        const one = [found].flat().find(({seriesIndex}) => seriesIndex < tab.kinds.length);
-        return one ? memoryHover(tab, one.dataIndex) : "";
-      },
-    },
     legend: {show: false},
     xAxis: {
       type: "value", min: begin, max: end > begin ? end : begin + 1, ...axisStyle(), splitLine: {show: false},
-      axisPointer: {label: {show: false}},
+      axisPointer: {show: true, snap: false, triggerTooltip: false, label: {show: false}, lineStyle: {color: colour("soft"), type: "dashed"}},
       axisLabel: {
         color: colour("soft"), hideOverlap: true, showMaxLabel: false,
         formatter: tab.isTimed ? timeTicks(end - begin || 1) : (value) => (Number.isInteger(value) ? `event ${whole.format(value)}` : ""),
       },
     },
     yAxis: {type: "value", min: 0, ...scale, ...axisStyle(), axisLabel: {color: colour("soft"), formatter: bytesText}},
-    dataZoom: zoomStyle([0], {left: 70, right: 16, bottom: 8}).map((zoom) => ({...zoom, filterMode: "none"})),
+    dataZoom: zoomStyle([0], {left: 70, right: 16, bottom: 8}),
     series: memorySeries(tab, scale),
   };
 }
@@ -124,8 +128,7 @@ function memoryCaption(tab, scale) {
   const words = [`Peak ${bytesText(totalAt(peak))} at ${when(tab, peak[0])} (${peak[1]}).`];
   if (tab.limit != null) {
     const left = tab.limit - totalAt(peak);
-    words.push(left >= 0 ? `${bytesText(left)} below the limit of ${bytesText(tab.limit)}.`
-      : `${bytesText(-left)} ABOVE the limit of ${bytesText(tab.limit)}.`);
+    words.push(`${bytesText(Math.abs(left))} ${left >= 0 ? "below" : "above"} the limit of ${bytesText(tab.limit)}.`);
     if (tab.limit > scale.max) words.push("The limit is above the picture.");
   }
   if (tab.measured.length) {
@@ -135,17 +138,26 @@ function memoryCaption(tab, scale) {
   return words.join(" ");
 }
 
+const isOver = (tab) => tab.limit != null && tab.moments.some((moment) => totalAt(moment) > tab.limit);
+
 function memoryPanel(tab, scale, number, isOnly) {
   const host = element("div");
   let picture = null;
   const legend = element("div");
   const panel = element("div", {class: "panel", id: `memory-panel-${number}`},
     element("h3", {class: isOnly ? "" : "paper-only"}, tab.name),
-    element("p", {class: "caption"}, memoryCaption(tab, scale)), legend, host);
+    element("p", {class: isOver(tab) ? "caption over" : "caption"}, memoryCaption(tab, scale)), legend, host);
   picture = new Picture(host, `Memory over a step, ${tab.name}. ${memoryCaption(tab, scale)}`, (width) => {
     legend.replaceChildren(memoryLegend(tab, () => picture));
     return memoryOption(tab, scale, width);
-  }, (chart) => answerZoom(chart, host, (x, y) => chart.containPixel({gridIndex: 0}, [x, y])));
+  }, (chart) => {
+    const isInside = (x, y) => chart.containPixel({gridIndex: 0}, [x, y]);
+    answerZoom(chart, host, isInside);
+    answerHover(chart, host, (x, y) => {
+      const moment = isInside(x, y) ? lastUpTo(tab.moments, chart.convertFromPixel({xAxisIndex: 0}, x)) : null;
+      return moment && memoryHover(tab, moment);
+    });
+  });
   answerKeys(picture);
   return {panel, picture};
 }

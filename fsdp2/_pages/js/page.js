@@ -11,8 +11,8 @@ for (const [name, show] of [["units", showUnits], ["memory", showMemory], ["time
 const theme = document.getElementById("theme");
 
 function drawAll(how) {
-  theme.textContent = isDark() ? "light" : "dark";
-  theme.setAttribute("aria-label", `Show in ${theme.textContent} colours`);
+  theme.textContent = isDark() ? "Light" : "Dark";
+  theme.setAttribute("aria-label", `${theme.textContent} colours`);
   Picture.all.forEach((picture) => picture.draw(how));
 }
 
@@ -25,7 +25,7 @@ asks.addEventListener("change", () => drawAll());
 
 // Only a change of width needs it: drawing sets the height itself.
 new ResizeObserver(() => {
-  if (document.documentElement.classList.contains("on-paper")) return;
+  if (isOnPaper()) return;
   const stale = Picture.all.filter(({host, width}) => host.clientWidth && host.clientWidth !== width);
   requestAnimationFrame(() => stale.forEach((picture) => picture.draw()));
 }).observe(document.body);

@@ -9,9 +9,11 @@ function colour(name) {
 
 const asks = window.matchMedia("(prefers-color-scheme: dark)");
 
+const isOnPaper = () => document.documentElement.classList.contains("on-paper");
+
 function isDark() {
   const root = document.documentElement;
-  if (root.classList.contains("on-paper")) return false;
+  if (isOnPaper()) return false;
   return root.dataset.theme ? root.dataset.theme === "dark" : asks.matches;
 }
 
@@ -39,12 +41,12 @@ class Picture {
 
   draw({width = this.host.clientWidth, ratio = window.devicePixelRatio} = {}) {
     if (!width) return; // in a tab that is not shown: drawn when it is
-    const kept = this.chart ? this.chart.getOption().dataZoom : null;
+    const [kept] = (this.chart && this.chart.getOption().dataZoom) || [];
     if (this.chart) this.chart.dispose();
+    this.host.replaceChildren(); // what lay over it
     const option = this.option(width);
-    if (kept && kept.length && option.dataZoom) {
-      option.dataZoom.forEach((zoom, at) => Object.assign(zoom, {start: kept[at].start, end: kept[at].end}));
-    }
+    if (isOnPaper()) withoutSlider(option);
+    for (const zoom of option.dataZoom || []) if (kept) Object.assign(zoom, {start: kept.start, end: kept.end});
     this.width = width;
     this.host.style.height = `${option.height}px`;
     this.chart = echarts.init(this.host, null, {renderer: "canvas", width, height: option.height, devicePixelRatio: ratio});
@@ -59,6 +61,15 @@ class Picture {
   }
 }
 Picture.all = [];
+
+// Paper cannot be dragged: no slider, and no room for it.
+function withoutSlider(option) {
+  if (!option.dataZoom) return;
+  option.dataZoom = option.dataZoom.filter((zoom) => zoom.type !== "slider");
+  option.height -= SLIDER_ROOM;
+  if (!Array.isArray(option.grid)) option.grid.bottom -= SLIDER_ROOM;
+}
+const SLIDER_ROOM = 30;
 
 function hoverStyle() {
   return {
@@ -85,7 +96,7 @@ function axisStyle() {
 
 // Zoom by Ctrl and wheel, and by the slider below. A plain wheel scrolls the page.
 function zoomStyle(axes, slider) {
-  const common = {xAxisIndex: axes, filterMode: "weakFilter", minSpan: 0.001};
+  const common = {xAxisIndex: axes, filterMode: "none", minSpan: 0.001};
   return [
     {type: "inside", ...common, zoomOnMouseWheel: "ctrl", moveOnMouseMove: false, moveOnMouseWheel: "shift"},
     {
@@ -105,6 +116,24 @@ function setZoom(chart, start, end) {
   const length = Math.min(100, Math.max(0.001, end - start));
   const from = Math.min(100 - length, Math.max(0, start));
   chart.dispatchAction({type: "dataZoom", start: from, end: from + length});
+}
+
+// Shows a box of words beside the pointer: `find(x, y)` makes it, or says with null that nothing is there.
+function answerHover(chart, host, find) {
+  const zr = chart.getZr();
+  let shown = null;
+  const hide = () => { if (shown) shown.remove(); shown = null; };
+  zr.on("mousemove", ({offsetX, offsetY}) => {
+    hide();
+    shown = find(offsetX, offsetY);
+    if (!shown) return;
+    shown.classList.add("floating");
+    host.append(shown);
+    const right = offsetX + 16 + shown.offsetWidth <= host.clientWidth;
+    shown.style.left = `${right ? offsetX + 16 : Math.max(0, offsetX - 16 - shown.offsetWidth)}px`;
+    shown.style.top = `${Math.max(0, Math.min(offsetY + 12, host.clientHeight - shown.offsetHeight))}px`;
+  });
+  zr.on("globalout", hide);
 }
 
 // Zoom by dragging over a range, back by a double click; by + - 0 and arrows from the keyboard.
@@ -135,7 +164,7 @@ function zoomTo(chart, left, right) {
   const {startValue, endValue} = chart.getOption().dataZoom[0];
   const {start, end} = zoomOf(chart);
   const share = (pixel) => {
-    const value = chart.convertFromPixel({xAxisIndex: 0}, [pixel, 0])[0];
+    const value = chart.convertFromPixel({xAxisIndex: 0}, pixel);
     return start + ((value - startValue) / (endValue - startValue)) * (end - start);
   };
   setZoom(chart, share(left), share(right));

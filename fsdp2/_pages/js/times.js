@@ -1,7 +1,8 @@
 // Time lines: lanes of spans, those of several ranks or settings below each other on one axis of time.
 
 const [LANE, NAME, BEGIN, END, NBYTES, CAUSE, NOTE] = [0, 1, 2, 3, 4, 5, 6];
-const LANE_HEIGHT = 26, TITLE_HEIGHT = 22, BETWEEN = 10;
+const LANE_HEIGHT = 26, TITLE_HEIGHT = 22, BETWEEN = 10; // pixels, as the next ones
+const NARROW = 6, WORDS = 34, NEAR = 3;
 const LANE_COLOURS = {compute: "lane-compute", gathers: "lane-gathers", reductions: "lane-reductions"};
 const CAUSES = 6; // colours of --cause-0 and on, in page.css
 
@@ -61,45 +62,67 @@ function spanHover(line, span) {
   return hoverBox(span[NAME] || span[CAUSE], rows, span[NOTE]);
 }
 
-// A span as a rectangle. What is narrower than a pixel is drawn once for all that share it, so that a long line is fluid.
-function spanDrawer(line, looks) {
-  let filled = new Map();
+// The spans of a line that are in sight, as rectangles. Those too narrow for a border, stripes or words are one shape
+// for each colour, and those that begin in one pixel are one of these: so what is drawn is bounded by the width, and a
+// line of thousands of spans is fluid.
+function spansDrawer(line, looks) {
+  const height = LANE_HEIGHT - 6;
   return (params, api) => {
-    if (params.dataIndexInside === 0) filled = new Map();
-    const span = line.spans[params.dataIndex];
-    const {x, width: space} = params.coordSys;
-    const [begin, middle] = api.coord([span[BEGIN], span[LANE]]);
-    const end = api.coord([span[END], span[LANE]])[0];
-    const left = Math.max(begin, x), right = Math.min(Math.max(end, left + 1), x + space);
-    if (right <= left) return null;
-    const isThin = right - left < 1.5;
-    const pixel = `${span[LANE]}:${Math.floor(left)}`;
-    if (isThin && filled.has(pixel)) return null;
-    if (isThin) filled.set(pixel, true);
-    const height = LANE_HEIGHT - 6;
-    const look = looks(span);
-    const shape = {x: left, y: middle - height / 2, width: right - left, height};
-    const rect = {type: "rect", shape, style: {fill: look.fill, stroke: look.stroke, lineWidth: isThin || !look.stroke ? 0 : 1}};
-    if (right - left > 34) {
-      rect.textContent = {style: {
-        text: span[NAME] || span[CAUSE], fill: look.ink, width: right - left - 8, overflow: "truncate", ellipsis: "…", fontSize: 11,
-        backgroundColor: span[CAUSE] ? colour("panel") : undefined, padding: span[CAUSE] ? [1, 3] : 0, borderRadius: 2,
-      }};
-      rect.textConfig = {position: "inside"};
+    const {x: least, width: space} = params.coordSys, most = least + space;
+    const children = [], narrow = new Map(), filled = new Set();
+    const [origin] = api.coord([0, 0]), scale = api.size([1, 0])[0]; // once: thousands of calls would be felt
+    const tops = line.lanes.map((_, lane) => api.coord([0, lane])[1] - height / 2);
+    for (const span of line.spans) {
+      const begin = origin + span[BEGIN] * scale, end = origin + span[END] * scale;
+      if (end < least || begin > most) continue;
+      const x = Math.max(begin, least), width = Math.max(1, Math.min(end, most) - x), y = tops[span[LANE]];
+      const look = looks(span);
+      if (width >= NARROW) children.push(wideSpan({x, y, width, height}, look, span));
+      else {
+        const pixel = `${span[LANE]} ${look.plain} ${Math.floor(x)}`;
+        if (width <= 1 && filled.has(pixel)) continue;
+        filled.add(pixel);
+        narrow.set(look.plain, `${narrow.get(look.plain) || ""}M${x.toFixed(1)} ${y}h${width.toFixed(1)}v${height}h-${width.toFixed(1)}z`);
+      }
     }
-    return rect;
+    for (const [fill, pathData] of narrow) children.push({type: "path", shape: {pathData}, style: {fill}, silent: true});
+    return {type: "group", children};
   };
+}
+
+function wideSpan(shape, look, span) {
+  const rect = {type: "rect", shape, silent: true, style: {fill: look.fill, stroke: look.stroke, lineWidth: 1}};
+  if (shape.width > WORDS) {
+    rect.textConfig = {position: "inside"};
+    rect.textContent = {style: {
+      text: span[NAME] || span[CAUSE], fill: look.ink, width: shape.width - 8, overflow: "truncate", ellipsis: "…", fontSize: 11,
+      ...(span[CAUSE] ? {backgroundColor: colour("panel"), padding: [1, 3]} : {}),
+    }};
+  }
+  return rect;
 }
 
 function looksOf(line, causes) {
   const byCause = new Map(causes.map(({name, index}) => [name, {
-    fill: {image: stripes(index), repeat: "repeat"}, stroke: causeColour(index), ink: colour("ink"),
+    fill: {image: stripes(index), repeat: "repeat"}, plain: causeColour(index), stroke: causeColour(index), ink: colour("ink"),
   }]));
   const byLane = line.lanes.map((name, index) => {
     const fill = laneColour(name, index);
-    return {fill, stroke: colour("paper"), ink: inkOn(fill)};
+    return {fill, plain: fill, stroke: colour("paper"), ink: inkOn(fill)};
   });
   return (span) => (span[CAUSE] ? byCause.get(span[CAUSE]) : byLane[span[LANE]]);
+}
+
+// A line's name, and on the right how long its lanes wait for what.
+function titlesOf(line, top, width) {
+  const waits = causesIn([line]).map(({name, total}) => `${secondsText(total)} for ${name}`);
+  const title = (more, textStyle) => ({top, padding: 0, ...more, textStyle: {overflow: "truncate", ellipsis: "…", ...textStyle}});
+  const share = waits.length ? 0.4 : 0.95;
+  return [
+    title({text: line.name, left: 0}, {fontSize: 13, color: colour("ink"), width: width * share}),
+    title({text: waits.length ? `waits ${waits.join(", ")}` : "", right: 14},
+      {fontSize: 12, fontWeight: "normal", color: colour("soft"), width: width * 0.55}),
+  ];
 }
 
 function timesOption(lines, width, chartOf) {
@@ -116,7 +139,7 @@ function timesOption(lines, width, chartOf) {
   };
   lines.forEach((line, at) => {
     const height = line.lanes.length * LANE_HEIGHT, isLast = at === lines.length - 1;
-    option.title.push({text: line.name, left: 0, top, padding: 0, textStyle: {fontSize: 13, color: colour("ink"), width: width - 20, overflow: "truncate"}});
+    option.title.push(...titlesOf(line, top, width));
     option.grid.push({left, right, top: top + TITLE_HEIGHT, height});
     option.xAxis.push({
       type: "value", gridIndex: at, min: begin, max: end, ...axisStyle(), axisTick: {show: false},
@@ -131,8 +154,7 @@ function timesOption(lines, width, chartOf) {
     });
     option.series.push({
       type: "custom", name: line.name, xAxisIndex: at, yAxisIndex: at, progressive: 0, clip: true,
-      renderItem: spanDrawer(line, looksOf(line, causes)), dimensions: ["lane", "begin", "end"],
-      encode: {x: [1, 2], y: 0}, data: line.spans.map((span) => [span[LANE], span[BEGIN], span[END]]),
+      renderItem: spansDrawer(line, looksOf(line, causes)), encode: {x: [0, 1]}, data: [[begin, end]], silent: true,
     });
     top += TITLE_HEIGHT + height + BETWEEN;
   });
@@ -140,9 +162,23 @@ function timesOption(lines, width, chartOf) {
     ...option,
     height: top + 50,
     axisPointer: {link: [{xAxisIndex: "all"}]},
-    tooltip: {...hoverStyle(), trigger: "item", formatter: ({seriesIndex, dataIndex}) => spanHover(lines[seriesIndex], lines[seriesIndex].spans[dataIndex])},
     dataZoom: zoomStyle(lines.map((_, at) => at), {left, right, bottom: 6}),
   };
+}
+
+// The span at a place: of those that are there the shortest, and the nearest where the pointer just misses one.
+function spanAt(chart, lines, x, y) {
+  for (const [at, line] of lines.entries()) {
+    if (!chart.containPixel({gridIndex: at}, [x, y])) continue;
+    const [time, lane] = chart.convertFromPixel({gridIndex: at}, [x, y]);
+    const near = chart.convertFromPixel({xAxisIndex: at}, x + NEAR) - time;
+    const missed = (span) => Math.max(span[BEGIN] - time, time - span[END], 0);
+    const found = line.spans.filter((span) => span[LANE] === Math.round(lane) && missed(span) <= near);
+    if (!found.length) return null;
+    const better = (a, b) => missed(b) - missed(a) || (b[END] - b[BEGIN]) - (a[END] - a[BEGIN]);
+    return {line, span: found.reduce((a, b) => (better(a, b) < 0 ? b : a))};
+  }
+  return null;
 }
 
 function timesLegend(lines) {
@@ -150,10 +186,10 @@ function timesLegend(lines) {
   const causes = causesIn(lines);
   return element("div", {class: "legend"},
     ...lanes.map((name, at) => element("span", {}, swatch(laneColour(name, at)), name)),
-    ...causes.map(({name, total, index}) => {
+    ...causes.map(({name, index}) => {
       const mark = stripes(index);
       mark.className = "swatch";
-      return element("span", {}, mark, `waits for ${name}: ${secondsText(total)}`);
+      return element("span", {}, mark, `waits for ${name}`);
     }));
 }
 
@@ -163,10 +199,15 @@ function showTimes(section, lines) {
   section.querySelector(".hint").textContent = ZOOM_HINT;
   section.querySelector(".place").append(legend, host);
   let picture = null;
-  const inLanes = (chart) => (x, y) => lines.some((_, at) => chart.containPixel({gridIndex: at}, [x, y]));
   picture = new Picture(host, `Time lines of ${lines.map((line) => line.name).join(", ")}`, (width) => {
     legend.replaceChildren(timesLegend(lines));
     return timesOption(lines, width, () => picture.chart);
-  }, (chart) => answerZoom(chart, host, inLanes(chart)));
+  }, (chart) => {
+    answerZoom(chart, host, (x, y) => lines.some((_, at) => chart.containPixel({gridIndex: at}, [x, y])));
+    answerHover(chart, host, (x, y) => {
+      const found = spanAt(chart, lines, x, y);
+      return found && spanHover(found.line, found.span);
+    });
+  });
   answerKeys(picture);
 }

@@ -67,7 +67,8 @@ function tile(word, unit, measure, kinds) {
 function tiles(node, measure, kinds) {
   const own = node.own.map((unit) => tile(node.parts.length ? "(own)" : node.word, unit, measure, kinds));
   if (!node.parts.length && own.length === 1) return own[0];
-  const children = [...own, ...node.parts.map((part) => tiles(part, measure, kinds))];
+  // The library puts the last of equals first, and blocks are read from 0 on.
+  const children = [...own, ...node.parts.map((part) => tiles(part, measure, kinds))].reverse();
   return {name: node.word, path: node.path, children, ...unlikeTiles(children)};
 }
 
@@ -115,6 +116,7 @@ function unitsOption(units, measure, width) {
     tooltip: {...hoverStyle(), formatter: ({data}) => (data && (data.unit || data.children) ? unitHover(data) : "")},
     series: [{
       type: "treemap", name: "all units", data: nodes, left: 0, right: 0, top: 0, bottom: 34, roam: false,
+      animation: false, stateAnimation: {duration: 0}, // the page's own setting does not reach labels
       nodeClick: "zoomToNode", leafDepth: openDepth(nodes), visibleMin: 0, drillDownIcon: "",
       label: {formatter: label, fontSize: 12, lineHeight: 15, overflow: "truncate", padding: 3},
       upperLabel: {show: true, height: 22, color: colour("ink"), formatter: ({name, value}) => `${name}  ${bytesText(value)}`},
