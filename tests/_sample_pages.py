@@ -147,6 +147,12 @@ LARGE = Page(
     time_lines=tuple(time_line(f"rank {rank}", 400, rank * 0.1e-3) for rank in range(4)),
 )
 
+DEEP = Page(
+    title="Units in units",
+    subtitle="more than can be read at once: blocks are shown closed",
+    units=tuple(unit(f"blocks.{i}.part_{j}", 1_000 + j) for i in range(100) for j in range(6)),
+)
+
 EMPTY = Page(title="Nothing", subtitle="")
 
 HOSTILE_PAGE = Page(
@@ -173,4 +179,4 @@ HOSTILE_PAGE = Page(
     notes=(HOSTILE,),
 )
 
-ALL = {"small": SMALL, "large": LARGE, "empty": EMPTY, "hostile": HOSTILE_PAGE}
+ALL = {"small": SMALL, "large": LARGE, "deep": DEEP, "empty": EMPTY, "hostile": HOSTILE_PAGE}

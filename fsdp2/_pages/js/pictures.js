@@ -24,7 +24,7 @@ const seriesColour = (index) => colour(index < SERIES ? `series-${index}` : "ser
 function inkOn(hex) {
   const parts = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
   const [r, g, b] = parts.map((p) => (p <= 0.03928 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.35 ? "#111111" : "#ffffff";
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.2 ? "#111111" : "#ffffff";
 }
 
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";

@@ -95,7 +95,7 @@ function wideSpan(shape, look, span) {
   if (shape.width > WORDS) {
     rect.textConfig = {position: "inside"};
     rect.textContent = {style: {
-      text: span[NAME] || span[CAUSE], fill: look.ink, width: shape.width - 8, overflow: "truncate", ellipsis: "…", fontSize: 11,
+      text: span[NAME] || span[CAUSE], fill: look.ink, width: shape.width - 8, overflow: "truncate", ellipsis: "…", fontSize: 11, fontFamily: FONT,
       ...(span[CAUSE] ? {backgroundColor: colour("panel"), padding: [1, 3]} : {}),
     }};
   }
