@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import Shard
 
+from fsdp2._base.errors import FSDPError
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._pages.content import Advice
 from fsdp2._plan.budget import suggest
@@ -109,8 +110,8 @@ def _tiny_units(plan: Planned) -> Iterator[Advice]:
     blocks = repeated_blocks(plan.model)
     if len(tiny) < 4 or 2 * len(tiny) < len(gathered) or not blocks:
         return
-    other = plan.changed(policy=blocks)
-    if len(other.groups) >= len(plan.groups):
+    other = _tried(plan, policy=blocks)
+    if other is None or len(other.groups) >= len(plan.groups):
         return
     yield Advice(
         "slow",
@@ -134,8 +135,8 @@ def _huge_unit(plan: Planned) -> Iterator[Advice]:
     policy = _joined(plan.policy, blocks)
     if not blocks or policy is None:
         return
-    other = plan.changed(policy=policy)
-    if len(other.groups) <= len(plan.groups):
+    other = _tried(plan, policy=policy)
+    if other is None or len(other.groups) <= len(plan.groups):
         return
     yield Advice(
         "memory",
@@ -162,7 +163,9 @@ def _embedding_in_a_unit(plan: Planned) -> Iterator[Advice]:
             policy = _joined(plan.policy, {type(part)})
             if share < EMBEDDING_SHARE or len(own) == 1 or policy is None:
                 continue
-            other = plan.changed(policy=policy)
+            other = _tried(plan, policy=policy)
+            if other is None:
+                continue
             yield Advice(
                 "memory",
                 f"{group.name}.{name}",
@@ -187,10 +190,10 @@ def _padding(plan: Planned) -> Iterator[Advice]:
         return
     worst = max(padded, key=lambda param: param.padding_nbytes)
     better = {param.name: dim for param in padded if (dim := _better_dim(param, ranks)) is not None}
-    if worst.name not in better:
+    other = _tried(plan, shard_placement_fn=_placement(plan.model, better))
+    if worst.name not in better or other is None:
         change, gain = "fewer ranks to shard over, and replicas of them: mesh=(replicas, ranks)", ""
     else:
-        other = plan.changed(shard_placement_fn=_placement(plan.model, better))
         change = f"shard_placement_fn=lambda param: Shard({better[worst.name]}) for it"
         before, after = (sum(g.padding_nbytes for g in one.groups) for one in (plan, other))
         gain = _gain(plan, other, f"padding {nbytes_text(before)} becomes {nbytes_text(after)}")
@@ -213,8 +216,8 @@ def _precision(plan: Planned) -> Iterator[Advice]:
     if flops_of(machine, torch.bfloat16) < 2 * flops_of(machine, torch.float32):
         return
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    other = plan.changed(mp_policy=policy)
-    if _saves(plan, other):
+    other = _tried(plan, mp_policy=policy)
+    if other is not None and _saves(plan, other):
         yield Advice(
             "slow",
             "all units",
@@ -231,8 +234,8 @@ def _replicas(plan: Planned) -> Iterator[Advice]:
     ranks, near = plan.mesh[0], machine.ranks_per_node
     if ranks <= near or ranks % near:
         return
-    other = plan.changed(mesh=(ranks // near, near))
-    if _saves(plan, other):
+    other = _tried(plan, mesh=(ranks // near, near))
+    if other is not None and _saves(plan, other):
         yield Advice(
             "slow",
             "the mesh",
@@ -337,6 +340,17 @@ def _is_tiny(nbytes: int, plan: Planned) -> bool:
 
 
 # How gains are told.
+
+
+def _tried(plan: Planned, **changes: Any) -> Planned | None:
+    """Return a plan with other settings; None if the model does not run with them.
+
+    A model may read a parameter outside of the module that has it: then that cannot be a unit.
+    """
+    try:
+        return plan.changed(**changes)
+    except FSDPError:
+        return None
 
 
 def _step_of(plan: Planned) -> StepPlan:

@@ -81,7 +81,7 @@ def suggest(batch: object, budget: int, predict: Predict) -> list[Suggestion]:
         if any(one.fits for one in tried):
             break
     tried.sort(
-        key=lambda one: (not one.fits, one.seconds or 0.0, 0 if one.fits else one.peak_nbytes)
+        key=lambda one: (not one.fits, (one.seconds or 0.0) if one.fits else 0.0, one.peak_nbytes)
     )
     best = tried[0]
     if best.fits:

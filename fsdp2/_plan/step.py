@@ -22,6 +22,7 @@ from fsdp2._base.arguments import described, wrong_type
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import ConfigError, FSDPError
+from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.unit import Unit
 from fsdp2._engine.unit_order import Visit
@@ -91,7 +92,8 @@ class StepRun:
                 if number == 0:
                     self._tag_made()
                     if optimizer is not None:
-                        stepped = _LocalOptimizer(optimizer, self.model, watch)
+                        away = any(self._keeps_away(group) for group in self.groups)
+                        stepped = _LocalOptimizer(optimizer, self.model, watch, away)
             if clock is not None:
                 clock.finish()
             peak = max(point.peak_nbytes for point in self._points)
@@ -192,6 +194,10 @@ class StepRun:
         kept: list[Tensor] = []
         for group in self.groups:
             group.inspect()
+            if self._keeps_away(group):
+                for param in group.params:
+                    self.watch.leave_out(torch_dtensor.local_part(param.sharded))
+                continue
             kept += [torch_dtensor.local_part(param.sharded) for param in group.params]
         kept += self.model.buffers()
         sharded = {param.sharded for group in self.groups for param in group.params}
@@ -204,9 +210,20 @@ class StepRun:
         for group in self.groups:
             if group.whole_memory is not None:
                 self.watch.tag(group.whole_memory, GATHERED)
+        for group in self.groups:
+            for grad in (param.sharded.grad for param in group.params):
+                if grad is not None and self._keeps_away(group):
+                    self.watch.leave_out(torch_dtensor.local_part(grad))
         for param in self.model.parameters():
             if param.grad is not None:
                 self.watch.tag(torch_dtensor.local_part(param.grad), GRADIENTS)
+
+    def _keeps_away(self, group: ParamGroup) -> bool:
+        """True if a group's shards lie with the host of a described device (CPU offload)."""
+        machine = None if self.clock is None else self.clock.hardware
+        if machine is None or machine.device_type == "cpu":
+            return False
+        return isinstance(group.residence.offload, CPUOffloadPolicy)
 
     # What is run.
 
@@ -241,7 +258,9 @@ class StepRun:
 class _LocalOptimizer:
     """An optimizer of a rank's own parts: plans of DTensor's operations take no memory there."""
 
-    def __init__(self, make: MakeOptimizer, model: nn.Module, watch: MemoryWatch) -> None:
+    def __init__(
+        self, make: MakeOptimizer, model: nn.Module, watch: MemoryWatch, is_away: bool
+    ) -> None:
         optimizer = _make(make, model.parameters())
         self._locals = [
             (param, torch_dtensor.local_part(param).detach())
@@ -256,7 +275,10 @@ class _LocalOptimizer:
         states: list[Tensor] = []
         visit_tensors(states.append, [list(kept.values()) for kept in optimizer.state.values()])
         for state in states:
-            watch.tag(state, OPTIMIZER)
+            if is_away:
+                watch.leave_out(state)
+            else:
+                watch.tag(state, OPTIMIZER)
         self.nbytes = sum(state.nbytes for state in states)
 
     def step(self) -> None:

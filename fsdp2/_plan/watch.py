@@ -37,6 +37,7 @@ class MemoryWatch(DispatchMode):
         self._highest = tuple(self.by_kind)
         self._sizes: dict[int, int] = {}
         self._kinds: dict[int, int] = {}
+        self._elsewhere: set[int] = set()  # storages that lie in the memory of another device
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,6 +66,13 @@ class MemoryWatch(DispatchMode):
             weakref.finalize(storage, self._drop, key)
         self._set(key, storage.nbytes())
 
+    def leave_out(self, tensor: Tensor) -> None:
+        """Count a storage no more: it lies in the host's memory, and this counts a device's."""
+        self.see(tensor)
+        key = torch_tensors.number_of(tensor.untyped_storage())
+        self._set(key, 0)
+        self._elsewhere.add(key)
+
     def tag(self, tensor: Tensor, kind: int) -> None:
         """Say what a storage is for."""
         self.see(tensor, kind)
@@ -87,7 +95,7 @@ class MemoryWatch(DispatchMode):
 
     def _set(self, key: int, nbytes: int) -> None:
         before = self._sizes[key]
-        if nbytes != before:
+        if nbytes != before and key not in self._elsewhere:
             self._sizes[key] = nbytes
             self._change(self._kinds[key], nbytes - before)
 
@@ -99,6 +107,7 @@ class MemoryWatch(DispatchMode):
 
     def _drop(self, key: int) -> None:
         nbytes = self._sizes.pop(key)
+        self._elsewhere.discard(key)
         self.nbytes -= nbytes
         self.by_kind[self._kinds.pop(key)] -= nbytes
 
