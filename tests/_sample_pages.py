@@ -123,7 +123,10 @@ SMALL = Page(
         Table(
             "Collectives of a step",
             ("kind", "number", "bytes", "time"),
-            (("all_gather", "23", "25.1 MiB", "1.9 ms"), ("reduce_scatter", "9", "13.2 MiB", "1 ms")),
+            (
+                ("all_gather", "23", "25.1 MiB", "1.9 ms"),
+                ("reduce_scatter", "9", "13.2 MiB", "1 ms"),
+            ),
         ),
     ),
     notes=("Times come from a table of an H100.", "Memory counts tensors alone."),

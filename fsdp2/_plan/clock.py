@@ -128,8 +128,10 @@ class ComputeTime(DispatchMode):
     ) -> float:
         """Return the longer of computing and of moving what is read and written."""
         hardware = self._clock.hardware
-        tensors = _tensors_in((args, kwargs, made))
-        if not tensors or tensors[0].is_meta or func in TAKES_NOTHING:
+        if func in TAKES_NOTHING or not (made_tensors := _tensors_in(made)):
+            return 0.0
+        tensors = [*_tensors_in((args, kwargs)), *made_tensors]
+        if tensors[0].is_meta:  # DTensor asks for shapes only
             return 0.0
         if func in READS_ROWS:
             nbytes = 2 * made.nbytes

@@ -53,6 +53,9 @@ class Nowhere(Wire):
     def all_gather(self, output: Tensor, sent: Tensor, axis: MeshAxis, async_op: bool) -> Any:
         if self._watch.kind_of(output) != GATHERED:  # a large parameter lands in its place
             self._watch.tag(output, COMMUNICATION)
+        if self._clock is None:
+            is_direct = sent.nbytes >= gloo_p2p.LARGE_NBYTES and gloo_p2p.is_small(axis.pg)
+            return None if is_direct else self._copy_of(output)  # which gloo gathers into
         return self._send("all_gather", output.nbytes, axis, SHARD)
 
     def reduce_scatter(
@@ -61,14 +64,14 @@ class Nowhere(Wire):
         self._watch.tag(sent, COMMUNICATION)
         if self._watch.kind_of(output) != GRADIENTS:
             self._watch.tag(output, COMMUNICATION)
-        if self._clock is not None:
-            return self._send("reduce_scatter", sent.nbytes, axis, SHARD)
-        is_large = sent.nbytes >= gloo_p2p.LARGE_NBYTES
-        if not is_large and sent.dtype == output.dtype:
-            return None
-        received = torch.empty_like(sent)
-        self._watch.tag(received, COMMUNICATION)
-        return _Holding(received)
+        if self._clock is None:
+            return self._copy_of(sent)  # what others sent; and gloo's own reduces a copy
+        return self._send("reduce_scatter", sent.nbytes, axis, SHARD)
+
+    def _copy_of(self, tensor: Tensor) -> _Holding:
+        made = torch.empty_like(tensor)
+        self._watch.tag(made, COMMUNICATION)
+        return _Holding(made)
 
     def all_reduce(self, tensor: Tensor, op: Any, axis: MeshAxis, async_op: bool) -> Any:
         return self._send("all_reduce", tensor.nbytes, axis, REPLICATE)
@@ -80,7 +83,7 @@ class Nowhere(Wire):
 
 
 class _Holding:
-    """A work that holds memory until it has been waited for: what others sent."""
+    """A work that is not over before it is waited for, and holds what others sent until then."""
 
     def __init__(self, received: Tensor) -> None:
         self._received: Tensor | None = received

@@ -202,7 +202,9 @@ class Browser:
     def press(self, key: str) -> None:
         text = {"text": key} if len(key) == 1 else {}
         for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, **(text if kind == "keyDown" else {}))
+            self.send(
+                "Input.dispatchKeyEvent", type=kind, key=key, **(text if kind == "keyDown" else {})
+            )
         self.settle()
 
     def picture(self, **clip: float) -> bytes:

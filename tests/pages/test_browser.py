@@ -76,7 +76,9 @@ def hover(browser: Browser, at: tuple[float, float]) -> list[str]:
     """Return the words that are shown where the pointer is: heading, cells, last word."""
     browser.move(*at)
     browser.settle()
-    words = "[...document.querySelectorAll('.hover')].flatMap(h => [...h.querySelectorAll('b, td, p')])"
+    words = (
+        "[...document.querySelectorAll('.hover')].flatMap(h => [...h.querySelectorAll('b, td, p')])"
+    )
     found = browser.run(f"{words}.map(e => e.textContent).filter(t => t)")
     return [str(one) for one in found]
 
@@ -173,9 +175,7 @@ def test_areas_are_shards_or_whole(browser: Browser, folder: Path) -> None:
 def test_tabs(browser: Browser, folder: Path) -> None:
     """By the pointer and by keys; one panel is shown, and its picture drawn, at a time."""
     browser.open(folder / "small.html")
-    shown = (
-        "[...document.querySelectorAll('#memory .panel')].filter(p => !p.hidden).map(p => p.id)"
-    )
+    shown = "[...document.querySelectorAll('#memory .panel')].filter(p => !p.hidden).map(p => p.id)"
     chosen = "document.querySelector('[aria-selected=true]').textContent"
     assert (browser.run(shown), browser.run(chosen)) == (["memory-panel-0"], "balanced")
     browser.run("document.getElementById('memory-tab-2').click()")

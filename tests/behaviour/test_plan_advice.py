@@ -1,0 +1,246 @@
+"""Promise: a plan names what is wrong, and what it proposes gives what it says, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+import fsdp2
+from fsdp2 import ConfigError
+from fsdp2._pages.content import Advice
+from fsdp2._plan.budget import size_of
+from tests._meshes import shared_mesh
+from tests._models import seeded
+from tests._pool import ranks
+from tests.behaviour.test_plan import LENGTH, Block, Model, real_step
+
+TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
+
+
+class Tagged(nn.Module):
+    """A block with an embedding of its own: what it adds depends on the tokens."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.tags = nn.Embedding(2003, width)
+        self.block = Block(width)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.block(x + self.tags(ids))
+
+
+class TaggedModel(nn.Module):
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(301, width)
+        self.layers = nn.ModuleList(Tagged(width) for _ in range(3))
+        self.head = nn.Linear(width, 301)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, ids)
+        return self.head(x)
+
+
+class Narrow(nn.Module):
+    """Five rows over four ranks: three of eight are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8192, 5, bias=False) for _ in range(4))
+        self.out = nn.Linear(20, 29)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([part(x) for part in self.parts], dim=-1))
+
+
+def measured(
+    model: nn.Module, policy: Any, batch: Tensor, memory: str | None = None, **kwargs: Any
+) -> tuple[int, int, int]:
+    """Return real ranks' gathers and reductions of a step, its peak, and bytes of shards."""
+    mesh = shared_mesh((dist.get_world_size(),), ("shard",))
+    fsdp2.wrap.shard_model(model, policy, mesh=mesh, **kwargs)
+    if memory is not None:
+        model.set_memory(memory)
+    seen, peak = real_step(model, batch)
+    shards = sum(group.nbytes for unit in fsdp2.units(model) for group in unit.groups)
+    return sum(event.kind in ("unshard", "reduce") for event in seen), peak, shards
+
+
+def only(advice: tuple[Advice, ...], severity: str, about: str) -> Advice:
+    found = [one for one in advice if one.severity == severity and about in one.about]
+    assert len(found) == 1, advice
+    return found[0]
+
+
+def check_peak(plan: fsdp2.Plan, peak: int) -> None:
+    assert plan.step is not None
+    planned = plan.step.peak_nbytes - plan.step.start_nbytes
+    assert abs(planned - peak) <= 0.03 * peak, f"{planned} planned, {peak} measured"
+
+
+def nothing(module: nn.Module) -> bool:
+    return False
+
+
+@ranks(2)
+def test_tiny_units() -> None:
+    build = lambda: Model(width=64, vocabulary=301)  # noqa: E731  # short
+    plan = fsdp2.plan(build(), mesh=2, policy={nn.Linear, nn.LayerNorm}, batch=TOKENS)
+    one = only(plan.advice(), "slow", "units")
+    assert one.change == "policy={Block}"
+    assert one.found.startswith("too small for the link: at most ")
+    before = measured(seeded(build), {nn.Linear, nn.LayerNorm}, TOKENS)
+    after = measured(seeded(build), {Block}, TOKENS)
+    assert one.found.endswith(f"in {before[0]} collectives a step")
+    assert f"{before[0]} collectives a step become {after[0]}" in one.gain
+    assert after[0] < before[0] / 2
+
+
+@ranks(2)
+def test_a_huge_root() -> None:
+    plan = fsdp2.plan(Model(), mesh=2, batch=TOKENS, rank=dist.get_rank())
+    one = only(plan.advice(), "memory", "<root>")
+    assert one.change == "policy={Block}"
+    better = plan.changed(policy={Block})
+    before = measured(seeded(Model), nothing, TOKENS)
+    after = measured(seeded(Model), {Block}, TOKENS)
+    assert after[1] < before[1]
+    check_peak(plan, before[1])
+    check_peak(better, after[1])
+
+
+@ranks(4)
+def test_a_badly_padded_dim() -> None:
+    batch = torch.zeros(3, 8192)
+    plan = fsdp2.plan(Narrow(), mesh=4, policy={nn.Linear}, batch=batch, rank=dist.get_rank())
+    one = only(plan.advice(), "memory", "parts.0.weight")
+    assert one.found.startswith("5 rows over 4 ranks: 96 KiB of padding to 160 KiB")
+    assert one.change == "shard_placement_fn=lambda param: Shard(1) for it"
+
+    def place(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.shape == (5, 8192) else None
+
+    better = plan.changed(shard_placement_fn=place)
+    before = measured(seeded(Narrow), {nn.Linear}, batch)
+    after = measured(seeded(Narrow), {nn.Linear}, batch, shard_placement_fn=place)
+    assert after[2] < before[2]
+    for found, real in ((plan, before), (better, after)):
+        assert sum(group.shard_nbytes for group in found.groups) == real[2]
+        check_peak(found, real[1])
+
+
+@ranks(2)
+def test_an_embedding_in_a_block() -> None:
+    plan = fsdp2.plan(TaggedModel(), mesh=2, policy={Tagged}, batch=TOKENS, rank=dist.get_rank())
+    for number in range(3):
+        one = only(plan.advice(), "memory", f"layers.{number}.tags")
+        assert one.change == "policy={Embedding, Tagged}"
+        assert "an embedding of 500.8 KiB is 84% of the unit" in one.found
+    better = plan.changed(policy={Tagged, nn.Embedding})
+    before = measured(seeded(TaggedModel), {Tagged}, TOKENS)
+    after = measured(seeded(TaggedModel), {Tagged, nn.Embedding}, TOKENS)
+    check_peak(plan, before[1])
+    check_peak(better, after[1])
+    assert max(g.whole_nbytes for g in better.groups) < max(g.whole_nbytes for g in plan.groups)
+
+
+@ranks(2)
+def test_a_budget_that_does_not_fit() -> None:
+    """What is suggested fits, and takes on real ranks what it says; one row more does not fit."""
+    batch = torch.zeros(16, LENGTH, dtype=torch.long)
+    given = {"mesh": 2, "policy": {Block}, "rank": dist.get_rank(), "memory": "fast"}
+    plan = fsdp2.plan(Model(), batch=batch, **given)
+    assert plan.step is not None
+    budget = int(0.97 * plan.step.highest_nbytes)
+    one = only(plan.advice(budget), "memory", "the step")
+    assert one.found.startswith("does not fit: it takes ")
+    best = plan.suggest(budget)[0]
+    assert best.fits
+    assert one.change == best.code
+    assert best.peak_nbytes <= budget
+    assert best.batch is not None
+    assert best.batch >= 16
+    for rows, fits in ((best.batch, True), (best.batch + 1, False)):
+        more = torch.zeros(rows, LENGTH, dtype=torch.long)
+        step = plan.changed(batch=more, **best.changes).step
+        assert step is not None
+        assert (step.highest_nbytes <= budget) is fits
+    better = plan.changed(**best.changes)
+    assert better.step is not None
+    if best.changes.get("activation_checkpointing"):
+        return  # how the user recomputes is the user's
+    check_peak(better, measured(seeded(Model), {Block}, batch, best.changes["memory"])[1])
+
+
+def test_nothing_is_wrong_with_blocks_of_good_size() -> None:
+    with torch.device("meta"):
+        model = Model(width=2048, vocabulary=32000)
+    batch = torch.zeros(4, LENGTH, dtype=torch.long)
+    plan = fsdp2.plan(model, mesh=8, policy={Block}, batch=batch)
+    assert plan.advice() == ()
+
+
+def test_precision_replicas_and_prefetch_are_told_on_a_machine() -> None:
+    with torch.device("meta"):
+        model = Model(width=1024, vocabulary=8000)
+    plan = fsdp2.plan(
+        model, mesh=16, policy={Block}, batch=TOKENS, hardware="h100-nvlink-ib", memory="low"
+    )
+    found = plan.advice()
+    assert "MixedPrecisionPolicy(torch.bfloat16" in only(found, "slow", "all units").change
+    assert only(found, "slow", "the mesh").change.startswith("mesh=(2, 8)")
+    assert only(found, "slow", "the step").change.startswith("model.set_memory(")
+    assert all("becomes" in one.gain for one in found)
+
+
+def test_what_does_not_run_is_not_proposed() -> None:
+    """A block reads its embedding's weight from outside, so that cannot be a unit of its own."""
+
+    class Reads(Tagged):
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return self.block(x + self.tags.weight[: x.shape[1]])
+
+    model = TaggedModel()
+    model.layers = nn.ModuleList(Reads() for _ in range(2))
+    assert fsdp2.plan(model, mesh=2, policy={Reads}, batch=TOKENS).advice() == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("70GB", 70 * 10**9),
+        ("1.5 GiB", 3 << 29),
+        ("64mib", 64 << 20),
+        ("7", 7),
+        (7, 7),
+        ("2KB", 2000),
+    ],
+)
+def test_sizes(text: str | int, nbytes: int) -> None:
+    assert size_of("x", "budget", text) == nbytes
+
+
+@pytest.mark.parametrize("wrong", ["", "GB", "-1", "7 apples", "0", 0, -3, 1.5, True, None, [7]])
+def test_what_is_no_size(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"x: expected budget to be .*'70GB'|an int of at least"):
+        size_of("x", "budget", wrong)
+
+
+def test_what_cannot_be_suggested() -> None:
+    model = nn.Linear(13, 29)
+    with pytest.raises(ConfigError, match="a plan without a batch"):
+        fsdp2.plan(model, mesh=2).suggest("1GB")
+    with pytest.raises(ConfigError, match="no budget, and no hardware"):
+        fsdp2.plan(model, mesh=2, batch=torch.zeros(2, 13)).suggest()
+    best = fsdp2.plan(model, mesh=2, batch=torch.zeros(2, 13), hardware="a100-pcie").suggest()[0]
+    assert best.fits
+    assert best.seconds is not None
+    assert best.seconds > 0

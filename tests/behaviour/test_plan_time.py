@@ -1,0 +1,171 @@
+"""Promise: a plan's time line is what its operations, its bytes and their order make it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import fsdp2
+from fsdp2._pages.content import COMPUTE, GATHER, REDUCE
+from fsdp2._plan.hardware import bandwidth_of, seconds_of
+from tests._pool import ranks
+from tests.behaviour.test_plan import LENGTH, Block, Model
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def machine(**changes: Any) -> fsdp2.Hardware:
+    given = {
+        "name": "test",
+        "flops": {FP32: 1.0},
+        "memory_bandwidth": math.inf,
+        "near": 1.0,
+        "far": 1.0,
+        "device_type": "cpu",
+        **changes,
+    }
+    return fsdp2.Hardware(**given)
+
+
+def step_of(model: nn.Module, batch: torch.Tensor, **given: Any) -> fsdp2.StepPlan:
+    step = fsdp2.plan(model, batch=batch, **given).step
+    assert step is not None
+    return step
+
+
+def test_a_step_of_one_unit_by_hand() -> None:
+    """4 ranks, 13 x 29: gather, product, product of the gradient, reduce, one after the other."""
+    model, batch = nn.Linear(13, 29, bias=False), torch.zeros(5, 13)
+    step = step_of(model, batch, mesh=4, hardware=machine(near=7.0))
+    nbytes = 4 * 32 * 13  # 29 rows are padded to 32
+    sent = nbytes * 3 / 4 / 7
+    assert step.seconds == pytest.approx(2 * sent + 2 * (2 * 5 * 13 * 29), rel=1e-3)
+    lanes = [(span.lane, span.name, span.cause) for span in step.spans]
+    assert lanes == [
+        (GATHER, "all_gather <root>", ""),
+        (COMPUTE, "waits", "all_gather <root>"),
+        (COMPUTE, "<root> forward", ""),
+        (REDUCE, "reduce_scatter <root>", ""),
+        (COMPUTE, "<root> backward", ""),
+        (COMPUTE, "waits", "reduce_scatter <root>"),
+    ]
+    assert list(step.waits) == ["reduce_scatter <root>", "all_gather <root>"]  # counts go along
+    assert list(step.waits.values()) == pytest.approx([sent, sent], rel=0.01)
+
+
+def test_replicas_use_the_link_between_nodes() -> None:
+    """2 nodes of 4: gathers stay inside a node, the all-reduce of shards goes between them."""
+    model, batch = nn.Linear(16, 32, bias=False), torch.zeros(5, 16)
+    hardware = machine(near=8.0, far=2.0, ranks_per_node=4, flops={FP32: math.inf})
+    step = step_of(model, batch, mesh=(2, 4), hardware=hardware)
+    whole = 4 * 16 * 32
+    inside, between = whole * 3 / 4 / 8, 2 * (whole / 4) / 2 / 2
+    assert step.seconds == pytest.approx(2 * inside + between, rel=0.02)  # and some counts
+    flat = step_of(model, batch, mesh=8, hardware=hardware)
+    assert flat.seconds == pytest.approx(2 * whole * 7 / 8 / 2, rel=0.02)
+
+
+def test_latency_and_links() -> None:
+    hardware = machine(near=100.0, far=10.0, ranks_per_node=8, latency=3.0)
+    assert bandwidth_of(hardware, 8, 1) == 100
+    assert bandwidth_of(hardware, 9, 1) == 10
+    assert bandwidth_of(hardware, 2, 8) == 10
+    assert seconds_of(hardware, "all_gather", 800, 8, 1) == 3 * 3 + 7
+    assert seconds_of(hardware, "all_reduce", 800, 8, 1) == 2 * (3 * 3 + 7)
+    assert seconds_of(hardware, "all_gather", 800, 1, 1) == 0
+    half = hardware.scaled(compute=0.5, memory=0.25, links=0.1)
+    assert (half.near, half.far, half.flops[FP32]) == (10, 1, 0.5)
+
+
+@pytest.mark.parametrize("memory", ["low", "balanced", "fast"])
+def test_lanes_do_one_thing_at_a_time_and_lose_nothing(memory: str) -> None:
+    """Spans of a lane follow each other; compute takes what the plain model's products do."""
+    batch = torch.zeros(2, LENGTH, dtype=torch.long)
+    step = step_of(Model(), batch, mesh=8, policy={Block}, memory=memory, hardware=machine())
+    for lane in (COMPUTE, GATHER, REDUCE):
+        spans = [span for span in step.spans if span.lane == lane]
+        for before, after in itertools.pairwise(spans):
+            assert before.begin < before.end <= after.begin
+    compute = sum(s.end - s.begin for s in step.spans if s.lane == COMPUTE and not s.cause)
+    model = Model(157, 2003)
+    products = sum(p.numel() for p in model.parameters() if p.dim() == 2) - 2003 * 157
+    assert compute == 3 * 2 * 2 * LENGTH * products
+    assert step.seconds == pytest.approx(compute + step.waiting_seconds)
+    sent = sum(span.nbytes for span in step.spans if span.lane != COMPUTE)
+    assert sent == pytest.approx(sum(one.nbytes for one in step.collectives), rel=3e-3)  # stamps
+
+
+def test_overlap_is_seen() -> None:
+    """On a link as fast as compute, prefetching hides gathers that `low` waits for."""
+    batch = torch.zeros(2, LENGTH, dtype=torch.long)
+    took = {
+        memory: step_of(
+            Model(), batch, mesh=8, policy={Block}, memory=memory, hardware=machine(near=0.01)
+        ).seconds
+        for memory in ("low", "balanced", "fast")
+    }
+    assert took["low"] > 1.1 * took["balanced"]
+    assert took["balanced"] >= took["fast"]
+
+
+def test_recomputing_takes_time_and_saves_memory() -> None:
+    batch = torch.zeros(8, LENGTH, dtype=torch.long)
+    given = {"mesh": 8, "policy": {Block}, "hardware": machine()}
+    plain = step_of(Model(), batch, **given)
+    again = step_of(Model(), batch, activation_checkpointing=True, **given)
+    assert again.peak_nbytes < plain.peak_nbytes
+    compute, more = (
+        sum(s.end - s.begin for s in step.spans if s.lane == COMPUTE and not s.cause)
+        for step in (plain, again)
+    )
+    first = sum(block.up.weight.numel() for block in Model().blocks)
+    assert more - compute == 2 * 8 * LENGTH * first  # what `down` makes is not needed again
+
+
+def test_an_optimizer_takes_time_and_memory() -> None:
+    """SGD reads a gradient and writes a parameter, on shards of a quarter."""
+    model, batch = nn.Linear(16, 32, bias=False), torch.zeros(5, 16)
+    hardware = machine(flops={FP32: math.inf}, memory_bandwidth=1.0)
+    plain = step_of(model, batch, mesh=4, hardware=hardware)
+    stepped = step_of(model, batch, mesh=4, hardware=hardware, optimizer=torch.optim.SGD)
+    shard = 4 * 16 * 32 // 4
+    assert plain.seconds is not None
+    assert stepped.seconds == pytest.approx(plain.seconds + 2 * shard)
+    assert plain.optimizer_peak_nbytes == 0
+    assert stepped.optimizer_peak_nbytes >= stepped.start_nbytes
+    assert stepped.spans[-1].name == "optimizer"
+
+
+def test_hardware_by_name() -> None:
+    model = nn.Linear(13, 29)
+    with pytest.raises(fsdp2.ConfigError, match=r"expected hardware to be one of .*h100-nvlink-ib"):
+        fsdp2.plan(model, mesh=2, hardware="h1000")
+    for name, hardware in fsdp2.plan.hardware.items():
+        assert hardware.name == name
+        assert hardware.source
+        assert step_of(model, torch.zeros(2, 13), mesh=16, hardware=name).seconds > 0
+
+
+@ranks(2)
+def test_what_is_measured_is_the_same_on_all_ranks() -> None:
+    found = fsdp2.plan.measure("here")
+    assert found.name == "here"
+    others: list[Any] = [None, None]
+    dist.all_gather_object(others, found)
+    assert others[0] == others[1] == found
+    assert 0 < found.near < math.inf
+    assert found.flops[FP32] > 1e8
+    step = step_of(nn.Linear(13, 29), torch.zeros(2, 13), mesh=2, hardware=found)
+    assert step.seconds is not None
+    assert step.seconds > 0
+
+
+def test_one_process_measures_no_link() -> None:
+    if not dist.is_initialized():
+        assert fsdp2.plan.measure().near == math.inf
