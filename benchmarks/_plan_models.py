@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples._model import Block as ExampleBlock
-from examples._model import ModelConfig, RotaryTable, SwiGLU, Transformer
+from examples._model import ModelConfig, RotaryTable, Transformer
 
 
 class GroupedAttention(nn.Module):
@@ -42,13 +42,24 @@ class GroupedAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
+class GatedMLP(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Experts(nn.Module):
     """Two experts of several for each token, each taking a fixed number of tokens at most."""
 
-    def __init__(self, config: ModelConfig, experts: int) -> None:
+    def __init__(self, width: int, hidden: int, experts: int) -> None:
         super().__init__()
-        self.router = nn.Linear(config.width, experts, bias=False)
-        self.experts = nn.ModuleList(SwiGLU(config) for _ in range(experts))
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(GatedMLP(width, hidden) for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)
@@ -63,13 +74,34 @@ class Experts(nn.Module):
         return mixed.view_as(x)
 
 
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes of a Llama; with experts it is a mixture of them."""
+
+    width: int
+    layers: int
+    heads: int
+    groups: int
+    hidden: int
+    vocabulary: int
+    experts: int = 0
+    length: int = 64
+
+
+LLAMA_405B = LlamaConfig(16384, 126, 128, 8, 53248, 128256, length=8192)
+"""Sizes of Llama 3.1 405B. Source: "The Llama 3 Herd of Models", table 3 (arXiv 2407.21783)."""
+
+
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, groups: int, experts: int) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.width)
-        self.attention = GroupedAttention(config.width, config.heads, groups)
-        self.mlp_norm = nn.RMSNorm(config.width)
-        self.mlp = Experts(config, experts) if experts else SwiGLU(config)
+        width, hidden = config.width, config.hidden
+        self.attention_norm = nn.RMSNorm(width)
+        self.attention = GroupedAttention(width, config.heads, config.groups)
+        self.mlp_norm = nn.RMSNorm(width)
+        self.mlp = (
+            Experts(width, hidden, config.experts) if config.experts else GatedMLP(width, hidden)
+        )
 
     def forward(self, x: Tensor, rotary: RotaryTable) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotary)
@@ -77,21 +109,28 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Embedding, layers, norm and a head of its own; with experts it is a mixture of them."""
+    """Embedding, layers, norm and a head of its own."""
 
-    def __init__(self, config: ModelConfig, vocabulary: int, groups: int, experts: int = 0) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, config.width)
-        self.rotary = RotaryTable(config)
-        self.layers = nn.ModuleList(Layer(config, groups, experts) for _ in range(config.layers))
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.rotary = RotaryTable(
+            ModelConfig(config.width, config.layers, config.heads, config.length)
+        )
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
-        self.head = nn.Linear(config.width, vocabulary, bias=False)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, self.rotary)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
+
+
+def llama_405b() -> Llama:
+    """Return a Llama of 405 B parameters: make it on the meta device."""
+    return Llama(LLAMA_405B)
 
 
 @dataclass(frozen=True)
@@ -107,23 +146,17 @@ class Case:
         return tokens, tokens.clone()
 
 
-def llama(**size: int) -> Llama:
-    """Return a Llama: width, layers, heads, groups, vocabulary, and perhaps experts."""
-    config = ModelConfig(size["width"], size["layers"], size["heads"], size.get("length", 64))
-    return Llama(config, size["vocabulary"], size["groups"], size.get("experts", 0))
-
-
 CASES = {
     "example": Case(
         lambda: Transformer(ModelConfig(192, 6, 6, 128)), frozenset({ExampleBlock}), (4, 128)
     ),
     "llama 100M": Case(
-        lambda: llama(width=768, layers=12, heads=12, groups=4, vocabulary=16000),
+        lambda: Llama(LlamaConfig(768, 12, 12, 4, 2048, 16000)),
         frozenset({Layer}),
         (1, 64),
     ),
     "moe": Case(
-        lambda: llama(width=256, layers=4, heads=4, groups=2, vocabulary=2003, experts=6),
+        lambda: Llama(LlamaConfig(256, 4, 4, 2, 683, 2003, experts=6)),
         frozenset({Layer}),
         (2, 64),
     ),

@@ -54,6 +54,7 @@ class Nowhere(Wire):
         if self._watch.kind_of(output) != GATHERED:  # a large parameter lands in its place
             self._watch.tag(output, COMMUNICATION)
         if self._clock is None:
+            assert axis.pg is not None
             is_direct = sent.nbytes >= gloo_p2p.LARGE_NBYTES and gloo_p2p.is_small(axis.pg)
             return None if is_direct else self._copy_of(output)  # which gloo gathers into
         return self._send("all_gather", output.nbytes, axis, SHARD)

@@ -92,8 +92,7 @@ class StepRun:
                 if number == 0:
                     self._tag_made()
                     if optimizer is not None:
-                        away = any(self._keeps_away(group) for group in self.groups)
-                        stepped = _LocalOptimizer(optimizer, self.model, watch, away)
+                        stepped = self._prepare(optimizer)
             if clock is not None:
                 clock.finish()
             peak = max(point.peak_nbytes for point in self._points)
@@ -115,6 +114,11 @@ class StepRun:
             seconds=None if self.clock is None else self.clock.now,
             spans=() if self.clock is None else tuple(self.clock.spans),
         )
+
+    def _prepare(self, optimizer: MakeOptimizer) -> _LocalOptimizer:
+        is_away = any(self._keeps_away(group) for group in self.groups)
+        is_on_device = self.clock is not None and self.clock.hardware.device_type != "cpu"
+        return _LocalOptimizer(optimizer, self.model, self.watch, is_away, is_on_device)
 
     # What is seen.
 
@@ -259,7 +263,12 @@ class _LocalOptimizer:
     """An optimizer of a rank's own parts: plans of DTensor's operations take no memory there."""
 
     def __init__(
-        self, make: MakeOptimizer, model: nn.Module, watch: MemoryWatch, is_away: bool
+        self,
+        make: MakeOptimizer,
+        model: nn.Module,
+        watch: MemoryWatch,
+        is_away: bool,
+        is_on_device: bool,
     ) -> None:
         optimizer = _make(make, model.parameters())
         self._locals = [
@@ -270,6 +279,8 @@ class _LocalOptimizer:
         local_of = dict(self._locals)
         for group in optimizer.param_groups:
             group["params"] = [local_of[param] for param in group["params"]]
+            if is_on_device and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # what torch chooses there, and takes more memory
         self._optimizer = optimizer
         self.step()  # the state is made in the first one
         states: list[Tensor] = []
@@ -284,7 +295,14 @@ class _LocalOptimizer:
     def step(self) -> None:
         for param, local in self._locals:
             local.grad = None if param.grad is None else torch_dtensor.local_part(param.grad)
-        self._optimizer.step()
+        try:
+            self._optimizer.step()
+        except Exception as error:
+            raise ConfigError(
+                f"plan: a step of {type(self._optimizer).__name__} failed on tensors that have no "
+                f"values ({type(error).__name__}: {error}). Plan without optimizer, and add what "
+                "its state takes."
+            ) from error
         for _, local in self._locals:
             local.grad = None
 

@@ -247,6 +247,7 @@ def test_a_plan_without_a_batch_has_no_step() -> None:
         ({"optimizer": 3}, "expected optimizer to be a class or function"),
         ({"batch": torch.zeros(2, 13), "optimizer": nn.Linear}, "the class Linear, which raised"),
         ({"batch": torch.zeros(2, 13), "optimizer": list}, "found the class list"),
+        ({"batch": torch.zeros(2, 13), "optimizer": torch.optim.LBFGS}, "a step of LBFGS failed"),
         ({"rank": 4}, "rank to be one of 4 ranks"),
         ({"batch": torch.zeros(2, 5)}, r"failed on this batch.*\(RuntimeError: "),
         ({"unknown": 1}, "unknown"),
