@@ -198,11 +198,17 @@ class StepRun:
         kept: list[Tensor] = []
         for group in self.groups:
             group.inspect()
-            if self._keeps_away(group):
-                for param in group.params:
-                    self.watch.leave_out(torch_dtensor.local_part(param.sharded))
-                continue
-            kept += [torch_dtensor.local_part(param.sharded) for param in group.params]
+            assert group.home_buffer is not None  # it was looked at
+            flat, is_away = group.home_buffer.flat, self._keeps_away(group)
+            kept += [] if is_away else [flat]
+            for param in group.params:
+                local = torch_dtensor.local_part(param.sharded)
+                if is_away or param.span is not None:  # a storage of its own, and part of the flat
+                    self.watch.leave_out(local)
+                else:
+                    kept.append(local)
+            if is_away:
+                self.watch.leave_out(flat)
         kept += self.model.buffers()
         sharded = {param.sharded for group in self.groups for param in group.params}
         kept += [param for param in self.model.parameters() if param not in sharded]

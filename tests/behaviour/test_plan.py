@@ -185,6 +185,34 @@ def test_an_optimizer_is_counted() -> None:
     assert found.start_nbytes - plain.start_nbytes == found.optimizer_nbytes
 
 
+@ranks(2)
+def test_what_an_optimizers_step_takes() -> None:
+    """Above what stays, the most in AdamW's step on DTensors is that on local shards."""
+    model, batch = seeded(Model), torch.zeros(2, LENGTH, dtype=torch.long)
+    found = fsdp2.plan(
+        model,
+        mesh=2,
+        policy={Block},
+        batch=batch,
+        optimizer=torch.optim.AdamW,
+        rank=dist.get_rank(),
+    ).step
+    assert found is not None
+    fsdp2.wrap.shard_model(model, {Block})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(WARM_UP):
+        model(batch).mean().backward()
+        optimizer.step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with record_function(STARTED):
+            pass
+        optimizer.step()
+        with record_function(FORWARD_DONE), record_function(DONE):
+            pass
+    peak, planned = read(profiler).highest, found.optimizer_peak_nbytes - found.start_nbytes
+    assert abs(planned - peak) <= 0.03 * peak, f"{planned} planned, {peak} measured"
+
+
 def test_many_ranks_without_any(capfd: pytest.CaptureFixture[str]) -> None:
     """A billion parameters over 100,000 ranks: no process group, no memory for them."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
