@@ -45,6 +45,7 @@ class Plan:
     step: StepPlan | None
     setup: Setup = field(repr=False, compare=False)
     template: Template = field(repr=False, compare=False)
+    _known: dict[str, Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -56,7 +57,14 @@ class Plan:
         Raises:
             ConfigError: as ``plan`` does.
         """
-        return _run(self.template, _changed(self.setup, changes))
+        if list(changes) != ["memory"] or not isinstance(changes["memory"], str):
+            return _run(self.template, _changed(self.setup, changes))
+        memory = changes["memory"]
+        if memory == self._memory_name:
+            return self
+        if memory not in self._known:  # advice and pages ask for these again and again
+            self._known[memory] = _run(self.template, replace(self.setup, memory=memory))
+        return self._known[memory]
 
     @property
     def hardware(self) -> Hardware | None:
