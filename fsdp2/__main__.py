@@ -3,6 +3,10 @@
 The program is not changed: see ``fsdp2.replace_torch``. Python processes that it starts (launchers
 of ranks, ``multiprocessing`` that spawns) get the same. Under a launcher:
 ``torchrun --nproc-per-node 8 -m fsdp2 train.py``, ``accelerate launch -m fsdp2 train.py``.
+
+``python -m fsdp2 plan module:factory --mesh 8x64`` tells what sharding a model will give, and
+``python -m fsdp2 report folder`` what ``fsdp2.record`` saw; ``--help`` after either says more. A
+program of such a name is started as ``./plan``.
 """
 
 from __future__ import annotations
@@ -15,17 +19,22 @@ from pathlib import Path
 from typing import NoReturn
 
 import fsdp2
+from fsdp2 import _commands
 from fsdp2._api.replacement import REPLACES
 
 USAGE = "usage: python -m fsdp2 [-m] program [arguments of the program]"
+COMMANDS = ("plan", "report")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the program. Ends with 2 if there is none, else as the program does."""
+    """Run the program, or a command. Ends with 2 if there is none, else as the program does."""
     is_module = list(arguments[:1]) == ["-m"]
     program, *rest = arguments[is_module:] or [""]
     if program in ("-h", "--help"):
         print(f"{__doc__}\n{USAGE}")
+        return
+    if program in COMMANDS and not is_module:
+        _commands.run(program, rest)
         return
     if not program or program.startswith("-"):
         _refuse(f"found {program or 'no program'}")

@@ -6,8 +6,8 @@ and printed even where no script runs. Pictures are drawn by ``js/`` with the li
 
 [Note: names are not to be trusted]
 A module, and so a unit, may have any name, and a page is sent to other people. Text goes through
-``escape``, JSON has no ``<``, scripts set ``textContent`` alone, and the page's own policy runs only
-the scripts whose hash it names and loads nothing.
+``escape``, JSON has no ``<``, scripts set ``textContent`` alone, and the page's own policy loads
+nothing and runs only the scripts whose hash it names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from html import escape
@@ -62,10 +63,28 @@ def embed(page: content.Page) -> str:
 
     The frame has an origin of its own, so what is in it reads nothing of the notebook.
     """
+    style = f"width:100%;height:{EMBEDDED_HEIGHT}px;border:0"
     return (
-        f'<iframe sandbox="allow-scripts" title="{_text(page.title)}" srcdoc="{escape(render(page))}" '
-        f'style="width:100%;height:{EMBEDDED_HEIGHT}px;border:0"></iframe>'
+        f'<iframe sandbox="allow-scripts" title="{_text(page.title)}" style="{style}" '
+        f'srcdoc="{escape(render(page))}"></iframe>'
     )
+
+
+def write_page(path: str | os.PathLike[str], page: content.Page) -> None:
+    """Write the document of a page to a file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; a file that was there is as it was.
+    """
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.write_text(render(page), encoding="utf-8")
+        beside.replace(target)
+    except OSError as error:  # of the file that was asked for, not of the one beside it
+        raise OSError(error.errno, error.strerror, str(target)) from error
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 @cache

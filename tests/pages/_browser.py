@@ -39,7 +39,7 @@ SWITCHES = (
 
 
 def find_chromium() -> str | None:
-    """Return the browser of ``$CHROMIUM``, else the first of the usual names; None if none is here."""
+    """Return the browser of ``$CHROMIUM``, else the first of the usual names that is here."""
     given = os.environ.get("CHROMIUM")
     return given or next((path for name in NAMES if (path := shutil.which(name))), None)
 
@@ -201,10 +201,8 @@ class Browser:
 
     def press(self, key: str) -> None:
         text = {"text": key} if len(key) == 1 else {}
-        for kind in ("keyDown", "keyUp"):
-            self.send(
-                "Input.dispatchKeyEvent", type=kind, key=key, **(text if kind == "keyDown" else {})
-            )
+        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", key=key)
         self.settle()
 
     def picture(self, **clip: float) -> bytes:

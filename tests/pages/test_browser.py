@@ -23,7 +23,8 @@ MIB = 1 << 20
 
 # Of each picture: how many of its pixels are not the one in its corner.
 DRAWN = """[...document.querySelectorAll('.picture canvas')].filter(c => c.offsetParent).map(c => {
-  const data = new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer);
+  const found = c.getContext('2d').getImageData(0, 0, c.width, c.height);
+  const data = new Uint32Array(found.data.buffer);
   return data.filter(one => one !== data[0]).length;
 })"""
 
@@ -76,10 +77,8 @@ def hover(browser: Browser, at: tuple[float, float]) -> list[str]:
     """Return the words that are shown where the pointer is: heading, cells, last word."""
     browser.move(*at)
     browser.settle()
-    words = (
-        "[...document.querySelectorAll('.hover')].flatMap(h => [...h.querySelectorAll('b, td, p')])"
-    )
-    found = browser.run(f"{words}.map(e => e.textContent).filter(t => t)")
+    words = "document.querySelectorAll('.hover b, .hover td, .hover p')"
+    found = browser.run(f"[...{words}].map(e => e.textContent).filter(t => t)")
     return [str(one) for one in found]
 
 
@@ -204,8 +203,9 @@ def test_zoom(browser: Browser, folder: Path) -> None:
     browser.drag([begin, ((begin[0] + end[0]) / 2, begin[1]), end])
     found = zoom(browser, "times")
     assert found == (pytest.approx(0.3, abs=0.001), pytest.approx(0.4, abs=0.001))
+    model = f"{chart('times')}.getModel()"
     axes = browser.run(
-        f"[0, 1, 2, 3].map(i => {chart('times')}.getModel().getComponent('xAxis', i).axis.scale.getExtent())"
+        f"[0, 1, 2, 3].map(i => {model}.getComponent('xAxis', i).axis.scale.getExtent())"
     )
     assert all(axis == axes[0] for axis in axes)
     browser.click(*begin, count=2)
@@ -283,8 +283,9 @@ def test_the_policy_runs_no_other_script_and_loads_nothing(shared: Browser, fold
     shared.open(folder / "small.html")
     shared.problems.clear()
     shared.run(
-        "new Promise(done => { const s = document.createElement('script'); s.textContent = 'seen = 1';"
-        "const i = new Image(); i.onerror = () => done(); document.body.append(s); i.src = 'x.png'; })"
+        "new Promise(done => { const added = document.createElement('script'), image = new Image();"
+        "added.textContent = 'seen = 1'; image.onerror = () => done();"
+        "document.body.append(added); image.src = 'x.png'; })"
     )
     assert shared.run("typeof seen") == "undefined"
     assert len([one for one in shared.problems if "Content Security Policy" in one]) == 2

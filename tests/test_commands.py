@@ -1,0 +1,150 @@
+"""Promise: `python -m fsdp2 plan` and `report` say what is asked, and what is wrong with a call."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp2.__main__ import main
+
+MODEL = """\
+import torch
+import torch.nn as nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(101, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def build():
+    return Net()
+
+def batch():
+    return torch.zeros(4, 16, dtype=torch.long)
+
+not_callable = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "toy_of_commands.py").write_text(MODEL)
+    (tmp_path / "broken_of_commands.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "toy_of_commands", raising=False)
+    return tmp_path
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    main(["plan", *words])
+    return capsys.readouterr().out
+
+
+def test_a_plan_without_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    by_class = plan(capsys, "toy_of_commands:build", "--mesh", "2x4", "--policy", "Block")
+    assert "blocks.0 (6 times)" in by_class
+    assert "over 8 ranks (2 x 4), as on rank 0" in by_class
+    by_name = plan(capsys, "toy_of_commands:Net", "--mesh", "2x4", "--units", "blocks.*")
+    assert by_name == by_class
+    inside = plan(capsys, "toy_of_commands:Net", "--mesh", "8", "--units", "blocks.0.up,embed")
+    assert [line.split()[0] for line in inside.splitlines()[3:6]] == [
+        "<root>",
+        "embed",
+        "blocks.0.up",
+    ]
+
+
+def test_a_plan_of_a_step(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    words = ["toy_of_commands:build", "--mesh", "4", "--policy", "Block", "--optimizer", "AdamW"]
+    words += ["--param-dtype", "bfloat16", "--reduce-dtype", "float32", "--memory", "low"]
+    by_shape = plan(capsys, *words, "--batch", "4x16:int64")
+    assert "all_gather: 13 a step" in by_shape
+    assert plan(capsys, *words, "--batch", "toy_of_commands:batch") == by_shape
+    offloaded = plan(capsys, *words, "--batch", "4x16:int64", "--offload", "--rank", "3")
+    assert "as on rank 3" in offloaded
+
+
+def test_a_page_and_suggestions(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    printed = plan(
+        capsys,
+        *("toy_of_commands:build", "--mesh", "4", "--policy", "Block", "--batch", "4x16:int64"),
+        *("--budget", "10MB", "--html", "plan.html"),
+    )
+    assert "\nfits: model.set_memory('fast'), peak " in printed
+    assert printed.endswith("wrote plan.html\n")
+    assert (here / "plan.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert [name for name in os.listdir(here) if name.startswith(".plan")] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("toy_of_commands --mesh 2", "expected package.module:name, found 'toy_of_commands'"),
+        ("toy_of_commands:nope --mesh 2", "toy_of_commands has no 'nope'; it has torch, nn, Block"),
+        ("nowhere.at:all --mesh 2", "there is no module 'nowhere'"),
+        ("toy_of_commands:not_callable --mesh 2", "is a int, and cannot be called"),
+        ("toy_of_commands:batch --mesh 2", "made a Tensor, and a module is needed"),
+        ("toy_of_commands:build", "required: --mesh"),
+        ("toy_of_commands:build --mesh 2x2x2", "found '2x2x2'"),
+        ("toy_of_commands:build --mesh 0", "found '0'"),
+        ("toy_of_commands:build --mesh 2 --rank 2", "found 2"),
+        ("toy_of_commands:build --mesh 2 --policy Blok", "'Blok'; there is Embedding, ModuleList"),
+        ("toy_of_commands:build --mesh 2 --units blocks.*,hed", "'hed'; there is embed, blocks"),
+        ("toy_of_commands:build --mesh 2 --policy Block --units x", "not allowed with"),
+        ("toy_of_commands:build --mesh 2 --batch 4x:int64", "as 4x128:int64, found '4x:int64'"),
+        ("toy_of_commands:build --mesh 2 --batch 4:intx", "found 'intx'"),
+        ("toy_of_commands:build --mesh 2 --batch 4x16:float32", "a step of the model failed"),
+        ("toy_of_commands:build --mesh 2 --optimizer Nope", "torch.optim has no 'Nope'"),
+        ("toy_of_commands:build --mesh 2 --param-dtype half8", "found 'half8'"),
+        ("toy_of_commands:build --mesh 2 --memory some", "some"),
+        ("toy_of_commands:build --mesh 2 --html no/folder.html", "no/folder.html"),
+        ("toy_of_commands:build --mesh 2 --pol Block", "unrecognized arguments: --pol"),
+    ],
+)
+def test_wrong_words(capsys: pytest.CaptureFixture[str], words: str, found: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words.split()])
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert found in printed.splitlines()[-1]
+    assert "Traceback" not in printed
+
+
+def test_what_a_users_module_raises_is_seen() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        main(["plan", "broken_of_commands:build", "--mesh", "2"])
+
+
+def test_report_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", "no_such_folder"])
+    assert ended.value.code == 2
+    assert "python -m fsdp2 report: error:" in capsys.readouterr().err
+
+
+def test_a_program_of_a_commands_name(
+    capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "report").write_text("print('a program')")
+    monkeypatch.setattr("fsdp2.replace_torch", lambda: None)
+    monkeypatch.setattr("fsdp2.__main__._reach_children", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["x"])
+    main(["./report"])
+    assert capsys.readouterr().out == "a program\n"
