@@ -88,7 +88,7 @@ def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         keywords["mp_policy"] = fsdp2.MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
     if given.offload:
         keywords["offload_policy"] = fsdp2.CPUOffloadPolicy()
-    found: Any = fsdp2.plan(model, **{k: v for k, v in keywords.items() if v is not None})
+    found = fsdp2.plan(model, **{k: v for k, v in keywords.items() if v is not None})
     print(found)
     if given.budget is not None:
         print()
@@ -103,7 +103,7 @@ def _told(suggestion: Any) -> str:
     verdict = "fits" if suggestion.fits else "does not fit"
     words = [f"{verdict}: {suggestion.code}, peak {_size(suggestion.peak_nbytes)}"]
     if suggestion.seconds is not None:
-        words.append(f"{suggestion.seconds * 1e3:,.1f} ms a step")
+        words.append(f"{suggestion.seconds * 1e3:.4g} ms a step")
     if suggestion.batch is not None:
         words.append(f"up to a batch of {suggestion.batch}")
     return ", ".join(words)

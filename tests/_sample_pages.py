@@ -54,6 +54,9 @@ def memory_tab(name: str, blocks: int, block_nbytes: int, kept: int, **more: obj
         label = f"{phase}: block {min(done, blocks - 1)}" if at < 2 * blocks else "end"
         activations = done * block_nbytes // 2
         nbytes = (shards, 2 * shards, grads, gathered, block_nbytes // 2, activations)
+        if at == blocks:  # a peak that lasts no time
+            highest = (*nbytes[:-1], nbytes[-1] + block_nbytes)
+            moments.append(Moment(at * 1e-3, f"before {label}", highest))
         moments.append(Moment(at * 1e-3, label, nbytes))
     measured = tuple(Moment(m.time, m.label, (int(sum(m.nbytes) * 1.02),)) for m in moments)
     values = {"limit_nbytes": None, "measured": measured, "measured_name": "measured", **more}
@@ -72,7 +75,7 @@ def time_line(name: str, blocks: int, late: float = 0.0) -> TimeLine:
         begin = max(0.0, now - takes / 2)
         spans.append(Span(GATHER, block, begin, now + gap, 24 * MB, note="4 ranks"))
         if gap:
-            cause = "a gather" if at < blocks else "a reduction"
+            cause = f"{'all_gather' if at < blocks else 'reduce_scatter'} {block}"
             spans.append(Span(COMPUTE, "", now, now + gap, cause=cause))
         spans.append(Span(COMPUTE, block, now + gap, now + gap + takes))
         now += gap + takes

@@ -120,7 +120,7 @@ def test_an_empty_page(browser: Browser, folder: Path) -> None:
 def test_hover_over_memory_tells_all_kinds(browser: Browser, folder: Path) -> None:
     """Between two moments memory is as it was at the first."""
     browser.open(folder / "small.html")
-    words = hover(browser, place(browser, "memory", 0, 0.0045, 10 * MIB))
+    words = hover(browser, place(browser, "memory", 0, 0.0042, 10 * MIB))
     assert words == [
         "4 ms: forward: block 4",
         *("activations", "6 MiB", "communication", "1.5 MiB", "gathered parameters", "6 MiB"),
@@ -129,12 +129,19 @@ def test_hover_over_memory_tells_all_kinds(browser: Browser, folder: Path) -> No
     ]
 
 
+def test_a_peak_that_lasts_no_time_has_a_width(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "small.html")
+    words = hover(browser, place(browser, "memory", 0, 0.0047, 10 * MIB))
+    assert words[0] == "5 ms: before backward: block 4"
+    assert words[words.index("all") + 1] == "29.25 MiB"
+
+
 def test_hover_over_time_tells_a_span(browser: Browser, folder: Path) -> None:
     browser.open(folder / "small.html")
     assert hover(browser, place(browser, "times", 1, 2e-4, 0)) == [
-        "a gather",
+        "all_gather blocks.0",
         *("lane", "rank 0, measured, compute", "begins", "0 s", "takes", "300 µs"),
-        *("waits for", "a gather"),
+        *("waits for", "all_gather blocks.0"),
     ]
     assert hover(browser, place(browser, "times", 0, 0.1e-3, 1)) == [
         "blocks.0",

@@ -23,15 +23,26 @@ function scaleOf(tabs) {
   return byteSteps(Math.max(most, ...limits) * 1.04);
 }
 
+// A peak that lasted no time that is known would have no width: it is drawn from halfway after what was before it.
+function spread(tab) {
+  tab.moments.forEach((moment, at) => {
+    const [before, after] = [tab.moments[at - 1], tab.moments[at + 1]];
+    const isPeak = before && after && after[0] === moment[0] && totalAt(moment) > Math.max(totalAt(before), totalAt(after));
+    moment.drawn = isPeak ? (before.drawn + moment[0]) / 2 : moment[0];
+  });
+}
+
 // The last moment that is not after a time: between moments, memory is as it was.
-function lastUpTo(moments, time) {
+function lastUpTo(moments, time, timeOf = (moment) => moment[0]) {
   let low = 0, high = moments.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (moments[middle][0] <= time) low = middle + 1; else high = middle;
+    if (timeOf(moments[middle]) <= time) low = middle + 1; else high = middle;
   }
   return low ? moments[low - 1] : null;
 }
+
+const momentAt = (tab, time) => lastUpTo(tab.moments, time, (moment) => moment.drawn);
 
 const when = (tab, time) => (tab.isTimed ? secondsText(time) : `event ${whole.format(time)}`);
 
@@ -48,7 +59,7 @@ function memorySeries(tab, scale) {
   const areas = tab.kinds.map((kind, at) => ({
     type: "line", name: kind, stack: "all", step: "end", symbol: "none", color: kindColour(kind, at),
     lineStyle: {width: 0}, areaStyle: {opacity: 0.85}, emphasis: {disabled: true},
-    data: tab.moments.map(([time, , nbytes]) => [time, nbytes[at]]),
+    data: tab.moments.map((moment) => [moment.drawn, moment[2][at]]),
   }));
   if (tab.measured.length) {
     areas.push({
@@ -61,7 +72,7 @@ function memorySeries(tab, scale) {
   const point = peak && {
     symbol: "circle", symbolSize: 7, itemStyle: {color: colour("ink")},
     label: {show: true, position: "top", align: sideOf(tab, peak), formatter: `peak ${bytesText(totalAt(peak))}`, ...plate("ink")},
-    data: [{coord: [peak[0], totalAt(peak)]}],
+    data: [{coord: [peak.drawn, totalAt(peak)]}],
   };
   areas.push({type: "line", name: "marks", data: [], symbol: "none", markLine: marks, markPoint: point || {}, silent: true, z: 5});
   return areas;
@@ -154,7 +165,7 @@ function memoryPanel(tab, scale, number, isOnly) {
     const isInside = (x, y) => chart.containPixel({gridIndex: 0}, [x, y]);
     answerZoom(chart, host, isInside);
     answerHover(chart, host, (x, y) => {
-      const moment = isInside(x, y) ? lastUpTo(tab.moments, chart.convertFromPixel({xAxisIndex: 0}, x)) : null;
+      const moment = isInside(x, y) ? momentAt(tab, chart.convertFromPixel({xAxisIndex: 0}, x)) : null;
       return moment && memoryHover(tab, moment);
     });
   });
@@ -164,6 +175,7 @@ function memoryPanel(tab, scale, number, isOnly) {
 
 function showMemory(section, tabs) {
   const scale = scaleOf(tabs);
+  tabs.forEach(spread);
   section.querySelector(".hint").textContent = ZOOM_HINT;
   const made = tabs.map((tab, at) => memoryPanel(tab, scale, at, tabs.length === 1));
   const place = section.querySelector(".place");

@@ -10,12 +10,16 @@ function laneColour(name, index) {
   return Object.hasOwn(LANE_COLOURS, name) ? colour(LANE_COLOURS[name]) : seriesColour(3 + (index % 4));
 }
 
-// Causes, those with the most time first: they get the colours that differ most.
+// What a wait was for, without the unit: a model of a hundred units has a hundred causes of three kinds.
+const kindOfCause = (span) => span[CAUSE].split(" ", 1)[0];
+
+// Kinds of causes, those with the most time first: they get the colours that differ most.
 function causesIn(lines) {
   const totals = new Map();
   for (const {spans} of lines) {
     for (const span of spans) {
-      if (span[CAUSE]) totals.set(span[CAUSE], (totals.get(span[CAUSE]) || 0) + span[END] - span[BEGIN]);
+      if (!span[CAUSE]) continue;
+      totals.set(kindOfCause(span), (totals.get(kindOfCause(span)) || 0) + span[END] - span[BEGIN]);
     }
   }
   return [...totals.entries()].sort(([, a], [, b]) => b - a).map(([name, total], index) => ({name, total, index}));
@@ -110,7 +114,7 @@ function looksOf(line, causes) {
     const fill = laneColour(name, index);
     return {fill, plain: fill, stroke: colour("paper"), ink: inkOn(fill)};
   });
-  return (span) => (span[CAUSE] ? byCause.get(span[CAUSE]) : byLane[span[LANE]]);
+  return (span) => (span[CAUSE] ? byCause.get(kindOfCause(span)) : byLane[span[LANE]]);
 }
 
 // A line's name, and on the right how long its lanes wait for what.

@@ -59,7 +59,7 @@ function tile(word, unit, measure, kinds) {
     name: word,
     value: areaOf(unit, measure),
     unit,
-    itemStyle: {color: share > 0 ? {type: "linear", x: 0, y: 0, x2: 1, y2: 0, colorStops: stops} : base},
+    itemStyle: {color: share > 0 ? {type: "linear", x: 0, y: 0, x2: 0, y2: 1, colorStops: stops} : base},
     label: {color: inkOn(base)},
   };
 }
