@@ -19,6 +19,7 @@ import torch
 import torch.nn as nn
 
 import fsdp2
+from fsdp2._base.sizes import nbytes_text
 
 MARK = "_fsdp2_is_unit"
 """In the ``__dict__`` of modules that become units: a plan is made of a copy, which keeps it."""
@@ -101,17 +102,12 @@ def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
 
 def _told(suggestion: Any) -> str:
     verdict = "fits" if suggestion.fits else "does not fit"
-    words = [f"{verdict}: {suggestion.code}, peak {_size(suggestion.peak_nbytes)}"]
+    words = [f"{verdict}: {suggestion.code}, peak {nbytes_text(suggestion.peak_nbytes)}"]
     if suggestion.seconds is not None:
         words.append(f"{suggestion.seconds * 1e3:.4g} ms a step")
     if suggestion.batch is not None:
         words.append(f"up to a batch of {suggestion.batch}")
     return ", ".join(words)
-
-
-def _size(nbytes: int) -> str:
-    power = min(4, max(0, nbytes.bit_length() - 1) // 10)
-    return f"{nbytes / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def _build(parser: argparse.ArgumentParser, name: str) -> nn.Module:

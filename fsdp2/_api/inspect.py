@@ -1,4 +1,4 @@
-"""``units``: what each call of ``fully_shard`` made, as plain values to read.
+"""``units``: what each call of ``fully_shard`` made, as plain values to read; and as a few words.
 
 Owns the description. It changes nothing and communicates nothing.
 """
@@ -11,7 +11,9 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fsdp2._base import torch_dtensor
 from fsdp2._base.arguments import check_module
+from fsdp2._base.sizes import nbytes_text
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.unit import Unit
 from fsdp2._param_group.group import ParamGroup
@@ -105,6 +107,24 @@ def units(model: nn.Module) -> list[UnitInfo]:
         )
         for unit in found
     ]
+
+
+def words_on(unit: Unit) -> str:
+    """Return what ``print`` says of a unit. Reads shapes only: nothing is planned or waited for."""
+    params = [param for group in unit.own_groups for param in group.params]
+    if not params:
+        return "unit without parameters"
+    here = sum(torch_dtensor.local_part(param.sharded).nbytes for param in params)
+    whole = sum(param.sharded.numel() * param.sharded.element_size() for param in params)
+    meshes = {(group.data.shard.size, group.data.replicate.size) for group in unit.own_groups}
+    places = [
+        f"{size}" + (f" x {copies} replicas" if copies > 1 else "") for size, copies in meshes
+    ]
+    count = f"{len(params)} parameter" + ("s" if len(params) > 1 else "")
+    return (
+        f"unit of {count}, {nbytes_text(here)} here of {nbytes_text(whole)}, "
+        f"sharded over {' and '.join(sorted(places))}"
+    )
 
 
 def _group_info(group: ParamGroup, names: dict[nn.Module, list[str]]) -> GroupInfo:

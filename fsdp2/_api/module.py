@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch.nn as nn
 
 from fsdp2._api.finalization import GradientReductionHandle, finalize, set_manual
+from fsdp2._api.inspect import words_on
 from fsdp2._api.settings import ControlSurface, own_unit, units_in
 from fsdp2._base import torch_compiler, torch_modules
 from fsdp2._base.arguments import check_flag, check_mapping
@@ -105,6 +106,15 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         except BaseException:
             forward_raised(unit, depth)
             raise
+
+    def __repr__(self) -> str:
+        """As the module's own, with a comment on its first line that says what is sharded."""
+        text = super().__repr__()
+        unit = self.__dict__.get(UNIT_ATTRIBUTE)
+        if unit is None:  # an empty instance, see __new__
+            return text
+        first, newline, rest = text.partition("\n")
+        return f"{first}  # {words_on(unit)}{newline}{rest}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own_unit(self).reshard_if_idle()
