@@ -153,6 +153,18 @@ LARGE = Page(
     time_lines=tuple(time_line(f"rank {rank}", 400, rank * 0.1e-3) for rank in range(4)),
 )
 
+RECORDED = Page(
+    title="A run of four ranks",
+    subtitle="steps 3 to 8; rank 3 is slow",
+    facts=(
+        Fact("step", "19.6 ms", "median of 6"),
+        Fact("straggler", "rank 3", "last to 21 of 32 collectives"),
+        Fact("peak", "29.8 MiB", "rank 3"),
+    ),
+    memory=tuple(memory_tab(f"rank {rank}", 5, 3 * MB, 2 + rank // 3) for rank in range(4)),
+    time_lines=tuple(time_line(f"rank {rank}", 5, rank * 0.1e-3) for rank in range(4)),
+)
+
 DEEP = Page(
     title="Units in units",
     subtitle="more than can be read at once: blocks are shown closed",

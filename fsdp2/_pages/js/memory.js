@@ -24,32 +24,30 @@ function scaleOf(tabs) {
 }
 
 // A peak that lasted no time that is known would have no width: it is drawn from halfway after what was before it.
-function spread(tab) {
-  tab.moments.forEach((moment, at) => {
-    const [before, after] = [tab.moments[at - 1], tab.moments[at + 1]];
-    const isPeak = before && after && after[0] === moment[0] && totalAt(moment) > Math.max(totalAt(before), totalAt(after));
+function spread(moments, sizeOf) {
+  moments.forEach((moment, at) => {
+    const [before, after] = [moments[at - 1], moments[at + 1]];
+    const isPeak = before && after && after[0] === moment[0] && sizeOf(moment) > Math.max(sizeOf(before), sizeOf(after));
     moment.drawn = isPeak ? (before.drawn + moment[0]) / 2 : moment[0];
   });
 }
 
 // The last moment that is not after a time: between moments, memory is as it was.
-function lastUpTo(moments, time, timeOf = (moment) => moment[0]) {
+function lastUpTo(moments, time) {
   let low = 0, high = moments.length;
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (timeOf(moments[middle]) <= time) low = middle + 1; else high = middle;
+    if (moments[middle].drawn <= time) low = middle + 1; else high = middle;
   }
   return low ? moments[low - 1] : null;
 }
-
-const momentAt = (tab, time) => lastUpTo(tab.moments, time, (moment) => moment.drawn);
 
 const when = (tab, time) => (tab.isTimed ? secondsText(time) : `event ${whole.format(time)}`);
 
 function memoryHover(tab, moment) {
   const rows = tab.kinds.map((kind, at) => [swatch(kindColour(kind, at)), kind, bytesText(moment[2][at])]).reverse();
   rows.push([null, "all", bytesText(totalAt(moment))]);
-  const other = lastUpTo(tab.measured, moment[0]);
+  const other = lastUpTo(tab.measured, moment.drawn);
   if (other) rows.push([swatch(colour("measured")), tab.measuredName, bytesText(other[2])]);
   if (tab.limit != null) rows.push([swatch(colour("limit")), "limit", bytesText(tab.limit)]);
   return hoverBox(`${when(tab, moment[0])}: ${moment[1]}`, rows);
@@ -64,7 +62,7 @@ function memorySeries(tab, scale) {
   if (tab.measured.length) {
     areas.push({
       type: "line", name: tab.measuredName, step: "end", symbol: "none", color: colour("measured"),
-      lineStyle: {width: 2}, emphasis: {disabled: true}, z: 4, data: tab.measured.map(([time, , nbytes]) => [time, nbytes]),
+      lineStyle: {width: 2}, emphasis: {disabled: true}, z: 4, data: tab.measured.map((moment) => [moment.drawn, moment[2]]),
     });
   }
   const marks = tab.limit != null && tab.limit <= scale.max ? limitLine(tab) : {};
@@ -165,7 +163,7 @@ function memoryPanel(tab, scale, number, isOnly) {
     const isInside = (x, y) => chart.containPixel({gridIndex: 0}, [x, y]);
     answerZoom(chart, host, isInside);
     answerHover(chart, host, (x, y) => {
-      const moment = isInside(x, y) ? momentAt(tab, chart.convertFromPixel({xAxisIndex: 0}, x)) : null;
+      const moment = isInside(x, y) ? lastUpTo(tab.moments, chart.convertFromPixel({xAxisIndex: 0}, x)) : null;
       return moment && memoryHover(tab, moment);
     });
   });
@@ -175,7 +173,10 @@ function memoryPanel(tab, scale, number, isOnly) {
 
 function showMemory(section, tabs) {
   const scale = scaleOf(tabs);
-  tabs.forEach(spread);
+  for (const tab of tabs) {
+    spread(tab.moments, totalAt);
+    spread(tab.measured, (moment) => moment[2]);
+  }
   section.querySelector(".hint").textContent = ZOOM_HINT;
   const made = tabs.map((tab, at) => memoryPanel(tab, scale, at, tabs.length === 1));
   const place = section.querySelector(".place");
