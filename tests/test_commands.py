@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
+from fsdp2 import _commands
 from fsdp2.__main__ import main
 
 MODEL = """\
@@ -91,6 +93,15 @@ def test_a_page_and_suggestions(capsys: pytest.CaptureFixture[str], here: Path) 
     assert printed.endswith("wrote plan.html\n")
     assert (here / "plan.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert [name for name in os.listdir(here) if name.startswith(".plan")] == []
+
+
+def test_the_commands_of_the_docs_are_understood() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "pages.md").read_text()
+    commands = [line for line in text.splitlines() if line.startswith("python -m fsdp2 plan ")]
+    assert len(commands) == 3
+    for command in commands:
+        given = _commands._plan_parser().parse_args(shlex.split(command)[4:])
+        assert given.factory.startswith("my_model:")
 
 
 @pytest.mark.parametrize(
