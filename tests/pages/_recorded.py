@@ -1,4 +1,4 @@
-"""One rank of a short run that is recorded, for ``scripts/pictures``: torchrun starts four of it."""
+"""One rank of a short recorded run, for ``scripts/pictures``: torchrun starts four of it."""
 
 from __future__ import annotations
 
