@@ -2,7 +2,7 @@
 
 const [LANE, NAME, BEGIN, END, NBYTES, CAUSE, NOTE] = [0, 1, 2, 3, 4, 5, 6];
 const LANE_HEIGHT = 26, TITLE_HEIGHT = 22, BETWEEN = 10; // pixels, as the next ones
-const NARROW = 6, WORDS = 34, LETTER = 6.2, NEAR = 3;
+const NARROW = 6, WORDS = 14, LETTER = 6.2, NEAR = 3;
 const LANE_COLOURS = {compute: "lane-compute", gathers: "lane-gathers", reductions: "lane-reductions"};
 const CAUSES = 6; // colours of --cause-0 and on, in page.css
 
@@ -94,15 +94,19 @@ function spansDrawer(line, looks) {
   };
 }
 
-// Of `all_gather blocks.3`, where not all of it fits, the unit: the lane says what is done to it.
-const wordsFor = (name, width) => (name.length * LETTER <= width ? name : name.slice(name.lastIndexOf(" ") + 1));
+// Of `all_gather blocks.3` as much as fits: all of it, the unit (the lane says what is done to it), or its last word.
+function wordsFor(name, width) {
+  const unit = name.slice(name.lastIndexOf(" ") + 1);
+  const shorter = [name, unit, unit.slice(unit.lastIndexOf(".") + 1)];
+  return shorter.find((words) => words.length * LETTER <= width) || "";
+}
 
 function wideSpan(shape, look, span) {
   const rect = {type: "rect", shape, silent: true, style: {fill: look.fill, stroke: look.stroke, lineWidth: 1}};
-  if (shape.width > (span[CAUSE] ? 3 * WORDS : WORDS)) { // stripes speak for themselves
+  if (shape.width > (span[CAUSE] ? 7 * WORDS : WORDS)) { // stripes speak for themselves
     rect.textConfig = {position: "inside"};
     rect.textContent = {style: {
-      text: wordsFor(span[NAME] || span[CAUSE], shape.width - 8), fill: look.ink, width: shape.width - 8, overflow: "truncate", ellipsis: "…", fontSize: 11, fontFamily: FONT,
+      text: wordsFor(span[NAME] || span[CAUSE], shape.width - 6), fill: look.ink, width: shape.width - 4, overflow: "truncate", ellipsis: "…", fontSize: 11, fontFamily: FONT,
       ...(span[CAUSE] ? {backgroundColor: colour("panel"), padding: [1, 3]} : {}),
     }};
   }
