@@ -12,7 +12,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2._base.sizes import nbytes_text
+from fsdp2._pages.content import Page
 
 MARK = "_fsdp2_is_unit"
 """In the ``__dict__`` of modules that become units: a plan is made of a copy, which keeps it."""
@@ -256,12 +257,34 @@ def _report_parser() -> argparse.ArgumentParser:
 
 def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     found = _read_recordings(parser, given.folders)
-    print(found)
-    for name in ("html", "trace", "rows"):
+    wrote = []
+    for name in ("trace", "rows", "html"):  # a page needs a complete step, the others nothing
         path = getattr(given, name)
         if path is not None:
             getattr(found, name)(path)
-            print(f"wrote {path}")
+            wrote.append(f"wrote {path}")
+    print("\n".join([*_lines(found.page()), *wrote]))
+
+
+def _lines(page: Page) -> Iterator[str]:
+    """Yield what a page says without its pictures."""
+    yield page.title
+    yield page.subtitle
+    yield ""
+    for fact in page.facts:
+        yield f"{fact.name}: {fact.value}" + (f" ({fact.note})" if fact.note else "")
+    for table in page.tables:
+        widths = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
+        yield ""
+        yield table.heading
+        for first, *others in (table.columns, *table.rows):
+            cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+            yield "  ".join([f"{first:<{widths[0]}}", *cells])
+    for advice in page.advice:
+        yield ""
+        yield f"{advice.severity}: {advice.about} {advice.found}"
+        yield from (f"  {line}" for line in (advice.change, advice.gain) if line)
+    yield ""
 
 
 def _read_recordings(parser: argparse.ArgumentParser, folders: Sequence[str]) -> Any:

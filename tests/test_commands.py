@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import fsdp2
 from fsdp2 import _commands
 from fsdp2.__main__ import main
+from tests import _sample_pages as samples
+
+ROOT = Path(__file__).parent.parent
 
 MODEL = """\
 import torch
@@ -141,6 +146,43 @@ def test_wrong_words(capsys: pytest.CaptureFixture[str], words: str, found: str)
 def test_what_a_users_module_raises_is_seen() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         main(["plan", "broken_of_commands:build", "--mesh", "2"])
+
+
+RECORDED = """\
+import torch, torch.distributed as dist, fsdp2
+dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+for layer in (*model, model):
+    fsdp2.fully_shard(layer)
+with fsdp2.record(model, "run"):
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif("record" not in vars(fsdp2), reason="this version has no recordings")
+def test_a_report(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    where = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", RECORDED], cwd=here, env=where, check=True)
+    main(["report", "run", "--html", "a.html", "--trace", "a.json", "--rows", "a.jsonl"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "Recording of FSDPSequential"
+    assert "steps: 3" in printed
+    assert printed[-3:] == ["wrote a.json", "wrote a.jsonl", "wrote a.html"]
+    assert all((here / f"a.{kind}").stat().st_size > 0 for kind in ("html", "json", "jsonl"))
+
+
+def test_a_report_has_what_a_page_says() -> None:
+    lines = list(_commands._lines(samples.SMALL))
+    assert lines[:3] == [samples.SMALL.title, samples.SMALL.subtitle, ""]
+    assert "step: 11.9 ms (predicted, 82 % compute)" in lines
+    assert lines[lines.index("Collectives of a step") + 1 :][:3] == [
+        "kind            number     bytes    time",
+        "all_gather          23  25.1 MiB  1.9 ms",
+        "reduce_scatter       9  13.2 MiB    1 ms",
+    ]
+    assert "note: blocks.3 is gathered again in backward, as the others are." in lines
 
 
 def test_report_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,8 +40,8 @@ SWITCHES = (
 
 def find_chromium() -> str | None:
     """Return the browser of ``$CHROMIUM``, else the first of the usual names that is here."""
-    given = os.environ.get("CHROMIUM")
-    return given or next((path for name in NAMES if (path := shutil.which(name))), None)
+    names = (os.environ.get("CHROMIUM", ""), *NAMES)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 class BrowserError(RuntimeError):
