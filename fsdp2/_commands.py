@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -31,6 +32,7 @@ examples:
   python -m fsdp2 plan my_model:build --mesh 8x64 --policy Block --batch 4x4096:int64 \\
       --param-dtype bfloat16 --optimizer AdamW --html plan.html
 """
+WANTED = "name a function without arguments that returns one, or a class that needs none"
 TENSOR = re.compile(r"(\d+(?:x\d+)*):(\w+)")
 
 
@@ -40,6 +42,10 @@ def run(command: str, arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     try:
         act(parser, given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has seen enough, as `head` does; Python flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (fsdp2.FSDPError, OSError) as error:
         parser.error(str(error).removeprefix(f"{command}: "))
 
@@ -113,14 +119,24 @@ def _told(suggestion: Any) -> str:
 
 def _build(parser: argparse.ArgumentParser, name: str) -> nn.Module:
     factory = _named(parser, "factory", name)
+    missing = _without_default(factory)
+    if missing:
+        parser.error(f"factory: {name} needs {', '.join(missing)}: {WANTED}")
     with torch.device("meta"):
         model = factory()
     if not isinstance(model, nn.Module):
-        parser.error(
-            f"factory: {name} made {_kind(model)}, and a module is needed: name a function "
-            "without arguments that returns one, or a class"
-        )
+        parser.error(f"factory: {name} made {_kind(model)}, and a module is needed: {WANTED}")
     return model
+
+
+def _without_default(factory: Callable[..., Any]) -> list[str]:
+    """Return the arguments that a call must have."""
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    try:
+        given = inspect.signature(factory).parameters.values()
+    except ValueError:  # of C, which need not say
+        return []
+    return [one.name for one in given if one.default is one.empty and one.kind not in rest]
 
 
 def _named(parser: argparse.ArgumentParser, option: str, name: str) -> Callable[..., Any]:

@@ -39,6 +39,10 @@ class Net(nn.Module):
             x = block(x)
         return x
 
+class Sized(nn.Module):
+    def __init__(self, width, *, depth=2, **more):
+        super().__init__()
+
 def build():
     return Net()
 
@@ -117,6 +121,7 @@ def test_the_commands_of_the_docs_are_understood() -> None:
         ("nowhere.at:all --mesh 2", "there is no module 'nowhere'"),
         ("toy_of_commands:not_callable --mesh 2", "is a int, and cannot be called"),
         ("toy_of_commands:batch --mesh 2", "made a Tensor, and a module is needed"),
+        ("toy_of_commands:Sized --mesh 2", "needs width: name a function without arguments"),
         ("toy_of_commands:build", "required: --mesh"),
         ("toy_of_commands:build --mesh 2x2x2", "found '2x2x2'"),
         ("toy_of_commands:build --mesh 0", "found '0'"),
