@@ -17,10 +17,11 @@ from torch.distributed.tensor import Shard
 
 from fsdp2._base.errors import FSDPError
 from fsdp2._base.policy import MixedPrecisionPolicy
+from fsdp2._base.sizes import nbytes_text
 from fsdp2._pages.content import Advice
 from fsdp2._plan.budget import suggest
 from fsdp2._plan.hardware import Hardware, bandwidth_of, flops_of, seconds_of
-from fsdp2._plan.table import nbytes_text, seconds_text
+from fsdp2._plan.table import seconds_text
 from fsdp2._plan.values import GroupPlan, ParamPlan, StepPlan
 
 TINY_NBYTES = 1 << 20

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from fsdp2._base.sizes import nbytes_text
 from fsdp2._pages.content import (
     COMPUTE,
     GATHER,
@@ -21,7 +22,7 @@ from fsdp2._pages.content import (
     UnitArea,
 )
 from fsdp2._plan.hardware import Hardware
-from fsdp2._plan.table import count, headline, nbytes_text, rows, seconds_text
+from fsdp2._plan.table import count, headline, rows, seconds_text
 from fsdp2._plan.values import GroupPlan, StepPlan
 
 LANES = (COMPUTE, GATHER, REDUCE)
@@ -48,7 +49,7 @@ def page_of(
         subtitle=f"as on rank {rank}{machine}",
         facts=tuple(_facts(groups, step)),
         advice=tuple(advice),
-        units=tuple(map(_area, groups)),
+        units=tuple(_area(group, mesh[-1]) for group in groups),
         memory=tuple(memory_tab(name, one, limit) for name, one in steps.items()),
         time_lines=tuple(
             TimeLine(name, LANES, one.spans) for name, one in steps.items() if one.spans
@@ -92,7 +93,7 @@ def _facts(groups: Sequence[GroupPlan], step: StepPlan | None) -> Iterator[Fact]
         yield Fact("a step", seconds_text(step.seconds), f"compute waits {waiting:.1%} of it")
 
 
-def _area(group: GroupPlan) -> UnitArea:
+def _area(group: GroupPlan, shard_ranks: int) -> UnitArea:
     return UnitArea(
         name=group.name,
         parameters=group.parameters,
@@ -103,6 +104,7 @@ def _area(group: GroupPlan) -> UnitArea:
         padding_nbytes=group.padding_nbytes,
         gather_nbytes=group.gather_nbytes,
         reduce_nbytes=group.reduce_nbytes,
+        shard_ranks=shard_ranks,
     )
 
 

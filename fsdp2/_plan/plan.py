@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from fsdp2._base.arguments import check_module, check_path
 from fsdp2._base.errors import ConfigError
 from fsdp2._pages.content import Advice, Page
-from fsdp2._pages.page import embed, render
+from fsdp2._pages.page import embed, write_page
 from fsdp2._plan import hardware as machines
 from fsdp2._plan import table
 from fsdp2._plan.advice import advise
@@ -139,11 +138,7 @@ class Plan:
             ConfigError: a budget that cannot be read.
             OSError: the file cannot be written; one that was there is as it was.
         """
-        where = Path(check_path("Plan.html", "path", path))
-        text = render(self.page(budget))
-        beside = where.with_name(f"{where.name}.{os.getpid()}.part")
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(where)
+        write_page(check_path("Plan.html", "path", path), self.page(budget))
 
     def _repr_html_(self) -> str:
         return embed(self.page())

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from fsdp2._base.sizes import nbytes_text
 from fsdp2._plan.values import GroupPlan, StepPlan
 
 
@@ -94,11 +95,3 @@ def count(number: int) -> str:
         if number >= unit:
             return f"{number / unit:.4g} {name}"
     return str(number)
-
-
-def nbytes_text(nbytes: int) -> str:
-    """Return a size with the unit that fits it."""
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g} {name}"
-    return f"{nbytes} B"
