@@ -26,6 +26,8 @@ from fsdp2._base.policy import (
 )
 from fsdp2._comm.collectives import AllGather, Comm, ReduceScatter
 from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
+from fsdp2._pages.content import Advice
+from fsdp2._plan.budget import Suggestion
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.plan import Plan, plan
 from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, ParamPlan, StepPlan
@@ -36,6 +38,7 @@ from fsdp2._transfer.sync import sync_from_rank0
 from fsdp2.optim._clip import clip_grad_norm_
 
 __all__ = [
+    "Advice",
     "AllGather",
     "CPUOffloadPolicy",
     "Collective",
@@ -60,6 +63,7 @@ __all__ = [
     "ShardPlacementResult",
     "StateError",
     "StepPlan",
+    "Suggestion",
     "UnitInfo",
     "UnshardHandle",
     "UnsupportedError",

@@ -111,6 +111,7 @@ TELLING = tuple(name for name in WRONG if name not in SELDOM)
 # --- what is called -------------------------------------------------------------------------------
 
 MADE_BY_CALLS = {  # results: nobody else makes them
+    "Advice",
     "Collective",
     "CompiledModel",
     "GroupInfo",
@@ -122,6 +123,7 @@ MADE_BY_CALLS = {  # results: nobody else makes them
     "Plan",
     "ShardInfo",
     "StepPlan",
+    "Suggestion",
     "UnitInfo",
     "GradientReductionHandle",
     "UnshardHandle",

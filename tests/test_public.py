@@ -45,6 +45,7 @@ def test_all() -> None:
     assert_expected_inline(
         "\n".join(fsdp2.__all__),
         """\
+Advice
 AllGather
 CPUOffloadPolicy
 Collective
@@ -62,12 +63,14 @@ Hardware
 MemoryPoint
 MixedPrecisionPolicy
 OffloadPolicy
+ParamPlan
 Plan
 ReduceScatter
 ShardInfo
 ShardPlacementResult
 StateError
 StepPlan
+Suggestion
 UnitInfo
 UnshardHandle
 UnsupportedError
