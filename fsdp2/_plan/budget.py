@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp2._base.arguments import check_count, wrong_type, wrong_value
+from fsdp2._base.arguments import wrong_type, wrong_value
 from fsdp2._base.containers import map_tensors, visit_tensors
 from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._plan.values import StepPlan
@@ -23,6 +23,8 @@ UNITS = {
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), 1)},
 }
 SIZE = "a number of bytes, as 70 * 10**9, '70GB' or '64GiB'"
+LARGEST = 1 << 60
+"""Bytes: what no device has."""
 MEMORY = ("fast", "balanced", "low")
 MOST = 1 << 16
 """No larger batch is looked for."""
@@ -37,12 +39,17 @@ def size_of(who: str, name: str, value: object) -> int:
     if not isinstance(value, str):
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong_type(who, name, SIZE, value)
-        return check_count(who, name, value)
+        if not 0 < value <= LARGEST:
+            raise wrong_value(who, name, SIZE, value)
+        return value
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", value, re.IGNORECASE)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
-    if found is None or found[2].lower() not in units or not float(found[1]):
+    if found is None or found[2].lower() not in units:
         raise wrong_value(who, name, SIZE, value)
-    return int(float(found[1]) * units[found[2].lower()])
+    nbytes = float(found[1]) * units[found[2].lower()]
+    if not 1 <= nbytes <= LARGEST:
+        raise wrong_value(who, name, SIZE, value)
+    return int(nbytes)
 
 
 @dataclass(frozen=True)

@@ -228,9 +228,27 @@ def test_sizes(text: str | int, nbytes: int) -> None:
     assert size_of("x", "budget", text) == nbytes
 
 
-@pytest.mark.parametrize("wrong", ["", "GB", "-1", "7 apples", "0", 0, -3, 1.5, True, None, [7]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        "GB",
+        "-1",
+        "7 apples",
+        "0",
+        0,
+        -3,
+        1.5,
+        True,
+        None,
+        [7],
+        1 << 61,
+        "9" * 5000,
+        "2000000TB",
+    ],
+)
 def test_what_is_no_size(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"x: expected budget to be .*'70GB'|an int of at least"):
+    with pytest.raises(ConfigError, match=r"x: expected budget to be .*'70GB'"):
         size_of("x", "budget", wrong)
 
 
