@@ -31,6 +31,10 @@ from fsdp2._plan.budget import Suggestion
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.plan import Plan, plan
 from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, ParamPlan, StepPlan
+from fsdp2._record.align import Arrivals, ClockOffset
+from fsdp2._record.recording import Recording, record
+from fsdp2._record.recordings import Recordings, read_recordings
+from fsdp2._record.steps import RecordedStep
 from fsdp2._transfer.full_params import full_params
 from fsdp2._transfer.materialize import materialize
 from fsdp2._transfer.summon import summon_full_params
@@ -40,7 +44,9 @@ from fsdp2.optim._clip import clip_grad_norm_
 __all__ = [
     "Advice",
     "AllGather",
+    "Arrivals",
     "CPUOffloadPolicy",
+    "ClockOffset",
     "Collective",
     "Comm",
     "CompiledModel",
@@ -58,6 +64,9 @@ __all__ = [
     "OffloadPolicy",
     "ParamPlan",
     "Plan",
+    "RecordedStep",
+    "Recording",
+    "Recordings",
     "ReduceScatter",
     "ShardInfo",
     "ShardPlacementResult",
@@ -74,6 +83,8 @@ __all__ = [
     "materialize",
     "no_sync",
     "plan",
+    "read_recordings",
+    "record",
     "register_comm_hook",
     "register_fsdp_forward_method",
     "replace_torch",

@@ -113,6 +113,8 @@ TELLING = tuple(name for name in WRONG if name not in SELDOM)
 MADE_BY_CALLS = {  # results: nobody else makes them
     "Advice",
     "Collective",
+    "Arrivals",
+    "ClockOffset",
     "CompiledModel",
     "GroupInfo",
     "GroupPlan",
@@ -121,6 +123,9 @@ MADE_BY_CALLS = {  # results: nobody else makes them
     "OrderCheck",
     "ParamPlan",
     "Plan",
+    "RecordedStep",
+    "Recording",
+    "Recordings",
     "ShardInfo",
     "StepPlan",
     "Suggestion",
@@ -305,6 +310,10 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "plan.model": lambda w: w.plain,
     "policy": lambda w: {nn.Linear},
     "ranks": lambda w: 2,
+    "trace.path": lambda w: "trace.json",
+    "rows.path": lambda w: "rows.jsonl",
+    "html.path": lambda w: "page.html",
+    "record.path": lambda w: tempfile.mkdtemp(dir="."),
     "reduced": lambda w: torch.ones(2),
     "reduction": lambda w: "sum",
     "shard": lambda w: "shard",
@@ -323,6 +332,8 @@ RECEIVERS: dict[type, Callable[[World], object]] = {
     fsdp2.Compress: lambda w: fsdp2.Compress(torch.bfloat16),
     fsdp2.Hardware: lambda w: fsdp2.plan.hardware["h100-nvlink-ib"],
     fsdp2.Plan: lambda w: fsdp2.plan(w.plain, mesh=2, batch=torch.zeros(2, WIDTH)),
+    fsdp2.Recording: lambda w: w.record(),
+    fsdp2.Recordings: lambda w: w.record().read(),
     fsdp2.UnshardHandle: lambda w: w.model.unshard(async_op=True),
     fsdp2.debug.OrderCheck: lambda w: fsdp2.debug.check_order(w.model),
     fsdp2.optim.EMA: lambda w: w.ema,
@@ -362,6 +373,13 @@ class World:
         fsdp2.checkpoint.save("saved", self.model, self.optimizer)
         fsdp2.checkpoint.save_safetensors("tensors", self.model)
         dist.barrier()
+
+    def record(self) -> fsdp2.Recording:
+        """Return a recording of a forward."""
+        with fsdp2.record(self.model, tempfile.mkdtemp(dir=".")) as recording:
+            self.model(torch.ones(2, WIDTH)).sum().backward()
+        self.build()
+        return recording
 
     def close(self) -> None:
         os.chdir(self._before)

@@ -47,7 +47,9 @@ def test_all() -> None:
         """\
 Advice
 AllGather
+Arrivals
 CPUOffloadPolicy
+ClockOffset
 Collective
 Comm
 CompiledModel
@@ -65,6 +67,9 @@ MixedPrecisionPolicy
 OffloadPolicy
 ParamPlan
 Plan
+RecordedStep
+Recording
+Recordings
 ReduceScatter
 ShardInfo
 ShardPlacementResult
@@ -81,6 +86,8 @@ fully_shard
 materialize
 no_sync
 plan
+read_recordings
+record
 register_comm_hook
 register_fsdp_forward_method
 replace_torch

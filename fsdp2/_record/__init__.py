@@ -1,0 +1,1 @@
+"""What a run did: see ``record`` (one rank, as it runs) and ``read_recordings`` (all, later)."""
