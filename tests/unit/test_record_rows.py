@@ -1,0 +1,155 @@
+"""Lanes of rows, taps on objects, and the file of a rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2._base.errors import ConfigError
+from fsdp2._record.rows import FORMAT, Writer, files_in, read_file, write_whole
+from fsdp2._record.taps import Taps
+from fsdp2._record.time_line import pieces_of
+
+
+def span(n: int, kind: str, unit: str, begin: int, end: int | None, **more: Any) -> dict[str, Any]:
+    row = {"n": n, "kind": kind, "unit": unit, "begin_ns": begin, "end_ns": end, "nbytes": 8}
+    return {**row, **more}
+
+
+def lanes(*rows: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(piece.name, piece.begin, piece.end) for piece in pieces_of(rows)]
+
+
+def test_the_innermost_unit_is_shown_and_waits_are_cut_out() -> None:
+    wait = {"for": "all_gather", "by": "a", "prefetch": "late"}
+    found = lanes(
+        span(1, "forward", "", 0, 100),
+        span(2, "forward", "a", 30, 60),
+        span(3, "wait", "a", 20, 30, **wait),
+        span(4, "unshard", "a", 5, 30, collective="all_gather"),
+    )
+    assert found == [
+        ("forward <root>", 0, 20),
+        ("forward a", 30, 60),
+        ("forward <root>", 60, 100),
+        ("wait for all_gather a", 20, 30),
+        ("all_gather a", 5, 30),
+    ]
+
+
+def test_backwards_end_in_another_order_than_they_began() -> None:
+    """The root's ends a moment before that of the first block: no tree, and no overlap."""
+    found = lanes(span(1, "backward", "", 0, 90), span(2, "backward", "a", 40, 100))
+    assert found == [("backward <root>", 0, 40), ("backward a", 40, 100)]
+
+
+def test_what_has_no_end_is_no_piece() -> None:
+    assert lanes(span(1, "forward", "", 0, None), span(2, "reduce", "", 3, None)) == []
+
+
+def test_a_wait_over_several_pieces() -> None:
+    wait = {"for": "reduce_scatter", "by": ""}
+    found = lanes(
+        span(1, "backward", "a", 0, 50),
+        span(2, "backward", "b", 50, 100),
+        span(3, "wait", "c", 40, 70, **wait),
+        span(4, "wait", "c", 80, 80, **wait),
+    )
+    assert found == [
+        ("backward a", 0, 40),
+        ("backward b", 70, 100),
+        ("wait for reduce_scatter c", 40, 70),
+    ]
+
+
+class Thing:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def act(self, what: str) -> str:
+        self.log.append(what)
+        return what
+
+
+def test_taps_come_and_go_in_any_order() -> None:
+    thing, other = Thing(), Thing()
+
+    def around(name: str) -> Callable[..., Any]:
+        def run(act: Callable[..., str], what: str) -> str:
+            thing.log.append(f"{name} before")
+            done = act(what)
+            thing.log.append(f"{name} after")
+            return done
+
+        return run
+
+    first, second = Taps(), Taps()
+    first.put(thing, "act", around("first"))
+    second.put(thing, "act", around("second"))
+    assert thing.act("x") == "x"
+    assert thing.log == ["second before", "first before", "x", "first after", "second after"]
+    assert "act" not in vars(other)
+    first.remove_all()
+    thing.log.clear()
+    thing.act("y")
+    assert thing.log == ["second before", "y", "second after"]
+    second.remove_all()
+    assert "act" not in vars(thing)
+
+
+def header(**more: Any) -> str:
+    return json.dumps({"kind": "header", "format": FORMAT, "rank": 0, **more}) + "\n"
+
+
+def test_lines_are_read_as_far_as_they_are_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    writer = Writer(path)
+    writer.add(header())
+    writer.add('{"n": 2, "kind": "forward"}\n')
+    writer.add('{"n": 1, "kind": "waiting"}\n')
+    writer.add('{"n": 3, "kind": "waiting"}\n')
+    writer.add('{"n": 1, "kind": "wait"}\n')
+    assert path.read_text() == ""
+    writer.flush()
+    writer.add('{"n": 4, "kind": "torn"')
+    writer.close()
+    found = read_file(path)
+    kinds = [(row["n"], row["kind"]) for row in found.rows]
+    assert kinds == [(1, "wait"), (2, "forward"), (3, "waiting")]
+    with pytest.raises(ConfigError, match=r"without a recording of this rank, found rank0\.jsonl"):
+        Writer(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}\n", "no json\n", header(format=99), '{"kind":"header","format":1}\nbroken\n{"n":1}\n'],
+)
+def test_what_is_no_recording_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "rank0.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="read_recordings: expected"):
+        read_file(path)
+
+
+def test_files_are_found(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no rank\*\.jsonl"):
+        files_in([tmp_path])
+    path = tmp_path / "rank3.jsonl"
+    path.write_text("")
+    assert files_in([tmp_path, path]) == [path]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_whole(path, "one", [], "trace")
+    write_whole(path, "two", [], "trace")
+    assert path.read_text() == "two"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_whole(tmp_path / "nowhere" / "trace.json", "x", [], "trace")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_whole(tmp_path, "x", [], "trace")
+    assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
