@@ -130,10 +130,14 @@ class MemoryWatch(DispatchMode):
 
 
 def _copied_nbytes(tensors: Sequence[Tensor], dim: int, chunks: int, out: Tensor | None) -> int:
-    """Return the bytes of the copies that a CPU makes to cut into chunks: padded, and uncast."""
-    uneven = [one for one in tensors if one.shape[dim] % chunks]
-    padded = sum(
-        one.nbytes // one.shape[dim] * (-(-one.shape[dim] // chunks) * chunks) for one in uneven
-    )
+    """Return the bytes of the copies that a CPU makes to cut into chunks.
+
+    All padded ones are there at once; what is cast is copied once more, one after the other.
+    """
+
+    def padded(one: Tensor) -> int:
+        return one.nbytes // one.shape[dim] * (-(-one.shape[dim] // chunks) * chunks)
+
+    copied = sum(padded(one) for one in tensors if one.shape[dim] % chunks)
     is_cast = out is not None and out.dtype != tensors[0].dtype
-    return padded + (out.numel() * tensors[0].itemsize if out is not None and is_cast else 0)
+    return copied + (max(map(padded, tensors)) if is_cast else 0)
