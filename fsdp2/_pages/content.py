@@ -123,6 +123,18 @@ class TimeLine:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """What a step was planned to be, to be laid over what was measured.
+
+    ``moments``: of one kind, in the order of events, whose names are their labels; they get the
+    times at which these events were measured. ``time_line``: None if no time was planned.
+    """
+
+    moments: tuple[Moment, ...]
+    time_line: TimeLine | None = None
+
+
+@dataclass(frozen=True)
 class Table:
     """A table with a heading: what has no picture (ranks side by side, collectives by kind)."""
 

@@ -17,6 +17,7 @@ from fsdp2._pages.content import (
     MemoryTab,
     Moment,
     Page,
+    Planned,
     Table,
     TimeLine,
     UnitArea,
@@ -69,6 +70,20 @@ def memory_tab(name: str, step: StepPlan, limit: int | None) -> MemoryTab:
             moments.append(Moment(time, f"before {point.label}", point.peak_by_kind))
         moments.append(Moment(time, point.label, point.by_kind))
     return MemoryTab(name, step.kinds, tuple(moments), is_timed, limit)
+
+
+MEASURED = ("parameters", "gathered parameters", "communication")
+"""Kinds of memory that a recording measures, too."""
+
+
+def planned(step: StepPlan) -> Planned:
+    """Return what a recording's page lays over its own."""
+    places = [step.kinds.index(kind) for kind in MEASURED]
+    moments = tuple(
+        Moment(point.time, point.label, (sum(point.by_kind[place] for place in places),))
+        for point in step.memory
+    )
+    return Planned(moments, TimeLine("planned", LANES, step.spans) if step.spans else None)
 
 
 def _facts(groups: Sequence[GroupPlan], step: StepPlan | None) -> Iterator[Fact]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fsdp2._base.arguments import check_module, check_path
 from fsdp2._base.errors import ConfigError
-from fsdp2._pages.content import Advice, Page
+from fsdp2._pages.content import Advice, Page, Planned
 from fsdp2._pages.page import embed, write_page
 from fsdp2._plan import hardware as machines
 from fsdp2._plan import table
@@ -25,7 +25,7 @@ from fsdp2._plan.advice import advise
 from fsdp2._plan.budget import MEMORY, Suggestion, size_of, suggest
 from fsdp2._plan.hardware import Hardware, hardware_for
 from fsdp2._plan.imagined import groups_of
-from fsdp2._plan.pages import page_of
+from fsdp2._plan.pages import page_of, planned
 from fsdp2._plan.setup import Setup, Template, check_mesh, mesh_of_sharded, refuse_for_sharded
 from fsdp2._plan.values import GroupPlan, StepPlan
 from fsdp2.wrap import WrapPolicy
@@ -139,6 +139,16 @@ class Plan:
             OSError: the file cannot be written; one that was there is as it was.
         """
         write_page(check_path("Plan.html", "path", path), self.page(budget))
+
+    def planned(self) -> Planned:
+        """Return what ``Recordings.html(path, planned=...)`` lays over what was measured.
+
+        Raises:
+            ConfigError: a plan without a batch.
+        """
+        self._batch_for("planned")
+        assert self.step is not None  # there is a batch
+        return planned(self.step)
 
     def _repr_html_(self) -> str:
         return embed(self.page())

@@ -29,7 +29,7 @@ from fsdp2._base.arguments import check_count, check_function, check_path
 from fsdp2._base.errors import StateError, UnsupportedError
 from fsdp2._compiled.compile import CompiledModel
 from fsdp2._engine.unit import Unit
-from fsdp2._pages.content import Moment, Page
+from fsdp2._pages.content import Page, Planned
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._record.clock import clock_for
 from fsdp2._record.ledger import Ledger
@@ -185,7 +185,7 @@ class Recording:
         """Write all rows of this rank as JSON lines; see ``Recordings.rows``."""
         self.read().rows(path)
 
-    def page(self, *, step: int | None = None, planned: Sequence[Moment] = ()) -> Page:
+    def page(self, *, step: int | None = None, planned: Planned | None = None) -> Page:
         """Return what a page about this rank shows; see ``Recordings.page``."""
         return self.read().page(step=step, planned=planned)
 
@@ -194,7 +194,7 @@ class Recording:
         path: str | os.PathLike[str],
         *,
         step: int | None = None,
-        planned: Sequence[Moment] = (),
+        planned: Planned | None = None,
     ) -> None:
         """Write a page about this rank; see ``Recordings.html``."""
         self.read().html(path, step=step, planned=planned)

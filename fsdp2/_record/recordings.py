@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp2._base.arguments import check_count, check_path, wrong_type
 from fsdp2._base.errors import ConfigError
-from fsdp2._pages.content import Moment, Page
+from fsdp2._pages.content import Page, Planned
 from fsdp2._pages.page import render
 from fsdp2._record import summary, trace
 from fsdp2._record.align import Aligned, Arrivals, ClockOffset, align, arrivals
@@ -170,12 +170,12 @@ class Recordings:
                 lines.append(json.dumps({"rank": file.rank, **row, **moved}) + "\n")
         write_whole(target, "".join(lines), self._paths(), "rows")
 
-    def page(self, *, step: int | None = None, planned: Sequence[Moment] = ()) -> Page:
+    def page(self, *, step: int | None = None, planned: Planned | None = None) -> Page:
         """Return what a page about the recordings shows, as values.
 
         Args:
             step: whose time line and memory are shown; default: the last complete one.
-            planned: what memory was planned to be, to be laid over what was measured.
+            planned: what ``Plan.planned()`` returned, to be laid over what was measured.
 
         Raises:
             ConfigError: there is no such step.
@@ -183,14 +183,14 @@ class Recordings:
         if step is not None:
             check_count("page", "step", step)
         shown = summary.choose_step(self._files, step)
-        return summary.page(self._files, self._aligned, self.arrivals, shown, _moments(planned))
+        return summary.page(self._files, self._aligned, self.arrivals, shown, _checked(planned))
 
     def html(
         self,
         path: str | os.PathLike[str],
         *,
         step: int | None = None,
-        planned: Sequence[Moment] = (),
+        planned: Planned | None = None,
     ) -> None:
         """Write a page that shows the recordings: one file that needs nothing else.
 
@@ -201,8 +201,7 @@ class Recordings:
         write_whole(target, text, self._paths(), "html")
 
 
-def _moments(planned: object) -> tuple[Moment, ...]:
-    is_list = isinstance(planned, Sequence) and not isinstance(planned, str | bytes)
-    if not is_list or not all(isinstance(one, Moment) for one in planned):  # type: ignore[attr-defined]  # a list
-        raise wrong_type("page", "planned", "moments of a plan's page", planned)
-    return tuple(planned)  # type: ignore[arg-type]  # a list
+def _checked(planned: object) -> Planned | None:
+    if planned is not None and not isinstance(planned, Planned):
+        raise wrong_type("page", "planned", "what Plan.planned() returned, or None", planned)
+    return planned

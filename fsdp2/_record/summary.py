@@ -21,6 +21,7 @@ from fsdp2._pages.content import (
     MemoryTab,
     Moment,
     Page,
+    Planned,
     Span,
     Table,
     TimeLine,
@@ -90,7 +91,7 @@ def page(
     aligned: Aligned,
     arrived: Sequence[Arrivals],
     step: int | None,
-    planned: Sequence[Moment],
+    planned: Planned | None,
 ) -> Page:
     """Say what recordings show."""
     header = files[0].header
@@ -107,7 +108,10 @@ def page(
         advice=(*_advise_ranks(late), *_advise_units(files, waits)),
         units=tuple(_units(files[0])),
         memory=tuple(_memory(file, step, planned) for file in files),
-        time_lines=tuple(_time_line(file, aligned, step, files[0]) for file in files),
+        time_lines=(
+            *(_time_line(file, aligned, step, files[0]) for file in files),
+            *([] if planned is None or planned.time_line is None else [planned.time_line]),
+        ),
         tables=tuple(_tables(files, aligned, arrived, waits)),
         notes=tuple(_notes(files, aligned)),
     )
@@ -245,7 +249,7 @@ def _rows_of(file: RankFile, step: int | None) -> list[dict[str, Any]]:
     return [row for row in file.rows if step is not None and row["step"] == step]
 
 
-def _memory(file: RankFile, step: int | None, planned: Sequence[Moment]) -> MemoryTab:
+def _memory(file: RankFile, step: int | None, planned: Planned | None) -> MemoryTab:
     """Return the memory of a step; times are from its begin."""
     shards = sum(group["shard_nbytes"] for group in file.header["groups"])
     rows = [row for row in _rows_of(file, step) if "communication_nbytes" in row]
@@ -260,15 +264,29 @@ def _memory(file: RankFile, step: int | None, planned: Sequence[Moment]) -> Memo
         moments.append(Moment((time - start) / 1e9, label, nbytes))
         if "allocated_nbytes" in row:
             allocated.append(Moment((time - start) / 1e9, label, (row["allocated_nbytes"],)))
-    over, name = (planned, "planned") if planned else (allocated, "allocated on the device")
+    moments.sort(key=lambda one: one.time)
+    over, name = allocated, "allocated on the device"
+    if planned is not None:
+        over, name = _at_measured_times(planned.moments, moments), "planned"
     return MemoryTab(
         name=f"rank {file.rank}",
         kinds=MEMORY_KINDS,
-        moments=tuple(sorted(moments, key=lambda one: one.time)),
+        moments=tuple(moments),
         is_timed=True,
         measured=tuple(over),
         measured_name=name if over else "",
     )
+
+
+def _at_measured_times(planned: Sequence[Moment], measured: Sequence[Moment]) -> list[Moment]:
+    """Give what was planned the times at which the same events were measured, in their order."""
+    found, rest = [], iter(measured)
+    for moment in planned:
+        at = next((one.time for one in rest if one.label == moment.label), None)
+        if at is None:  # from here on the step was another one
+            break
+        found.append(Moment(at, moment.label, moment.nbytes))
+    return found
 
 
 def _time_line(file: RankFile, aligned: Aligned, step: int | None, first: RankFile) -> TimeLine:

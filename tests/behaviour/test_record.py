@@ -24,11 +24,13 @@ import fsdp2
 from fsdp2 import ConfigError, StateError, UnsupportedError
 from fsdp2._base import events
 from fsdp2._engine.unit import unit_of
-from fsdp2._pages.content import Moment
 from fsdp2._record.rows import EVENTS, read_file
 from tests._models import seeded
 from tests._parity import make_mesh
 from tests._pool import ranks
+from tests.behaviour.test_plan import LENGTH
+from tests.behaviour.test_plan import Block as PlanBlock
+from tests.behaviour.test_plan import Model as PlanModel
 
 WIDTH, ROWS = 24, 6
 Row = dict[str, Any]
@@ -812,11 +814,43 @@ def test_a_page(tmp_path: Path, rank: int) -> None:
     assert found.page(step=1) != page
     with pytest.raises(ConfigError, match="from 1 to 3"):
         found.page(step=4)
-    planned = (Moment(0.0, "planned", (1,)),)
-    assert found.page(planned=planned).memory[0].measured == planned
     target = tmp_path / f"page{rank}.html"
     recording.html(target)
     assert "rank" in target.read_text()
+
+
+@ranks(2)
+def test_a_plan_is_laid_over_what_was_measured(tmp_path: Path) -> None:
+    """Each event of the plan gets the time at which it was measured, and its bytes are those."""
+    model, batch = seeded(PlanModel), torch.zeros(2, LENGTH, dtype=torch.long)
+    plan = fsdp2.plan(
+        model,
+        mesh=2,
+        policy={PlanBlock},
+        batch=batch,
+        rank=dist.get_rank(),
+        hardware="h100-nvlink-ib",
+    )
+    fsdp2.wrap.shard_model(model, {PlanBlock})
+    with fsdp2.record(model, tmp_path) as recording:
+        for _ in range(3):
+            model(batch).mean().backward()
+            model.zero_grad()
+    page = recording.page(planned=plan.planned())
+    assert [line.name for line in page.time_lines] == [f"rank {dist.get_rank()}", "planned"]
+    (tab,) = page.memory
+    assert tab.measured_name == "planned"
+    assert plan.step is not None
+    assert [one.label for one in tab.measured] == [str(event) for event in plan.step.events]
+    times = [one.time for one in tab.measured]
+    assert times == sorted(times)
+    measured = {(one.label, one.time): sum(one.nbytes) for one in tab.moments}
+    gathered = [o for o in tab.measured if o.label.startswith("forward: wait_for_unshard")]
+    assert gathered
+    for one in gathered:
+        assert one.nbytes[0] == pytest.approx(measured[one.label, one.time], rel=0.35)
+    with pytest.raises(ConfigError, match=r"what Plan\.planned\(\) returned"):
+        recording.page(planned=plan)  # type: ignore[arg-type]  # wrong
 
 
 @ranks(1)
