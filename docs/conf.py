@@ -1,0 +1,74 @@
+"""How Sphinx makes the manual of this repository's Markdown files: see docs/decisions/0019.
+
+The source folder is the repository itself, so that a relative link between two files means the same
+in an editor, on a code host, and on the site. `scripts/docs` runs it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+project = "fsdp2"
+author = "the authors of fsdp2"
+root_doc = "docs/index"
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "benchmarks/**.md",
+    "docs/**.md",
+]
+exclude_patterns = [".*", "build", "dist", "fsdp2", "tests", "scripts", "examples", "runs"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 80
+add_module_names = False
+toc_object_entries = False
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Source", "notes")]
+
+# `$ ` is what a reader does not type, and what a program printed is not to be copied.
+copybutton_prompt_text = "$ "
+copybutton_only_copy_prompt_lines = True
+copybutton_selector = "div:not(.highlight-output):not(.highlight-text) > div.highlight pre"
+
+html_theme = "furo"
+html_title = "fsdp2"
+html_static_path = ["_static"]
+html_css_files = ["manual.css"]
+html_extra_path = ["_static/root"]  # the site's first page leads to docs/index.html
+html_show_sourcelink = False
+html_copy_source = False
+html_show_copyright = False
+html_permalinks_icon = "#"
+pygments_style = "default"
+pygments_dark_style = "monokai"
+
+LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#]+)\)")
+
+
+def drop_links_to_folders(app: object, name: str, source: list[str]) -> None:
+    """Leave only the words of a link to a folder: a code host shows folders, the site has none."""
+    folder = (ROOT / name).parent
+
+    def without(link: re.Match[str]) -> str:
+        leads_to_folder = "://" not in link[2] and (folder / link[2]).is_dir()
+        return link[1] if leads_to_folder else link[0]
+
+    source[0] = LINK.sub(without, source[0])
+
+
+def setup(app: object) -> None:
+    app.connect("source-read", drop_links_to_folders)  # type: ignore[attr-defined]  # Sphinx's

@@ -1,0 +1,36 @@
+"""Step 5: compile the sharded model whole, collectives included."""
+
+import torch
+import torch.distributed as dist
+from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from fsdp2 import fully_shard
+
+mesh = init_device_mesh("cpu", (2,))
+rank, ranks = mesh.get_rank(), mesh.size()
+
+torch.manual_seed(0)
+model = Model()
+for block in model.blocks:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # of the model, as before
+
+# "aot_eager" needs no C++ compiler; leave it out to let inductor make code.
+compiled = fsdp2.compile(model, fullgraph=True, backend="aot_eager")
+
+for step in range(30):
+    loss = loss_of(compiled, make_batch(step, rank, ranks))
+    loss.backward()
+    optimizer.step()
+    if step == 0:
+        say_memory(model, optimizer)
+    optimizer.zero_grad()
+    mean = mean_over_ranks(loss)
+    if step % 10 == 9:
+        say(f"step {step}: loss {mean:.2f}")
+say(f"graphs compiled: {counters['stats']['unique_graphs']}")
+dist.destroy_process_group()

@@ -1,0 +1,280 @@
+"""Every code block of the manual does what its page says: on ranks, to the last character.
+
+The convention is in `_blocks`. A page's python is one program; the ranks of the pools run it, so
+that nothing imports torch anew. Commands of the tutorial run in the same ranks, as the launcher
+would start them; in the long matrix the launcher itself does.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import multiprocessing as mp
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests._pool import find_free_port, ranks
+from tests.docs._blocks import (
+    LANGUAGES,
+    ROOT,
+    Block,
+    Command,
+    commands,
+    pages,
+    ranks_of,
+    read_blocks,
+)
+
+MANUAL = pages("index.md", "glossary.md", "tutorial", "guides", "reference")
+OLDER = pages("architecture.md", "checkpoints.md", "clients.md", "compile.md")
+"""Pages from before the manual: what python they have that is no fragment runs, too."""
+
+ELSEWHERE = {
+    "docs/from-fsdp1.md": "tests/test_from_fsdp1.py runs its blocks",
+    "docs/plan.md": "its model has 405 billion parameters; tests/behaviour/test_plan.py plans others",
+    "README.md": "its programs need a launcher, a home folder or a GPU",
+}
+"""Pages whose blocks are not run here, and why."""
+
+PROGRAMS = [page for page in MANUAL + OLDER if any(block.runs for block in read_blocks(page))]
+LAUNCHED = [
+    page for page in MANUAL if any(block.language == "console" for block in read_blocks(page))
+]
+MOST_FRAGMENTS = 0
+MOST_UNRUN = 1
+"""Of the manual's own pages. More of them is a decision, not an accident."""
+
+LIMIT_S = 120
+FORKED = mp.get_context("forkserver")
+FORKED.set_forkserver_preload(["tests._preload"])
+
+
+def names(found: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in found]
+
+
+def on(count: int) -> list[str]:
+    return names([page for page in PROGRAMS if ranks_of(page) == count])
+
+
+def environment() -> dict[str, str]:
+    """The environment for a launcher: this package importable, and no trace of a launcher above."""
+    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"}
+    kept = {name: value for name, value in os.environ.items() if name not in launcher}
+    paths = [part for part in (os.environ.get("PYTHONPATH"), str(ROOT)) if part]
+    return kept | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+@contextlib.contextmanager
+def in_folder(path: str) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@contextlib.contextmanager
+def shared_folder(rank: int) -> Iterator[None]:
+    """Work in an empty folder that all ranks see."""
+    told: list[Any] = [tempfile.mkdtemp(prefix="manual-") if rank == 0 else None]
+    dist.broadcast_object_list(told)
+    try:
+        with in_folder(told[0]):
+            yield
+    finally:
+        if rank == 0:
+            shutil.rmtree(told[0], ignore_errors=True)
+
+
+def run_page(page: str, rank: int) -> None:
+    """Run the blocks of a page in order, in one namespace, and compare what they print."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = io.StringIO()
+    last: Block | None = None
+    with shared_folder(rank):
+        for block in read_blocks(ROOT / page):
+            if block.language == "output":
+                compare(block, printed, rank)
+            elif block.runs:
+                last = block
+                source = "\n" * block.line + block.text  # so that a traceback has the page's lines
+                with contextlib.redirect_stdout(printed):
+                    exec(compile(source, str(ROOT / page), "exec"), names)
+    dist.barrier()
+    assert rank != 0 or not printed.getvalue(), (
+        f"{last.place if last else page}: printed, and not shown:\n{printed.getvalue()}"
+    )
+
+
+def compare(block: Block, printed: io.StringIO, rank: int) -> None:
+    found = printed.getvalue()
+    printed.seek(0)
+    printed.truncate()
+    if rank == 0:
+        assert found == block.text, f"{block.place}: it printed\n{found}and the page has\n{block.text}"
+
+
+@pytest.mark.parametrize("page", on(2))
+@ranks(2, limit_s=90)
+def test_a_page_runs(page: str, rank: int) -> None:
+    run_page(page, rank)
+
+
+@pytest.mark.parametrize("page", on(4))
+@ranks(4, limit_s=90)
+def test_a_page_runs_on_four_ranks(page: str, rank: int) -> None:
+    run_page(page, rank)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a command starts: a program of the repository, on so many ranks."""
+
+    program: Path
+    arguments: list[str]
+    count: int
+
+    @classmethod
+    def of(cls, command: Command) -> Launch:
+        words = command.words
+        if words[0] == "python":
+            return cls(ROOT / words[1], list(words[2:]), 1)
+        assert words[:2] == ("torchrun", "--nproc-per-node"), f"cannot run {words}"
+        return cls(ROOT / words[3], list(words[4:]), int(words[2]))
+
+
+def be_a_rank(rank: int, launch: Launch, port: int, folder: str, printed: list[str]) -> None:
+    """Be what the launcher would start, in a process that has imported torch; rank 0 prints."""
+    for descriptor, path in enumerate(printed, start=1):
+        where = path if rank == 0 or descriptor == 2 else os.devnull
+        os.dup2(os.open(where, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115  # until the process ends
+    if launch.count > 1:
+        size = str(launch.count)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
+        os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.chdir(folder)
+    sys.argv = [str(launch.program), *launch.arguments]
+    sys.path.insert(0, str(launch.program.parent))
+    torch.set_num_threads(1)
+    runpy.run_path(str(launch.program), run_name="__main__")
+    sys.stdout.flush()
+
+
+def run_forked(launch: Launch, folder: Path) -> str:
+    """Return what a command prints, without the launcher."""
+    printed = [str(folder / f".{stream}") for stream in ("stdout", "stderr")]
+    for path in printed:
+        Path(path).write_text("")
+    port = find_free_port()
+    processes = [
+        FORKED.Process(target=be_a_rank, args=(rank, launch, port, str(folder), printed))
+        for rank in range(launch.count)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        if process.exitcode is None:
+            process.kill()
+    said = Path(printed[1]).read_text()
+    assert all(process.exitcode == 0 for process in processes), said
+    return Path(printed[0]).read_text()
+
+
+def run_launcher(command: Command, folder: Path) -> str:
+    """Return what a command prints, as a user runs it."""
+    (folder / "examples").exists() or (folder / "examples").symlink_to(ROOT / "examples")
+    words = command.words[1:]
+    if command.words[0] == "torchrun":
+        words = ("-m", "torch.distributed.run", *words)
+    finished = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def run_commands(page: str, folder: Path, *, launcher: bool) -> None:
+    for block in read_blocks(ROOT / page):
+        if block.language != "console" or block.mark:
+            continue
+        for command in commands(block):
+            if launcher:
+                found = run_launcher(command, folder)
+            else:
+                found = run_forked(Launch.of(command), folder)
+            said = " ".join(command.words)
+            assert found == command.printed, (
+                f"{block.place}: {said} printed\n{found}and the page has\n{command.printed}"
+            )
+
+
+@pytest.mark.parametrize("page", names(LAUNCHED))
+def test_commands_print_what_the_page_shows(page: str, tmp_path: Path) -> None:
+    run_commands(page, tmp_path, launcher=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", names(LAUNCHED))
+def test_commands_under_the_launcher(page: str, tmp_path: Path) -> None:
+    run_commands(page, tmp_path, launcher=True)
+
+
+@pytest.mark.parametrize("page", names(MANUAL))
+def test_every_block_is_checked_or_says_why_not(page: str) -> None:
+    after_python = False
+    for block in read_blocks(ROOT / page):
+        if block.is_directive:
+            continue
+        assert block.language in LANGUAGES, f"{block.place}: {block.language or 'no language'}"
+        if block.mark == "fragment":
+            assert block.language == "python", block.place
+            ast.parse(block.text)
+        elif block.mark:
+            assert block.language == "console", block.place
+        if block.language == "output":
+            assert after_python, f"{block.place}: output of nothing"
+        after_python = after_python or block.runs
+
+
+def test_count(capsys: pytest.CaptureFixture[str]) -> None:
+    """Say how many blocks there are, and how many run; keep fragments few."""
+    rows = []
+    kinds = Counter[str]()
+    for title, found in (("manual", MANUAL), ("older pages", OLDER)):
+        blocks = [block for page in found for block in read_blocks(page)]
+        kinds = Counter(
+            block.mark or ("directive" if block.is_directive else block.language or "plain")
+            for block in blocks
+        )
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        rows.append(f"{title}: {len(found)} pages, {len(blocks)} blocks ({counts})")
+        if title == "manual":
+            assert kinds["fragment"] <= MOST_FRAGMENTS
+            assert kinds["not run"] <= MOST_UNRUN
+    with capsys.disabled():
+        print("\n" + "\n".join(rows))
