@@ -86,7 +86,7 @@ def read_blocks(page: Path) -> list[Block]:
                 start + 1,
                 fence["language"],
                 fence["argument"].strip(),
-                "\n".join(lines[start + 1 : index]) + "\n",
+                "".join(f"{line}\n" for line in lines[start + 1 : index]),
                 mark["name"] if mark else "",
                 mark["reason"] if mark else "",
             )
