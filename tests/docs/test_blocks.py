@@ -170,6 +170,12 @@ def test_a_page_runs(page: str, rank: int) -> None:
     run_page(page, rank)
 
 
+@pytest.mark.parametrize("page", on(1))
+@ranks(1, limit_s=90)
+def test_a_page_runs_on_one_rank(page: str, rank: int) -> None:
+    run_page(page, rank)
+
+
 @pytest.mark.parametrize("page", on(4))
 @ranks(4, limit_s=90)
 def test_a_page_runs_on_four_ranks(page: str, rank: int) -> None:
