@@ -48,7 +48,9 @@ html_theme = "furo"
 html_title = "fsdp2"
 html_static_path = ["_static"]
 html_css_files = ["manual.css"]
-html_extra_path = ["_static/root"]  # the site's first page leads to docs/index.html
+html_js_files = ["manual.js"]
+html_favicon = "_static/favicon.svg"
+html_extra_path = ["_root"]  # the site's first page leads to docs/index.html
 html_show_sourcelink = False
 html_copy_source = False
 html_show_copyright = False
@@ -56,11 +58,66 @@ html_permalinks_icon = "#"
 pygments_style = "default"
 pygments_dark_style = "monokai"
 
+NAVIGATION = {
+    "docs/index": {
+        "Learn": ["tutorial/index"],
+        "Do": [
+            "guides/units",
+            "guides/memory",
+            "guides/nodes",
+            "guides/parallelism",
+            "guides/activation-checkpointing",
+            "guides/lora",
+            "guides/experts",
+            "guides/reinforcement-learning",
+            "guides/evaluation",
+            "guides/checkpoints",
+            "guides/trouble",
+            "guides/from-ddp",
+            "guides/from-torch-fsdp2",
+            "from-fsdp1",
+            "guides/from-deepspeed",
+        ],
+        "Look up": ["reference/index", "glossary", "compatibility", "clients", "../README"],
+        "Understand": [
+            "architecture",
+            "checkpoints",
+            "compile",
+            "plan",
+            "decisions/README",
+            "testing",
+            "../benchmarks/README",
+            "../CONTRIBUTING",
+            "../CHANGELOG",
+        ],
+    },
+    "docs/tutorial/index": {"": ["step*"]},
+    "docs/reference/index": {
+        "": [
+            "sharding",
+            "module",
+            "policies",
+            "wrap",
+            "parameters",
+            "training",
+            "plan",
+            "checkpoint",
+            "communication",
+            "debug",
+            "errors",
+        ]
+    },
+    "docs/decisions/README": {"": ["0*"]},
+    "benchmarks/README": {"": ["results/*"]},
+}
+"""What the pages of the first column lead to. It is here and not in the pages, which a code host shows."""
+
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#]+)\)")
+PLURAL = re.compile(r"``([\w.]+)``s\b")
 
 
-def drop_links_to_folders(app: object, name: str, source: list[str]) -> None:
-    """Leave only the words of a link to a folder: a code host shows folders, the site has none."""
+def prepare_page(app: object, name: str, source: list[str]) -> None:
+    """Leave only the words of a link to a folder, which the site has not; add the navigation."""
     folder = (ROOT / name).parent
 
     def without(link: re.Match[str]) -> str:
@@ -68,7 +125,18 @@ def drop_links_to_folders(app: object, name: str, source: list[str]) -> None:
         return link[1] if leads_to_folder else link[0]
 
     source[0] = LINK.sub(without, source[0])
+    for caption, pages in NAVIGATION.get(name, {}).items():
+        options = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
+        source[0] += "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
+
+
+def prepare_docstring(
+    app: object, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
+    """Let a plural follow a name, as in ``DTensor``s: reStructuredText wants a mark between them."""
+    lines[:] = [PLURAL.sub(r"``\1``\\ s", line) for line in lines]
 
 
 def setup(app: object) -> None:
-    app.connect("source-read", drop_links_to_folders)  # type: ignore[attr-defined]  # Sphinx's
+    app.connect("source-read", prepare_page)  # type: ignore[attr-defined]  # Sphinx's
+    app.connect("autodoc-process-docstring", prepare_docstring)  # type: ignore[attr-defined]

@@ -1,0 +1,275 @@
+"""The built manual, as a reader has it: every link leads somewhere, and pages work in a browser.
+
+It builds the site with warnings as errors, then looks at it in a real browser at two sizes. Skipped
+where there is no generator or no browser; `scripts/docs test` runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import html.parser
+import http.server
+import importlib.util
+import re
+import subprocess
+import sys
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs import _browser
+from tests.docs._blocks import ROOT
+
+GENERATOR = ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
+MISSING = [name for name in GENERATOR if importlib.util.find_spec(name) is None]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"the generator is not installed: {MISSING}"),
+]
+needs_browser = pytest.mark.skipif(
+    _browser.installed() is None, reason="there is no chromium with its chromedriver"
+)
+
+SIZES = {"wide": (1280, 800), "narrow": (480, 800)}
+PAGES_TO_LOOK_AT = (
+    "docs/index.html",
+    "README.html",
+    "docs/compatibility.html",
+    "docs/clients.html",
+    "docs/tutorial/index.html",
+    "docs/tutorial/step1.html",
+    "docs/guides/memory.html",
+    "docs/guides/trouble.html",
+    "docs/guides/from-deepspeed.html",
+    "docs/reference/index.html",
+    "docs/reference/sharding.html",
+    "docs/reference/module.html",
+    "docs/architecture.html",
+    "docs/glossary.html",
+    "benchmarks/results/host.html",
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("manual")
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-c", "docs", "--fail-on-warning"]
+    command += ["--keep-going", "--quiet", ".", str(folder / "site"), "-d", str(folder / "trees")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return folder / "site"
+
+
+class Page(html.parser.HTMLParser):
+    """What a page refers to, and what can be referred to in it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attributes}
+        if "id" in given:
+            self.anchors.add(given["id"])
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag in ("link", "script", "img", "iframe", "source", "use"):
+            self.loaded += [given[name] for name in ("href", "src") if name in given]
+
+
+def read_site(site: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in sorted(site.rglob("*.html"))}
+
+
+def test_every_link_leads_somewhere(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = read_site(site)
+    broken, count, outside = [], 0, set()
+    for path, page in pages.items():
+        for link in page.links + page.loaded:
+            parts = urllib.parse.urlsplit(link)
+            if parts.scheme or parts.netloc:
+                outside.add(link)
+                continue
+            count += 1
+            target = (path.parent / urllib.parse.unquote(parts.path)).resolve()
+            if not parts.path:
+                target = path
+            if not target.is_file():
+                broken.append(f"{path.relative_to(site)}: {link}")
+            elif parts.fragment and target in pages and target.name != "search.html":
+                if urllib.parse.unquote(parts.fragment) not in pages[target].anchors:
+                    broken.append(f"{path.relative_to(site)}: {link}")
+    assert not broken, "\n".join(broken)
+    with capsys.disabled():
+        print(f"\n{len(pages)} pages, {count} links within the site, {len(outside)} to outside")
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    for path, page in read_site(site).items():
+        assert not [link for link in page.loaded if urllib.parse.urlsplit(link).netloc], path
+    for path in site.rglob("*.css"):
+        addresses = re.findall(r"url\(['\"]?(?!data:)([^)'\"]+)", path.read_text())
+        assert not [address for address in addresses if "//" in address], path
+
+
+class Silent(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def served(site: Path) -> Iterator[str]:
+    handler = functools.partial(Silent, directory=str(site))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def open_window() -> Iterator[Callable[[int, int], _browser.Browser]]:
+    with _browser.driver() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", params=list(SIZES))
+def window(
+    request: pytest.FixtureRequest, open_window: Callable[[int, int], _browser.Browser]
+) -> _browser.Browser:
+    return open_window(*SIZES[request.param])
+
+
+def check_quiet(window: _browser.Browser, home: str) -> None:
+    """The console has no error, and nothing was asked of another host."""
+    errors = [entry["message"] for entry in window.log("browser") if entry["level"] == "SEVERE"]
+    assert not errors
+    elsewhere = [url for url in window.requests() if not url.startswith((home, "data:", "file:"))]
+    assert not elsewhere
+
+
+@needs_browser
+@pytest.mark.parametrize("page", PAGES_TO_LOOK_AT)
+def test_a_page_fits_its_window(window: _browser.Browser, served: str, page: str) -> None:
+    """Wide tables and code scroll by themselves; the page does not."""
+    window.open(f"{served}/{page}")
+    too_wide = window.run(
+        """
+        const seen = document.documentElement.clientWidth;
+        if (document.documentElement.scrollWidth <= seen) return [];
+        return [...document.querySelectorAll("body *")]
+            .filter(e => e.getBoundingClientRect().right > seen + 1)
+            .slice(0, 5).map(e => e.outerHTML.slice(0, 120));
+        """
+    )
+    assert not too_wide
+    check_quiet(window, served)
+
+
+@needs_browser
+def test_a_wide_table_scrolls(
+    open_window: Callable[[int, int], _browser.Browser], served: str
+) -> None:
+    window = open_window(*SIZES["narrow"])
+    window.open(f"{served}/docs/compatibility.html")
+    widths = window.run(
+        """
+        const wrapper = document.querySelector(".table-wrapper");
+        wrapper.scrollLeft = 50;
+        return [wrapper.scrollWidth, wrapper.clientWidth, wrapper.scrollLeft];
+        """
+    )
+    assert widths[0] > widths[1]
+    assert widths[2] == 50
+
+
+@needs_browser
+@pytest.mark.parametrize("word", ["no_sync", "accumulation", "hang"])
+def test_search_finds(window: _browser.Browser, served: str, word: str) -> None:
+    window.open(f"{served}/docs/index.html")
+    window.open(f"{served}/search.html?q={word}")
+    found = _browser.wait_for(lambda: results(window), f"results for {word}")
+    assert len(found) > 0
+    assert all(link.startswith(served) for link in found)
+    check_quiet(window, served)
+
+
+@needs_browser
+def test_search_from_the_first_page(
+    open_window: Callable[[int, int], _browser.Browser], served: str
+) -> None:
+    """As a reader does it: type a word, press return, follow the first result."""
+    window = open_window(*SIZES["wide"])
+    window.open(f"{served}/")
+    _browser.wait_for(
+        lambda: window.run("return location.pathname").endswith("docs/index.html"), "the manual"
+    )
+    window.type("input[name=q]", "full_params\n")
+    found = _browser.wait_for(lambda: results(window), "results")
+    assert any("reference/parameters.html" in link for link in found)
+    check_quiet(window, served)
+
+
+@needs_browser
+def test_search_without_a_server(
+    open_window: Callable[[int, int], _browser.Browser], site: Path
+) -> None:
+    window = open_window(*SIZES["wide"])
+    window.open(f"{(site / 'search.html').as_uri()}?q=no_sync")
+    assert _browser.wait_for(lambda: results(window), "results")
+    check_quiet(window, "file:")
+
+
+def results(window: _browser.Browser) -> list[str]:
+    found: list[str] = window.run(
+        "return [...document.querySelectorAll('#search-results li a')].map(a => a.href)"
+    )
+    return found
+
+
+@needs_browser
+def test_code_is_copied(window: _browser.Browser, served: str) -> None:
+    """The button gives the program, or the command without its prompt and without its output."""
+    window.devtools(
+        "Browser.grantPermissions",
+        {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"], "origin": served},
+    )
+    window.open(f"{served}/docs/tutorial/step1.html")
+    window.click("div.highlight-console button.copybtn")
+    assert copied(window) == "torchrun --nproc-per-node 2 examples/tutorial/step1_shard.py"
+    window.click("div.highlight-python button.copybtn")
+    program = (ROOT / "examples" / "tutorial" / "step1_shard.py").read_text()
+    assert copied(window).strip() == program.strip()
+    check_quiet(window, served)
+
+
+@needs_browser
+def test_output_has_no_button(window: _browser.Browser, served: str) -> None:
+    window.open(f"{served}/docs/guides/units.html")
+    count = "return document.querySelectorAll('div.highlight-{} button.copybtn').length"
+    assert window.run(count.format("python")) > 0
+    assert window.run(count.format("output")) == 0
+
+
+def copied(window: _browser.Browser) -> str:
+    window.devtools("Page.bringToFront", {})
+    text = _browser.wait_for(
+        lambda: window.devtools(
+            "Runtime.evaluate",
+            {"expression": "navigator.clipboard.readText()", "awaitPromise": True},
+        )["result"].get("value"),
+        "the clipboard",
+    )
+    window.devtools(
+        "Runtime.evaluate",
+        {"expression": "navigator.clipboard.writeText('')", "awaitPromise": True},
+    )
+    return str(text)
