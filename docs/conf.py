@@ -110,7 +110,7 @@ NAVIGATION = {
     "docs/decisions/README": {"": ["0*"]},
     "benchmarks/README": {"": ["results/*"]},
 }
-"""What the pages of the first column lead to. It is here and not in the pages, which a code host shows."""
+"""What pages lead to. It is here and not in the pages: a code host would show it as code."""
 
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#]+)\)")
 PLURAL = re.compile(r"``([\w.]+)``s\b")
@@ -133,7 +133,7 @@ def prepare_page(app: object, name: str, source: list[str]) -> None:
 def prepare_docstring(
     app: object, what: str, name: str, thing: object, options: object, lines: list[str]
 ) -> None:
-    """Let a plural follow a name, as in ``DTensor``s: reStructuredText wants a mark between them."""
+    """Let a plural follow a name, as in ``DTensor``s: a mark has to stand between them."""
     lines[:] = [PLURAL.sub(r"``\1``\\ s", line) for line in lines]
 
 

@@ -1,6 +1,6 @@
 # Sourced by the other scripts: goes to the repository root and finds or makes an environment.
 #
-#   . scripts/_setup.sh; use_environment test|dev      sets $python
+#   . scripts/_setup.sh; use_environment test|docs|dev      sets $python
 #   use_clients                                        the same, with the libraries of scripts/clients.txt, or fails
 #
 # The environment is .venv in the root. A script whose first argument is --torch VERSION gets one of that version of
@@ -89,11 +89,15 @@ use_interpreter() {
 
 fingerprint() { cat pyproject.toml scripts/_setup.sh scripts/clients.txt | cksum; }
 
-# What `dev` installs includes what `test` does.
+# What `dev` installs includes what `docs` does, and that what `test` does.
 is_set_up() {
-    local level
+    local level levels="$1"
     [ -x "$python" ] || return 1
-    for level in "$1" dev; do
+    case "$1" in
+    test) levels="test docs dev" ;;
+    docs) levels="docs dev" ;;
+    esac
+    for level in $levels; do
         [ "$(cat "$environment/.set-up-$level" 2>/dev/null)" = "$(fingerprint)" ] && return 0
     done
     return 1

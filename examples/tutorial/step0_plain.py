@@ -1,6 +1,7 @@
 """Step 0: a plain training loop, in one process."""
 
 import torch
+
 from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
 
 torch.manual_seed(0)

@@ -2,11 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from parts import Block, Model, loss_of, make_batch, mean_over_ranks, say, say_memory, say_wire
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import fully_shard
+from parts import Block, Model, loss_of, make_batch, mean_over_ranks, say, say_memory, say_wire
 
 mesh = init_device_mesh("cpu", (2,))  # joins the ranks that torchrun started
 rank, ranks = mesh.get_rank(), mesh.size()

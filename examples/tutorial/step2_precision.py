@@ -4,11 +4,11 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from parts import Block, Model, loss_of, make_batch, mean_over_ranks, say, say_memory, say_wire
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from parts import Block, Model, loss_of, make_batch, mean_over_ranks, say, say_memory, say_wire
 
 mesh = init_device_mesh("cpu", (2,))
 rank, ranks = mesh.get_rank(), mesh.size()
@@ -36,7 +36,9 @@ for step in range(30):
     optimizer.step()
     if step == 0:
         say_memory(model, optimizer)
-        say(f"a parameter is {model.head.weight.dtype}, its gradient {model.head.weight.grad.dtype}")
+        say(
+            f"a parameter is {model.head.weight.dtype}, its gradient {model.head.weight.grad.dtype}"
+        )
     optimizer.zero_grad()
     mean = mean_over_ranks(total)
     if step % 10 == 9:

@@ -5,11 +5,11 @@ import sys
 
 import torch
 import torch.distributed as dist
-from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import fully_shard
+from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
 
 steps = int(sys.argv[1])
 mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))

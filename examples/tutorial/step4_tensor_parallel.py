@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
@@ -13,6 +12,7 @@ from torch.distributed.tensor.parallel import (
 
 import fsdp2
 from fsdp2 import fully_shard
+from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
 
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 data, tensor = mesh["data"], mesh["tensor"]

@@ -2,12 +2,12 @@
 
 import torch
 import torch.distributed as dist
-from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import fully_shard
+from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
 
 mesh = init_device_mesh("cpu", (2,))
 rank, ranks = mesh.get_rank(), mesh.size()

@@ -1,4 +1,4 @@
-"""A real browser without a window, driven by the WebDriver protocol: as little of it as tests need."""
+"""A real browser without a window, driven by as little of the WebDriver protocol as tests need."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ OLDER = pages("architecture.md", "checkpoints.md", "clients.md", "compile.md")
 
 ELSEWHERE = {
     "docs/from-fsdp1.md": "tests/test_from_fsdp1.py runs its blocks",
-    "docs/plan.md": "its model has 405 billion parameters; tests/behaviour/test_plan.py plans others",
+    "docs/plan.md": "a large plan takes a minute; tests/behaviour/test_plan.py makes small ones",
     "README.md": "its programs need a launcher, a home folder or a GPU",
 }
 """Pages whose blocks are not run here, and why."""
@@ -107,7 +107,7 @@ def shared_folder(rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_program() -> Iterator[dict[str, Any]]:
-    """Yield the names of a new main module: what a page defines can be pickled, as a program's can."""
+    """Yield the names of a new main module: what a page defines pickles as a program's does."""
     before, program = sys.modules["__main__"], types.ModuleType("__main__")
     sys.modules["__main__"] = program
     try:
@@ -269,7 +269,9 @@ def run_commands(page: str, folder: Path, *, launcher: bool) -> None:
                 found = run_forked(Launch.of(command), folder)
             said = " ".join(command.words)
             if found != command.printed and os.environ.get(ACCEPT) == "1":
-                accept(block, block.text.replace(f"$ {said}\n{command.printed}", f"$ {said}\n{found}"))
+                accept(
+                    block, block.text.replace(f"$ {said}\n{command.printed}", f"$ {said}\n{found}")
+                )
                 continue
             assert found == command.printed, (
                 f"{block.place}: {said} printed\n{found}and the page has\n{command.printed}"

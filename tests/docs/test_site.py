@@ -104,9 +104,9 @@ def test_every_link_leads_somewhere(site: Path, capsys: pytest.CaptureFixture[st
                 target = path
             if not target.is_file():
                 broken.append(f"{path.relative_to(site)}: {link}")
-            elif parts.fragment and target in pages and target.name != "search.html":
-                if urllib.parse.unquote(parts.fragment) not in pages[target].anchors:
-                    broken.append(f"{path.relative_to(site)}: {link}")
+            anchor = urllib.parse.unquote(parts.fragment)
+            if anchor and target in pages and anchor not in pages[target].anchors:
+                broken.append(f"{path.relative_to(site)}: {link}")
     assert not broken, "\n".join(broken)
     with capsys.disabled():
         print(f"\n{len(pages)} pages, {count} links within the site, {len(outside)} to outside")
