@@ -65,6 +65,44 @@ def test_the_index_leads_to_every_name() -> None:
     assert linked == wanted
 
 
+def glossary() -> list[str]:
+    return re.findall(r"^## (.+)$", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+
+
 def test_the_glossary_is_short_and_says_each_word_once() -> None:
-    words = re.findall(r"^## (.+)$", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    words = glossary()
     assert len(words) == len(set(words)) <= MOST_WORDS
+
+
+IGNORED = (
+    re.compile(r"^(`{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL),  # blocks
+    re.compile(r"^#+ .*$", re.MULTILINE),
+    re.compile(r"<!--.*?-->"),
+    re.compile(r"`[^`\n]*`"),
+)
+LINK = re.compile(r"\[[^\]]*\]\([^)]*\)")
+
+
+def unlinked(text: str) -> list[str]:
+    """Return the words of the glossary whose first use in a text does not lead there."""
+    for kind in IGNORED:
+        text = kind.sub(" ", text)
+    plain = LINK.sub(lambda link: "_" * len(link[0]), text)
+    found = []
+    for word in glossary():
+        slug, pattern = word.lower().replace(" ", "-"), word.replace(" ", r"\s+")
+        linked = re.search(rf"\]\([\w./]*glossary\.md#{slug}\)", text)
+        used = re.search(rf"\b{pattern}(?:s|es)?\b", plain, re.IGNORECASE)
+        if used and (linked is None or linked.start() > used.start()):
+            found.append(f"{word}: {text[max(0, used.start() - 30) : used.end() + 20]!r}")
+    return found
+
+
+def test_the_tutorial_links_words_where_they_come_first() -> None:
+    pages = [DOCS / "tutorial" / "index.md", *sorted((DOCS / "tutorial").glob("step*.md"))]
+    assert unlinked("\n".join(page.read_text() for page in pages)) == []
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "guides").glob("*.md")), ids=lambda p: p.stem)
+def test_a_guide_links_words_where_they_come_first(page: Path) -> None:
+    assert unlinked(page.read_text()) == []
