@@ -6,6 +6,7 @@ in an editor, on a code host, and on the site. `scripts/docs` runs it.
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path
 
@@ -112,6 +113,16 @@ NAVIGATION = {
 }
 """What pages lead to. It is here and not in the pages: a code host would show it as code."""
 
+BUILDS_ON = {
+    "step1_shard.py": "step0_plain.py",
+    "step2_precision.py": "step1_shard.py",
+    "step3_checkpoint.py": "step1_shard.py",
+    "step4_tensor_parallel.py": "step1_shard.py",
+    "step5_compile.py": "step1_shard.py",
+}
+"""Programs of the tutorial: what is new in each, over which, is marked on its page."""
+
+INCLUDED = re.compile(r"^```\{literalinclude\} (\S+)$", re.MULTILINE)
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#]+)\)")
 PLURAL = re.compile(r"``([\w.]+)``s\b")
 
@@ -124,10 +135,30 @@ def prepare_page(app: object, name: str, source: list[str]) -> None:
         leads_to_folder = "://" not in link[2] and (folder / link[2]).is_dir()
         return link[1] if leads_to_folder else link[0]
 
-    source[0] = LINK.sub(without, source[0])
+    def marked(include: re.Match[str]) -> str:
+        path = folder / include[1]
+        if path.name not in BUILDS_ON:
+            return include[0]
+        return f"{include[0]}\n:emphasize-lines: {new_lines(path, BUILDS_ON[path.name])}"
+
+    source[0] = INCLUDED.sub(marked, LINK.sub(without, source[0]))
     for caption, pages in NAVIGATION.get(name, {}).items():
         options = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
         source[0] += "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
+
+
+def new_lines(path: Path, before: str) -> str:
+    """Return the numbers of the lines of a program that the program before it has not."""
+    old, new = (p.read_text().splitlines() for p in (path.with_name(before), path))
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    found = [
+        number + 1
+        for kind, _, _, start, end in matcher.get_opcodes()
+        if kind != "equal"
+        for number in range(start, end)
+        if new[number].strip()
+    ]
+    return ",".join(map(str, found))
 
 
 def prepare_docstring(
