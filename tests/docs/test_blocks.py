@@ -306,6 +306,18 @@ def test_every_block_is_checked_or_says_why_not(page: str) -> None:
         after_python = after_python or block.runs
 
 
+def test_every_page_with_python_is_known() -> None:
+    """Notes on decisions show what was, and are left out."""
+    found = [ROOT / "README.md", *pages("."), *sorted((ROOT / "benchmarks").glob("*.md"))]
+    with_python = {
+        str(page.relative_to(ROOT))
+        for page in found
+        if any(block.language == "python" for block in read_blocks(page))
+        and page.parent.name != "decisions"
+    }
+    assert with_python <= {*names(MANUAL), *names(OLDER), *ELSEWHERE}
+
+
 def test_count(capsys: pytest.CaptureFixture[str]) -> None:
     """Say how many blocks there are, and how many run; keep those few that do not."""
     manual = [block for page in MANUAL for block in read_blocks(page)]
