@@ -1,4 +1,4 @@
-"""How Sphinx makes the manual of this repository's Markdown files: see docs/decisions/0019.
+"""How Sphinx makes the manual of this repository's Markdown files: see docs/decisions/0020.
 
 The source folder is the repository itself, so that a relative link between two files means the same
 in an editor, on a code host, and on the site. `scripts/docs` runs it.
