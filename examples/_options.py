@@ -67,6 +67,8 @@ class Options:
     temperature: float
     prompt: str
     metrics: Path | None
+    recorded_steps: int
+    pages_dir: Path
     deterministic: bool
 
     def manifest(self, step: int) -> Manifest:
@@ -152,6 +154,13 @@ def _build_parser() -> _Parser:
         "--save-every", type=int, default=500, help="steps between checkpoints; 0: only at the end"
     )
     files("--metrics", type=Path, help="append one JSON line a step to this file")
+    files(
+        "--recorded-steps",
+        type=int,
+        default=8,
+        help="how many of the last steps a page shows; 0: draw no pages",
+    )
+    files("--pages-dir", type=Path, help="default: --checkpoint-dir with -pages behind it")
     add("--log-every", type=int, default=25, help="steps between progress lines")
     add("--held-out-batches", type=int, default=32)
     add("--sample-bytes", type=int, default=240)
@@ -181,6 +190,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
             f"--batch-size {given.batch_size} does not divide evenly over {ranks} ranks: "
             f"choose a multiple of {ranks}"
         )
+    folder = given.checkpoint_dir
     options = Options(
         ranks=ranks,
         mesh=given.mesh or (ranks,),
@@ -207,6 +217,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
         temperature=given.temperature,
         prompt=given.prompt,
         metrics=given.metrics,
+        recorded_steps=given.recorded_steps,
+        pages_dir=given.pages_dir or folder.with_name(f"{folder.name}-pages"),
         deterministic=given.deterministic,
     )
     _check_files(parser, options)
@@ -216,7 +228,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
 def _check_numbers(parser: _Parser, given: argparse.Namespace) -> None:
     at_least = {"ranks": 1, "steps": 1, "stop_at": 1, "batch_size": 1, "sequence_length": 2}
     at_least |= {"warmup_steps": 0, "save_every": 0, "log_every": 1, "held_out_batches": 1}
-    at_least |= {"sample_bytes": 0, "seed": 0}
+    at_least |= {"sample_bytes": 0, "seed": 0, "recorded_steps": 0}
     for name, smallest in at_least.items():
         value = getattr(given, name)
         if value is not None and value < smallest:

@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ import _interrupt
 from _data import Batch, Corpus, held_out_batch, train_batch
 from _model import Transformer
 from _options import Options
+from _pages import Pages
 from fsdp2 import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -44,11 +46,15 @@ class Unit:
     whole_nbytes: int
 
 
-def shard_transformer(model: Transformer, mesh: DeviceMesh, dtype: str) -> None:
-    """Shard each block, then the rest, in place; parameters stay fp32 for the optimizer."""
-    policy = MixedPrecisionPolicy()
+def precision_of(dtype: str) -> MixedPrecisionPolicy:
+    """Return what computes in a dtype and reduces in fp32."""
     if dtype == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()
+
+
+def shard_transformer(model: Transformer, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Shard each block, then the rest, in place; parameters stay fp32 for the optimizer."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -131,7 +137,9 @@ class Trainer:
         # The same whole weights on every rank, before they are sharded.
         torch.manual_seed(options.seed)
         self.model = Transformer(options.model).to(device)
-        shard_transformer(self.model, mesh, options.dtype)
+        policy = precision_of(options.dtype)
+        shard_transformer(self.model, mesh, policy)
+        self.pages = Pages(options, policy)
         # Training and evaluation run the compiled forward; everything else uses the model itself.
         self.forward: nn.Module = self.model
         if options.backend is not None:
@@ -158,22 +166,25 @@ class Trainer:
         window_step = self.step
         step_tokens = options.batch_size * options.model.sequence_length
         is_interrupted = False
-        while self.step < options.stop_at and not is_interrupted:
-            loss, is_interrupted = self._train_step()
-            self._record(loss)
-            if self.step % options.log_every == 0 or self.step == options.stop_at:
-                now_s = time.perf_counter()
-                tokens = (self.step - window_step) * step_tokens
-                step_s = (now_s - start_s) / (self.step - start_step)
-                left_s = step_s * (options.stop_at - self.step)
-                self.say(
-                    f"step {self.step:>6}/{options.steps}  loss {loss:.4f}  "
-                    f"{tokens / (now_s - window_s):>9,.0f} tokens/s  "
-                    f"peak {peak_nbytes(self.device) / 2**20:,.0f} MiB  left {left_s:.0f} s"
-                )
-                window_s, window_step = now_s, self.step
-            if options.save_every and self.step % options.save_every == 0:
-                self.save()
+        with ExitStack() as recorded:
+            while self.step < options.stop_at and not is_interrupted:
+                if self.step == max(self.pages.first_step, start_step):
+                    recorded.enter_context(self.pages.recording(self.model))
+                loss, is_interrupted = self._train_step()
+                self._record(loss)
+                if self.step % options.log_every == 0 or self.step == options.stop_at:
+                    now_s = time.perf_counter()
+                    tokens = (self.step - window_step) * step_tokens
+                    step_s = (now_s - start_s) / (self.step - start_step)
+                    left_s = step_s * (options.stop_at - self.step)
+                    self.say(
+                        f"step {self.step:>6}/{options.steps}  loss {loss:.4f}  "
+                        f"{tokens / (now_s - window_s):>9,.0f} tokens/s  "
+                        f"peak {peak_nbytes(self.device) / 2**20:,.0f} MiB  left {left_s:.0f} s"
+                    )
+                    window_s, window_step = now_s, self.step
+                if options.save_every and self.step % options.save_every == 0:
+                    self.save()
         return not is_interrupted
 
     def _train_step(self) -> tuple[float, bool]:
@@ -301,6 +312,8 @@ def run_rank(options: Options) -> int:
     if is_complete:
         trainer.evaluate()
         trainer.sample()
+        for page in trainer.pages.draw():
+            trainer.say(f"drew {page}")
     else:
         trainer.say(f"interrupted after step {trainer.step}; go on with --resume")
     dist.destroy_process_group()
