@@ -91,8 +91,9 @@ class StepPlan:
     """What one rank does in a step, in order, the memory that it takes, and the time.
 
     ``start_nbytes``: before the forward, with the optimizer's state if an optimizer was given;
-    gradients are cleared, but their memory stays, for the next ones. ``peak_nbytes``: the most in forward and backward, all included;
-    ``optimizer_peak_nbytes``: the most in the optimizer's step (0 without an optimizer).
+    gradients are cleared, but their memory stays, for the next ones. ``peak_nbytes``: the most in
+    forward and backward, all included; ``optimizer_peak_nbytes``: the most in the optimizer's step
+    (0 without an optimizer).
     ``seconds`` of a whole step, and ``spans`` of its time line, are there if hardware was given.
     """
 
