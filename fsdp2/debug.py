@@ -18,7 +18,7 @@ from torch import Tensor
 from fsdp2._api.settings import refuse_during_step, sharded_units
 from fsdp2._base import torch_autograd, torch_compiler
 from fsdp2._base.arguments import check_count, check_flag, check_process_group
-from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.errors import ConfigError, StateError, coded
 from fsdp2._comm.collectives import Wire
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import carrying, named
@@ -122,10 +122,11 @@ class OrderCheck:
             did = "; ".join(f"rank {r}: {_shown(o)}" for r, o in zip(ranks, orders, strict=True))
             self._entered = None
             raise StateError(
+                "FS401",
                 f"{self._running[-1]}: ranks run different units, or in another order ({did}; "
                 "| is where a forward begins). Nothing was mixed yet. Every rank must run the same "
                 "units in the same order. Pass conditional=True to fully_shard for a unit that "
-                "some ranks skip."
+                "some ranks skip.",
             )
 
     def _warn(self) -> None:
@@ -134,9 +135,12 @@ class OrderCheck:
         if name != expected and name not in self._warned:
             self._warned.add(name)
             warnings.warn(
-                f"fsdp2: {name} runs where {expected} ran before (forward {self._forwards + 1}, "
-                f"unit {position + 1}). Prefetching follows the recorded order, and gathers in "
-                "vain where it changes.",
+                coded(
+                    "FS408",
+                    f"fsdp2: {name} runs where {expected} ran before (forward "
+                    f"{self._forwards + 1}, unit {position + 1}). Prefetching follows the recorded "
+                    "order, and gathers in vain where it changes.",
+                ),
                 stacklevel=2,
             )
 
@@ -190,14 +194,18 @@ def without_communication(
     check_flag("without_communication", "reductions", reductions)
     if not gathers and not reductions:
         raise ConfigError(
+            "FS505",
             "without_communication: found gathers=False and reductions=False, which leave nothing "
-            "out. Pass one of them at most."
+            "out. Pass one of them at most.",
         )
     units = sharded_units("without_communication", "model", model)
     refuse_during_step("without_communication", units)
     warnings.warn(
-        "fsdp2.debug.without_communication: collectives are left out, so all results are wrong "
-        "until the context is left. Use it for measurements only.",
+        coded(
+            "FS515",
+            "fsdp2.debug.without_communication: collectives are left out, so all results are wrong "
+            "until the context is left. Use it for measurements only.",
+        ),
         stacklevel=3,
     )
     groups = [group for unit in units for group in unit.own_groups]

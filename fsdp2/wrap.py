@@ -141,7 +141,8 @@ def _naming(unit: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise type(error)(f"shard_model: {unit or '<root>'}: {error}") from error
+        text = f"shard_model: {unit or '<root>'}: {error.text}"
+        raise type(error)(error.code, text) from error
 
 
 def _check_keywords(choice: Choice, what: str) -> None:
@@ -150,7 +151,8 @@ def _check_keywords(choice: Choice, what: str) -> None:
             instead = _OF_FSDP1.get(name)
             hint = f"Pass {instead} instead." if instead else f"It has {sorted(DEFAULTS)}."
             raise ConfigError(
-                f"shard_model: found {name!r} in {what}, which fully_shard does not have. {hint}"
+                "FS214",
+                f"shard_model: found {name!r} in {what}, which fully_shard does not have. {hint}",
             )
 
 
@@ -179,8 +181,9 @@ def _run(policy: object, model: nn.Module, ignored: Ignored) -> Chosen:
         if wrong or not classes:
             found = f"{described(wrong[0])} in it" if wrong else "none"
             raise ConfigTypeError(
+                "FS101",
                 f"shard_model: expected classes of modules as policy, found {found}. Pass for "
-                "example {TransformerBlock}."
+                "example {TransformerBlock}.",
             )
         return _ask(lambda module: isinstance(module, classes), model, ignored)
     if isinstance(policy, type | nn.Module) or not callable(policy):
@@ -210,8 +213,9 @@ def _ask(function: Callable[[nn.Module], Any], model: nn.Module, ignored: Ignore
         answer = function(module)
         if not isinstance(answer, bool | dict):
             raise ConfigError(
+                "FS213",
                 f"shard_model: the policy returned {described(answer)} for {name}. Return True, "
-                "False, or a dict of keywords of fully_shard."
+                "False, or a dict of keywords of fully_shard.",
             )
         if answer:
             chosen[module] = answer if isinstance(answer, dict) else {}
@@ -291,8 +295,9 @@ def strategy(
     elif mesh.ndim != ndim or (key == "NO_SHARD" and mesh.size(1) != 1):
         wanted = "2-D, of shape (ranks, 1)" if key == "NO_SHARD" else f"{ndim}-D"
         raise ConfigError(
+            "FS222",
             f"strategy: {key} needs a mesh that is {wanted}, found one of shape "
-            f"{tuple(mesh.shape)}. Leave it out to use all ranks."
+            f"{tuple(mesh.shape)}. Leave it out to use all ranks.",
         )
     return {"mesh": mesh, "reshard_after_forward": False if keeps else None}
 
@@ -336,8 +341,9 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
     else:
         if size % ranks_per_node:
             raise ConfigError(
+                "FS222",
                 f"hybrid_mesh: found ranks_per_node={described(ranks_per_node)} for {size} ranks. "
-                "Pass a divisor of their number."
+                "Pass a divisor of their number.",
             )
         nodes = [str(rank // ranks_per_node) for rank in range(size)]
     rows: dict[str, list[int]] = {}
@@ -346,8 +352,9 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
     if len({len(row) for row in rows.values()}) > 1:
         listing = ", ".join(f"{node}: {row}" for node, row in rows.items())
         raise ConfigError(
+            "FS222",
             f"hybrid_mesh: expected as many ranks on each node, found {listing}. Start the program "
-            "with equal nodes, or pass ranks_per_node, or a mesh of your own."
+            "with equal nodes, or pass ranks_per_node, or a mesh of your own.",
         )
     kind = device_type or default_device_type()
     return DeviceMesh(kind, list(rows.values()), mesh_dim_names=("replicate", "shard"))

@@ -285,8 +285,8 @@ FAULTS = [
     Fault(
         "together-forgets-kind-of-error",
         "fsdp2/_comm/process_mesh.py",
-        "raise _KINDS[told.kind](told.text) from error",
-        "raise StateError(told.text) from error",
+        "raise _KINDS[told.kind](told.code, told.text) from error",
+        "raise StateError(told.code, told.text) from error",
         "A ConfigError or UnsupportedError that one rank met is raised as a StateError: 'except ConfigError' does not catch it any more.",
         near=(
             "behaviour/test_divergence.py",

@@ -24,36 +24,43 @@ from fsdp2._engine.unit import unit_of
 def check_modules(module: object) -> list[nn.Module]:
     candidates = list(module) if isinstance(module, list | tuple) else [module]
     if not candidates:
-        raise ConfigError("fully_shard: found an empty list of modules. Pass at least one.")
+        raise ConfigError(
+            "FS102", "fully_shard: found an empty list of modules. Pass at least one."
+        )
     modules: list[nn.Module] = []
     for candidate in candidates:
         if not isinstance(candidate, nn.Module):
             raise ConfigTypeError(
+                "FS101",
                 f"fully_shard: expected an nn.Module or a list of them, found "
-                f"{type(candidate).__name__}. Pass the module itself."
+                f"{type(candidate).__name__}. Pass the module itself.",
             )
         if isinstance(candidate, torch.jit.ScriptModule):
             raise ConfigError(
+                "FS204",
                 f"fully_shard: found a ScriptModule, {candidate.original_name}, whose class cannot "
-                "change. Shard the module that it was scripted from."
+                "change. Shard the module that it was scripted from.",
             )
         modules.append(candidate)
     modules = _outermost(modules)
     for target in modules:
         if is_container(target):
             raise ConfigError(
+                "FS201",
                 f"fully_shard: {type(target).__name__} has no forward, so nothing would gather "
-                "its parameters. Apply fully_shard to each of its modules, or to its parent."
+                "its parameters. Apply fully_shard to each of its modules, or to its parent.",
             )
         if unit_of(target) is not None or "fully_shard" in torch_modules.composable_names(target):
             raise ConfigError(
+                "FS202",
                 f"fully_shard: was already applied to this {type(target).__name__}. Apply it "
-                "once to each module."
+                "once to each module.",
             )
         if "replicate" in torch_modules.composable_names(target):
             raise ConfigError(
+                "FS203",
                 f"fully_shard: replicate was already applied to this {type(target).__name__}, and "
-                "manages its parameters. Apply one of the two to a module."
+                "manages its parameters. Apply one of the two to a module.",
             )
     return modules
 
@@ -81,8 +88,9 @@ def check_reshard(choice: object, data: DataMesh) -> int | None:
     if choice < 1 or size % choice:
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         raise ConfigError(
+            "FS211",
             f"fully_shard: found reshard_after_forward={described(choice)} for {size} shard ranks "
-            f"on {data.mesh}. Pass a divisor: one of {divisors}."
+            f"on {data.mesh}. Pass a divisor: one of {divisors}.",
         )
     return None if choice in (1, size) else choice
 
@@ -97,14 +105,16 @@ def check_method(module: object, name: object) -> str:
     method = getattr(module, name, None)
     if not callable(method):
         raise ConfigError(
+            "FS501",
             f"{who}: {type(module).__name__} has no method {described(name)}. Pass the name of one "
-            "that it has."
+            "that it has.",
         )
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method):
         raise ConfigError(
+            "FS502",
             f"register_fsdp_forward_method: {type(module).__name__}.{name} is a generator or a "
             "coroutine, whose body runs after the call returned, when parameters are sharded "
-            "again. Register a method that returns its result."
+            "again. Register a method that returns its result.",
         )
     return name
 

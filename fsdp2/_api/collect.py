@@ -125,8 +125,9 @@ def collect(
     on_meta = [fqn for param, (fqn, _) in found.items() if param.is_meta]
     if 0 < len(on_meta) < len(found):
         raise ConfigError(
+            "FS207",
             f"fully_shard: found parameters on meta ({', '.join(on_meta)}) beside real ones in "
-            "one group. Materialise all of them, or none, or shard their modules separately."
+            "one group. Materialise all of them, or none, or shard their modules separately.",
         )
     _find_escaped(collected, modules)
     return collected
@@ -138,7 +139,7 @@ def refuse_extensions(collected: Collected) -> None:
     names = [param.fqn for param in escaped if param.is_extended]
     names += [own.fqn for original, own in collected.own.items() if brings_extension(original)]
     if names:
-        raise ConfigError(smaller_mesh_refused(names[0]))
+        raise ConfigError("FS211", smaller_mesh_refused(names[0]))
 
 
 def take_ties(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
@@ -214,8 +215,9 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                 if group.data not in collected.meshes:
                     meshes = " and ".join(str(data.mesh) for data in collected.meshes)
                     raise ConfigError(
+                        "FS209",
                         f"{param.fqn}: is tied across units on different meshes, "
-                        f"{group.data.mesh} and {meshes}. Use one mesh for both."
+                        f"{group.data.mesh} and {meshes}. Use one mesh for both.",
                     )
                 collected.escaped.setdefault(unit, []).append(param)
 
@@ -243,21 +245,25 @@ def _managed(
 def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
     if is_lazy(param):
         raise ConfigError(
+            "FS205",
             f"{fqn}: has no shape yet, because its module is lazy. Run the module once on an "
-            "example input, then apply fully_shard."
+            "example input, then apply fully_shard.",
         )
     if param.__dict__.get(SUMMONED) is not None:
         raise StateError(
+            "FS306",
             f"{fqn}: fully_shard was called inside summon_full_params, where the parameters of "
-            "another unit are registered whole. Leave the context first."
+            "another unit are registered whole. Leave the context first.",
         )
     if isinstance(param, DTensor) and data.full is None and param.device_mesh == data.mesh:
         raise ConfigError(
+            "FS202",
             f"{fqn}: is already sharded on {data.mesh}. Apply fully_shard bottom up: to submodules "
-            "before the modules that contain them."
+            "before the modules that contain them.",
         )
     if param.layout is not torch.strided:
         raise ConfigError(
+            "FS206",
             f"{fqn}: expected a dense parameter, found layout {param.layout}. Convert it, or put "
-            "it into ignored_params."
+            "it into ignored_params.",
         )

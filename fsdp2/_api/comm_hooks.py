@@ -68,8 +68,9 @@ class Compress:
         narrow, factor = self.narrow(state, packed, group.size())
         if reduced.numel() not in (packed.numel(), packed.numel() / group.size()):
             raise ConfigError(
+                "FS508",
                 f"Compress: found {packed.numel()} packed and {reduced.numel()} reduced elements "
-                f"for {group.size()} ranks. Pass as many, or one rank's part of them."
+                f"for {group.size()} ranks. Pass as many, or one rank's part of them.",
             )
         if reduced.numel() == packed.numel():
             dist.all_reduce(narrow, group=group)
@@ -133,8 +134,9 @@ def register_comm_hook(
     check_function("register_comm_hook", "hook", hook)
     if isinstance(hook, Compress) and state is not None:
         raise ConfigError(
+            "FS505",
             "register_comm_hook: found a state for Compress, which needs one of its own for each "
-            "unit and axis. Leave it out."
+            "unit and axis. Leave it out.",
         )
     groups = [group for unit in units for group in unit.own_groups]
     refuse_during_step("register_comm_hook", units)
@@ -142,14 +144,16 @@ def register_comm_hook(
         scatter = group.wire.scatter
         if not isinstance(scatter, DefaultReduceScatter | Hooked):
             raise ConfigError(
+                "FS505",
                 f"register_comm_hook: {group.fqn or '<root>'} has a custom reduce-scatter, "
-                f"{type(scatter).__name__}. Use one or the other."
+                f"{type(scatter).__name__}. Use one or the other.",
             )
         if hook is not None and group.wire.gradient_dtype is not None:
             raise ConfigError(
+                "FS505",
                 f"register_comm_hook: gradients of {group.fqn or '<root>'} travel in "
                 f"{group.wire.gradient_dtype}, and a hook is given those in the reduce dtype. Call "
-                "set_gradient_wire_dtype(None) first."
+                "set_gradient_wire_dtype(None) first.",
             )
     for group in groups:
         if hook is None:

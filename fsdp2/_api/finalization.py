@@ -27,8 +27,9 @@ class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: i
         streams = runtime.context.streams
         if streams.pending is not self._pending:
             raise StateError(
+                "FS311",
                 "GradientReductionHandle.wait: reset_iter_state() dropped the reduction that this "
-                "handle is of. Run the backward again."
+                "handle is of. Run the backward again.",
             )
         self._runtime = self._pending = streams.pending = None
         runtime.end_reductions()
@@ -42,12 +43,13 @@ def set_manual(unit: Unit, enabled: bool) -> None:
     """
     who = "set_manual_backward_finalization"
     if enabled is not unit.settings.manual_finalization and torch_autograd.graph_task_id() != -1:
-        raise StateError(f"{who}: called during a backward. Call it before the forward.")
+        raise StateError("FS301", f"{who}: called during a backward. Call it before the forward.")
     began = unit.runtime.backward.began_manual if isinstance(unit.runtime, Runtime) else None
     if began is not None and enabled is not began:
         raise StateError(
+            "FS310",
             f"{who}: found a backward that began in the other mode and has not ended. Call "
-            "finalize_backward() first, or reset_iter_state() to drop it."
+            "finalize_backward() first, or reset_iter_state() to drop it.",
         )
     unit.configure(manual_finalization=enabled)
 
@@ -74,17 +76,21 @@ def _check(runtime: Runtime) -> None:
     runtime.refuse_pending(who)
     if not runtime.root.settings.manual_finalization:
         raise StateError(
+            "FS310",
             f"{who}: backwards end by themselves here. Call "
-            "set_manual_backward_finalization(True) on the root before the forward."
+            "set_manual_backward_finalization(True) on the root before the forward.",
         )
     if torch_autograd.graph_task_id() != -1:
-        raise StateError(f"{who}: called during a backward. Call it when backward has returned.")
+        raise StateError(
+            "FS301", f"{who}: called during a backward. Call it when backward has returned."
+        )
     for unit in runtime.units:
         for group in unit.own_groups:
             is_split = group.data.replicate.size > 1 and not group.settings.all_reduce_grads
             if group.reducer.unreduced.partial is not None or is_split:
                 raise StateError(
+                    "FS310",
                     f"{who}: {group.fqn or '<root>'} is to leave its gradients unreduced over the "
                     "replicate axis, which cannot be finalized by hand. Call "
-                    "set_requires_all_reduce(True), or let backwards end by themselves."
+                    "set_requires_all_reduce(True), or let backwards end by themselves.",
                 )

@@ -41,24 +41,27 @@ class Ignored:
         wrong = [item for item in found if not isinstance(item, nn.Module | Tensor)]
         if wrong:
             raise ConfigTypeError(
+                "FS101",
                 "fully_shard: expected ignored_states to hold modules, or parameters and buffers, "
                 f"found {described(wrong[0])} in it. Pass the modules or tensors themselves, not "
-                "their names."
+                "their names.",
             )
         if modules and own:
             raise ConfigError(
+                "FS212",
                 f"fully_shard: found a {type(modules[0]).__name__} and a "
                 f"{type(own[0]).__name__} of shape {tuple(own[0].shape)} in ignored_states. Pass "
                 "modules only, or tensors only: for a mixture pass "
-                "[*module.parameters(), *module.buffers()] in the place of each module."
+                "[*module.parameters(), *module.buffers()] in the place of each module.",
             )
         inside = {child for module in modules for child in module.modules()}
         for child in inside:
             if unit_of(child) is not None:
                 raise ConfigError(
+                    "FS212",
                     f"fully_shard: found a {type(child).__name__} in ignored_states that "
                     "fully_shard was applied to, so its parameters are sharded already. "
-                    "Leave it out: a call never takes what an earlier one took."
+                    "Leave it out: a call never takes what an earlier one took.",
                 )
             tensors.update(p for p in child._parameters.values() if p is not None)
             tensors.update(b for b in child._buffers.values() if b is not None)
@@ -77,9 +80,10 @@ def _params(ignored: object) -> list[nn.Parameter]:
     for param in _listed(ignored):
         if not isinstance(param, nn.Parameter):
             raise ConfigTypeError(
+                "FS101",
                 f"fully_shard: expected ignored_params to be a set of nn.Parameter, found "
                 f"{type(param).__name__} in it. Pass the parameters themselves; modules and "
-                "buffers go into ignored_states."
+                "buffers go into ignored_states.",
             )
         params.append(param)
     return params

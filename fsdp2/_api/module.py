@@ -46,8 +46,9 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
             _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
         except TypeError as error:
             raise ConfigError(
+                "FS204",
                 f"fully_shard: {cls.__name__} cannot have a subclass ({error}), and a sharded "
-                "module's class is one. Let its __init_subclass__ and metaclass take defaults."
+                "module's class is one. Let its __init_subclass__ and metaclass take defaults.",
             ) from error
     return _classes[cls]
 
@@ -201,8 +202,9 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         unit = own_unit(self)
         if unit.summoned_on:
             raise StateError(
+                "FS306",
                 f"{unit.fqn or '<root>'}: unshard() was called inside summon_full_params, where "
-                "parameters are whole already. Leave the context first."
+                "parameters are whole already. Leave the context first.",
             )
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
@@ -297,8 +299,9 @@ def _root_runtime(who: str, unit: Unit) -> Runtime | None:
         return None
     if runtime.root is not unit:
         raise StateError(
+            "FS303",
             f"{who}: called on {unit.fqn}, which is not the root. Call it on the module whose "
-            "forward you run."
+            "forward you run.",
         )
     assert isinstance(runtime, Runtime)
     return runtime

@@ -128,8 +128,10 @@ def replace_torch() -> Replacement:
     sharded = _sharded_by_torch()
     if sharded is not None:
         raise StateError(
+            "FS909",
             f"replace_torch: a {sharded} that torch's own fully_shard has sharded is alive. Call "
-            "replace_torch() before anything is sharded, or start the program with python -m fsdp2."
+            "replace_torch() before anything is sharded, or start the program with python -m "
+            "fsdp2.",
         )
     return Replacement()
 

@@ -28,7 +28,7 @@ from fsdp2._base.arguments import (
     wrong_type,
     wrong_value,
 )
-from fsdp2._base.errors import ConfigError, ConfigTypeError, StateError
+from fsdp2._base.errors import ConfigError, ConfigTypeError, StateError, coded
 from fsdp2._base.events import IDLE
 from fsdp2._comm import collectives
 from fsdp2._comm.collectives import AllGather, ReduceScatter
@@ -79,8 +79,9 @@ def sharded_units(who: str, name: str, module: nn.Module, recurse: bool = True) 
         units = [unit for unit in units if module in unit.modules]
     if not units:
         raise ConfigError(
+            "FS503",
             f"{who}: fully_shard was applied to nothing in this {type(module).__name__}. Pass the "
-            "sharded model."
+            "sharded model.",
         )
     return units
 
@@ -96,8 +97,9 @@ def refuse_during_step(
             unit.runtime.recover_if_failed()
         if unit.runtime.context.phase is not IDLE:
             raise StateError(
+                "FS301",
                 f"{who}: called during the {unit.runtime.context.phase} of "
-                f"{unit.runtime.root.fqn or '<root>'}. {hint}"
+                f"{unit.runtime.root.fqn or '<root>'}. {hint}",
             )
 
 
@@ -218,7 +220,10 @@ class ControlSurface:
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``; deprecated."""
         warnings.warn(
-            "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
+            coded(
+                "FS506",
+                "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
+            ),
             FutureWarning,
             stacklevel=2,
         )
@@ -294,8 +299,9 @@ class ControlSurface:
         groups = groups_in(self)
         if stream is not None and any(group.data.replicate.size > 1 for group in groups):
             raise ConfigError(
+                "FS505",
                 "set_all_reduce_hook: found a stream together with a replicate axis. Leave out the "
-                "stream: the hook runs in that of the all-reduce."
+                "stream: the hook runs in that of the all-reduce.",
             )
         for group in groups:
             group.reducer.hook, group.reducer.hook_stream = hook, stream
@@ -321,8 +327,9 @@ class ControlSurface:
         groups = groups_in(self)
         if any(group.wire.gradient_dtype is not None for group in groups):
             raise ConfigError(
+                "FS505",
                 "set_custom_reduce_scatter: found a dtype set with set_gradient_wire_dtype, which "
-                "is for the library's own. Call set_gradient_wire_dtype(None) first."
+                "is for the library's own. Call set_gradient_wire_dtype(None) first.",
             )
         for group in groups:
             group.wire.scatter = comm
@@ -427,8 +434,9 @@ class ControlSurface:
         groups = groups_in(self, recurse)
         if dtype is not None and not all(group.wire.scatters_zero_copy for group in groups):
             raise ConfigError(
+                "FS505",
                 "set_gradient_wire_dtype: found a reduce-scatter of your own, or one on special "
-                "memory, which sends what it is given. Use one or the other."
+                "memory, which sends what it is given. Use one or the other.",
             )
         for group in groups:
             group.wire.gradient_dtype = dtype
@@ -484,8 +492,9 @@ def _flag(setter: str, value: object) -> bool:
 def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:
     if any(group.wire.is_custom for group in groups):
         raise ConfigError(
+            "FS505",
             f"{name}: found a custom all-gather or reduce-scatter, which allocates for itself. Use "
-            "one or the other."
+            "one or the other.",
         )
 
 
@@ -504,7 +513,8 @@ def _units_of(who: str, modules: object) -> tuple[Unit, ...]:
     for module in modules:
         if not isinstance(module, ControlSurface):
             raise ConfigTypeError(
-                f"{who}: expected modules to be {expected}, found {described(module)} in it."
+                "FS101",
+                f"{who}: expected modules to be {expected}, found {described(module)} in it.",
             )
         units.append(own_unit(module))
     return tuple(units)

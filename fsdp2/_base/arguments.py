@@ -45,13 +45,17 @@ def wrong_type(
     who: str, name: str, expected: str, found: object, hint: str = ""
 ) -> ConfigTypeError:
     """Return the error for a value of another type."""
-    return ConfigTypeError(*wrong_value(who, name, expected, found, hint).args)
+    return ConfigTypeError("FS101", _not_as_expected(who, name, expected, found, hint))
 
 
 def wrong_value(who: str, name: str, expected: str, found: object, hint: str = "") -> ConfigError:
     """Return the error for a value of the right type that cannot be used."""
+    return ConfigError("FS102", _not_as_expected(who, name, expected, found, hint))
+
+
+def _not_as_expected(who: str, name: str, expected: str, found: object, hint: str) -> str:
     text = f"{who}: expected {name} to be {expected}, found {described(found)}."
-    return ConfigError(f"{text} {hint}" if hint else text)
+    return f"{text} {hint}" if hint else text
 
 
 def check_flag(who: str, name: str, value: object) -> bool:
@@ -181,4 +185,4 @@ def check_process_group(who: str, name: str, value: object) -> dist.ProcessGroup
 def translated(who: str, error: Exception) -> ConfigError:
     """Return an error of ours for what another library says about arguments passed on to it."""
     kind = ConfigTypeError if isinstance(error, TypeError) else ConfigError
-    return kind(f"{who}: {type(error).__name__}: {error}")
+    return kind("FS103", f"{who}: {type(error).__name__}: {error}")

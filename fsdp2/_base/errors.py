@@ -9,14 +9,37 @@
     └── UnsupportedError(NotImplementedError)
                                     a thing that a user may expect and that does not exist here
 
-A message has three parts: which parameter or module, what was found, what to do about it.
+A message has three parts: which parameter or module, what was found, what to do about it. It ends
+with a code, as ``[FS104]``: a heading in ``fsdp2/errors``, which says more than a message can.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def coded(code: str, text: str) -> str:
+    """Return a message that ends with its code; for what is no ``FSDPError``, as a warning."""
+    return f"{text} [{code}]"
+
 
 class FSDPError(Exception):
-    """Catch every deliberate error of this package with one class."""
+    """Catch every deliberate error of this package with one class.
+
+    Args:
+        code: what to look up, with ``python -m fsdp2 explain`` or in the manual: ``"FS104"``. It
+            keeps its meaning in later versions.
+        text: the message without the code.
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(coded(code, text))
+        self.code = code
+        self.text = text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle by what ``__init__`` takes, which is not ``args``."""
+        return type(self), (self.code, self.text), vars(self)
 
 
 class ConfigError(FSDPError, ValueError):

@@ -40,8 +40,9 @@ def require_representable(what: str, name: str, value: Tensor, dtype: torch.dtyp
         same = piece.to(dtype).to(piece.dtype) == piece
         if not same.all():
             raise ConfigError(
+                "FS603",
                 f"{what}: {name} is {dtype} in the model, and the state has {piece[~same][0]} of "
-                f"{value.dtype}, which it cannot hold. Nothing was changed."
+                f"{value.dtype}, which it cannot hold. Nothing was changed.",
             )
 
 
@@ -94,9 +95,10 @@ def _check_keys(
         parts = [f"lacks {', '.join(lacking)}"] if lacking else []
         parts += [f"has {', '.join(foreign)}"] if foreign else []
         raise ConfigError(
+            "FS608",
             f"{what}: the state of {name} is not of {_class_of(optimizer).__name__}: it "
             f"{' and '.join(parts)}. Load it into the optimizer that it was taken of. "
-            "Nothing was changed."
+            "Nothing was changed.",
         )
 
 
@@ -108,14 +110,16 @@ def _check_shape(
         return
     if not is_like and is_tensor and value.numel() != 1:
         raise ConfigError(
+            "FS608",
             f"{what}: {name} in the optimizer's state: expected a number, found a tensor of shape "
-            f"{tuple(value.shape)}. Nothing was changed."
+            f"{tuple(value.shape)}. Nothing was changed.",
         )
     if is_like and (not is_tensor or tuple(value.shape) != shape):
         found = tuple(value.shape) if is_tensor else type(value).__name__
         raise ConfigError(
+            "FS608",
             f"{what}: {name} in the optimizer's state: expected a tensor of shape {shape}, as the "
-            f"parameter's, found {found}. Nothing was changed."
+            f"parameter's, found {found}. Nothing was changed.",
         )
 
 
@@ -131,9 +135,10 @@ def check_options(what: str, optimizer: Optimizer, saved: Iterable[Mapping[str, 
         foreign = sorted((set(group) - own) & _all_options())
         if lacking and foreign:
             raise ConfigError(
+                "FS608",
                 f"{what}: the state is not of {_class_of(optimizer).__name__}: its param groups "
                 f"have {', '.join(foreign[:4])} and lack {', '.join(lacking[:4])}. Load it into "
-                "the optimizer that it was taken of. Nothing was changed."
+                "the optimizer that it was taken of. Nothing was changed.",
             )
 
 

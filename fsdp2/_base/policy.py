@@ -126,8 +126,9 @@ def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> 
     chosen = policy.param_dtype_override_fn(param)
     if chosen is not None and chosen not in (policy.param_dtype, param.dtype):
         raise ConfigError(
+            "FS213",
             f"fully_shard: param_dtype_override_fn returned {chosen!r} for {fqn}. Return None, "
-            f"param_dtype ({policy.param_dtype}) or the parameter's own dtype ({param.dtype})."
+            f"param_dtype ({policy.param_dtype}) or the parameter's own dtype ({param.dtype}).",
         )
     return chosen is not None and chosen is not policy.param_dtype
 
@@ -204,12 +205,13 @@ class DataParallelMeshDims(_Frozen, torch_modules.DataParallelMeshDims):
             _require(names is None or isinstance(names, str) or is_several, self, name, expected)
         if not self.shard_names and not self.replicate_names:
             raise ConfigError(
-                "DataParallelMeshDims: found neither shard nor replicate dims. Name at least one."
+                "FS217",
+                "DataParallelMeshDims: found neither shard nor replicate dims. Name at least one.",
             )
         both = set(self.shard_names) & set(self.replicate_names)
         if both:
             raise ConfigError(
-                f"DataParallelMeshDims: found {sorted(both)} in both shard and replicate."
+                "FS217", f"DataParallelMeshDims: found {sorted(both)} in both shard and replicate."
             )
 
     @property
@@ -245,8 +247,9 @@ def ours(policy: Any) -> Any:
         for one, value in said.items():
             if one.name not in known and value != one.default:
                 raise ConfigError(
+                    "FS214",
                     f"fully_shard: found {one.name}={value!r} in a {type(policy).__name__}, which "
-                    "fsdp2 does not know. Leave it at its default."
+                    "fsdp2 does not know. Leave it at its default.",
                 )
         return make(**{one.name: value for one, value in said.items() if one.name in known})
     return policy

@@ -95,9 +95,10 @@ class _Registry(dict[str, RegistryItem]):
     def __contains__(self, name: object) -> bool:
         if sys._getframe(1).f_code.co_name == "_is_composable_with_fsdp":
             raise ConfigError(
+                "FS908",
                 "torch's own fully_shard was called on a tree with a module that fsdp2 has "
                 "sharded, and cannot manage it. Use fsdp2.fully_shard for the whole tree: import "
-                "it from fsdp2, or call fsdp2.replace_torch() first."
+                "it from fsdp2, or call fsdp2.replace_torch() first.",
             )
         return super().__contains__(name)
 

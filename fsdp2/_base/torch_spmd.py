@@ -104,9 +104,10 @@ def annotation_of(
         return None
     if mesh is None:
         raise ConfigError(
+            "FS220",
             f"{fqn}: has an annotation of spmd_types, and fully_shard was not told which dims of "
             "the mesh are data-parallel. Pass the full mesh, with names, and "
-            "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...)."
+            "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...).",
         )
     return _Reader(package, fqn, mesh, frozenset(data_names)).read(param, own)
 
@@ -151,7 +152,7 @@ class _Reader:
         return Annotation(restored, spec, self._mesh, tuple(placements), tuple(gradients), sums)
 
     def _error(self, rest: str) -> ConfigError:
-        return ConfigError(f"{self._fqn}: {rest}")
+        return ConfigError("FS220", f"{self._fqn}: {rest}")
 
     def _shards(self, spec: Any) -> dict[Any, Any]:
         """Return the type S(dim) of each axis that splits the parameter.

@@ -167,8 +167,9 @@ class SymmetricMemoryAllGather(DefaultAllGather):
             raise wrong_value("set_symm_mem_for_comm", "backend", "'NCCL'", backend)
         if found != "nccl":
             raise UnsupportedError(
+                "FS507",
                 f"set_symm_mem_for_comm: the process group's backend is {found!r}, which has no "
-                "symmetric memory. Use it on GPUs with the NCCL backend only."
+                "symmetric memory. Use it on GPUs with the NCCL backend only.",
             )
         self._memory = torch_comm.SymmetricMemory(group, backend)
 

@@ -221,7 +221,7 @@ class Agreement:
 
     def _settle(self, number: int, axis: MeshAxis, device: torch.device) -> None:
         if self.broken is not None:
-            raise StateError(self.broken)
+            raise StateError("FS401", self.broken)
         recent = self.recent
         predicted = self._predictions.expect(recent)
         if self.is_silent or predicted == number:
@@ -396,7 +396,7 @@ class Agreement:
         for follower in followers:
             if follower is not None:
                 follower.finish()
-        return StateError(why)
+        return StateError("FS401", why)
 
     def give_up(self, why: str, axis: MeshAxis, word: int = GAVE_UP) -> Follower | None:
         """Say that this rank does not go on, where the others expect its next operations.

@@ -214,8 +214,9 @@ def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
         return _axis(mesh, (mesh.mesh_dim_names or ()).index(names[0]))
     if _axis(mesh, 0).is_imagined:
         raise UnsupportedError(
+            "FS906",
             "plan: dp_mesh_dims with several dims of one role is not planned, because it makes "
-            "process groups. Pass mesh with one dim of each role, of the same number of ranks."
+            "process groups. Pass mesh with one dim of each role, of the same number of ranks.",
         )
     return _axis(torch_dtensor.flatten_dims(mesh, names), 0)
 
@@ -251,9 +252,10 @@ def require_process_group(who: str) -> None:
             dist.init_process_group()
         except ValueError as error:
             raise ConfigError(
+                "FS218",
                 f"{who} needs a process group, and none could be initialised "
                 f"({error}). Start the program with torchrun, call init_process_group first, or "
-                "pass mesh=init_device_mesh(...)."
+                "pass mesh=init_device_mesh(...).",
             ) from error
 
 
@@ -288,14 +290,16 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
         return mesh
     if mesh.ndim not in (1, 2):
         raise ConfigError(
+            "FS216",
             f"fully_shard: expected a 1-D mesh (shard) or a 2-D mesh (replicate, shard), found "
             f"{mesh.ndim} dims. Slice the data-parallel dims, mesh['replicate', 'shard'], or name "
-            "them with dp_mesh_dims."
+            "them with dp_mesh_dims.",
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise ConfigError(
+            "FS216",
             "fully_shard: expected names on a 2-D mesh, found none. Pass mesh_dim_names="
-            "('replicate', 'shard') to init_device_mesh."
+            "('replicate', 'shard') to init_device_mesh.",
         )
     return mesh
 
@@ -303,21 +307,24 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
     if mesh.mesh_dim_names is None:
         raise ConfigError(
+            "FS217",
             "fully_shard: dp_mesh_dims names dims of a mesh, and this one has no names. Pass "
-            "mesh_dim_names to init_device_mesh."
+            "mesh_dim_names to init_device_mesh.",
         )
     names = tuple(mesh.mesh_dim_names)
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in names:
             raise ConfigError(
+                "FS217",
                 f"fully_shard: found {name!r} in dp_mesh_dims, which is no dim of the mesh. Name "
-                f"some of {names}."
+                f"some of {names}.",
             )
     places = sorted({names.index(name) for name in dims.shard_names})
     if places and places[-1] - places[0] >= len(places):
         raise ConfigError(
+            "FS217",
             f"fully_shard: expected the dims to shard over to lie side by side, found "
-            f"{dims.shard_names} in a mesh of {names}. Order the dims so in init_device_mesh."
+            f"{dims.shard_names} in a mesh of {names}. Order the dims so in init_device_mesh.",
         )
 
 
@@ -335,8 +342,9 @@ def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
     mesh = found if isinstance(found, DeviceMesh) else getattr(found, "mesh", None)
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(
+            "FS215",
             f"{fqn}: shard_placement_fn returned mesh_info={found!r}. Return a 1-D mesh (shard), a "
-            "2-D mesh (replicate, shard), an object with one as its mesh, or None."
+            "2-D mesh (replicate, shard), an object with one as its mesh, or None.",
         )
     chosen = {
         getattr(found, "replicate_mesh_dim", None): REPLICATE,
@@ -346,12 +354,14 @@ def mesh_of(found: object, fqn: str, unit: DataMesh) -> DataMesh:
     roles = tuple(chosen.get(dim, OWN) for dim in range(mesh.ndim)) if chosen else None
     if OWN in (roles or ()) or (roles is None and mesh.ndim not in (1, 2)):
         raise ConfigError(
+            "FS215",
             f"{fqn}: shard_placement_fn returned a mesh of {mesh.ndim} dims, {mesh}. Slice those "
-            "to replicate and to shard over from it."
+            "to replicate and to shard over from it.",
         )
     if mesh.device_type != unit.mesh.device_type:
         raise ConfigError(
+            "FS215",
             f"{fqn}: shard_placement_fn returned a mesh of {mesh.device_type} devices, and "
-            f"fully_shard has one of {unit.mesh.device_type}. Use one kind in a call."
+            f"fully_shard has one of {unit.mesh.device_type}. Use one kind in a call.",
         )
     return DataMesh.of(mesh, roles)

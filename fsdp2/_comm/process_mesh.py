@@ -34,6 +34,7 @@ from fsdp2._base.errors import (
     FSDPError,
     StateError,
     UnsupportedError,
+    coded,
 )
 from fsdp2._base.interrupts import kept_interrupts, take_interrupt
 from fsdp2._comm.mesh import MeshAxis
@@ -49,16 +50,20 @@ class LostRank(StateError):  # noqa: N818  # a StateError, by another cause
     """A collective failed, because another rank is gone. See [Note: a rank that is gone]."""
 
     def __init__(self, cause: str, where: tuple[str, ...] = ()) -> None:
-        super().__init__(cause, where)
+        super().__init__("FS402", cause)
         self.cause = cause
         self.where = where
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.cause, self.where), vars(self)
+
     def __str__(self) -> str:
-        return (
+        text = (
             f"{': '.join(self.where) or 'a collective'}: another rank did not take part "
             f"({self.cause}). It was killed or stopped, or it called something else: look at what "
             "it printed, and start all ranks again."
         )
+        return coded(self.code, text)
 
 
 @contextlib.contextmanager
@@ -95,6 +100,7 @@ class _Told(NamedTuple):
     """What a rank tells the others of its error; ``kind``: which one of ours it is."""
 
     kind: str
+    code: str
     text: str
     rank: int
 
@@ -182,8 +188,8 @@ class Grid:
         if told is None:
             return
         if told.kind in _KINDS:
-            raise _KINDS[told.kind](told.text) from error
-        raise StateError(f"{what}: rank {told.rank} failed with {told.text}") from error
+            raise _KINDS[told.kind](told.code, told.text) from error
+        raise StateError("FS403", f"{what}: rank {told.rank} failed with {told.text}") from error
 
     def _tell(self, error: BaseException | None) -> _Told | None:
         """Return the first rank's error, if any has one."""
@@ -193,9 +199,10 @@ class Grid:
         if error is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
             name = type(error).__name__
-            is_ours = name in _KINDS and isinstance(error, FSDPError)
-            text = str(error) if is_ours else f"{name}: {error}".removesuffix(": ")
-            mine = _Told(name if is_ours else "", text, rank)
+            if name in _KINDS and isinstance(error, FSDPError):
+                mine = _Told(name, error.code, error.text, rank)
+            else:
+                mine = _Told("", "", f"{name}: {error}".removesuffix(": "), rank)
         found: list[_Told] = [told for told in self.collect(mine) if told is not None]
         return found[0]
 

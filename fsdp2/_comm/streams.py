@@ -36,8 +36,9 @@ class PendingReduction:
         """Raise StateError: a tree on the same streams, or this one itself, wants to go on."""
         whose = "" if self.tree is tree else " of a model that shares its streams (share_comm_ctx)"
         raise StateError(
+            "FS311",
             f"{who}: found a reduction{whose} that nobody has waited for. Call wait() on what "
-            "finalize_backward(async_op=True) returned."
+            "finalize_backward(async_op=True) returned.",
         )
 
 

@@ -55,10 +55,11 @@ class Agreement:
                 told = _compare(told, axis, device)
         if told is None:
             raise StateError(
+                "FS801",
                 f"{name or '<root>'}: ranks compiled different graphs: they would gather other "
                 "parameters, or in another order. Let all ranks take the same branches and use the "
                 "same units in the same order, or run the model itself, which checks every "
-                "collective and says which one differs."
+                "collective and says which one differs.",
             )
         self._agreed.add(number)
 

@@ -254,8 +254,9 @@ class _Place:
         unit = self.group.mover.unit
         if unit.summoned_on and self.backward.is_recomputing:
             raise StateError(
+                "FS306",
                 f"{unit.fqn or '<root>'}: the backward of a compiled model reads its parameters in "
-                "a recomputation, inside summon_full_params. Leave the context before backward."
+                "a recomputation, inside summon_full_params. Leave the context before backward.",
             )
 
     @torch_compiler.always_eager

@@ -184,8 +184,10 @@ class FunctionalStep:
             backend = options.pop("backend", "inductor")
             if choices.overlap and backend not in OVERLAPPING:
                 raise ConfigError(
+                    "FS804",
                     f"compile: expected backend to be 'inductor' or 'aot_eager' with overlap=True, "
-                    f"found {backend!r}. Leave overlap out, and let that backend order collectives."
+                    f"found {backend!r}. Leave overlap out, and let that backend order "
+                    "collectives.",
                 )
             overlap = choices.overlap is not False and backend in OVERLAPPING
             mode, inductor = options.pop("mode", None), options.pop("options", None)
@@ -293,9 +295,10 @@ class FunctionalStep:
             runtime.recover_if_failed()
             if runtime.context.phase is not IDLE:
                 raise StateError(
+                    "FS805",
                     f"{runtime.root.fqn or '<root>'}: a compiled model was called inside a forward "
                     "or backward of its own units. Compile the outermost module, or call "
-                    "compile() on a block."
+                    "compile() on a block.",
                 )
             runtime.rest()
         inside = {unit.unit for unit in self._units}
@@ -304,14 +307,16 @@ class FunctionalStep:
             owner = unit.unit.owner
             if owner is not None and owner not in inside:
                 raise StateError(
+                    "FS305",
                     f"{unit.unit.fqn}: is conditional, and was compiled without the module above "
                     "it, which gathers its parameters. Compile that module, or apply fully_shard "
-                    "to this one without conditional."
+                    "to this one without conditional.",
                 )
             if unit.unit.summoned_on:
                 raise StateError(
+                    "FS306",
                     f"{unit.unit.fqn or '<root>'}: a compiled model was called inside "
-                    "summon_full_params. Call it outside."
+                    "summon_full_params. Call it outside.",
                 )
             for group in unit.unit.groups:
                 group.inspect()
@@ -321,9 +326,10 @@ class FunctionalStep:
                 if group.watch.stand_ins:
                     group.watch.forget_stand_ins()
                     raise UnsupportedError(
+                        "FS806",
                         f"{group.fqn or '<root>'}: tensors stand in for its parameters "
                         "(functional_call), and a compiled model gathers its own. Use the model "
-                        "itself for that."
+                        "itself for that.",
                     )
         try:
             for unit in self._units:
@@ -347,16 +353,18 @@ def check_units(model: nn.Module) -> None:
     units = units_below(model)
     if not units:
         raise ConfigError(
+            "FS503",
             f"compile: found no sharded module in {type(model).__name__}. Apply fully_shard first, "
-            "or call torch.compile."
+            "or call torch.compile.",
         )
     names = {id(module): name for name, module in model.named_modules()}
     for module in model.modules():
         for child, inner in module.named_children():
             if isinstance(inner, CompiledModel):
                 raise ConfigError(
+                    "FS805",
                     f"compile: {names[id(module)] or '<root>'} holds a compiled model as {child}, "
-                    "and one step cannot run inside of another. Compile the outermost model only."
+                    "and one step cannot run inside of another. Compile the outermost model only.",
                 )
     for unit in units:
         for group in unit.own_groups:
@@ -385,8 +393,9 @@ def check_group(group: ParamGroup, name: str) -> None:
         found = "dp_mesh_dims was given, so its parameters are DTensors on the data axes too"
     if found is not None:
         raise UnsupportedError(
+            "FS802",
             f"{name or '<root>'}: cannot be compiled whole, because {found}. Call compile() on "
-            "the blocks instead: fsdp2's hooks then run eagerly around them."
+            "the blocks instead: fsdp2's hooks then run eagerly around them.",
         )
 
 
@@ -415,9 +424,10 @@ def check_mode(mode: str | None, options: dict[str, Any] | None, device: torch.d
         return
     if mode in ("reduce-overhead", "max-autotune") or (options or {}).get("triton.cudagraphs"):
         raise UnsupportedError(
+            "FS803",
             f"compile: mode {mode!r} with options {options} records CUDA graphs, and whether "
             "collectives replay right in them was not shown yet. Use mode='default' or "
-            "'max-autotune-no-cudagraphs'."
+            "'max-autotune-no-cudagraphs'.",
         )
 
 

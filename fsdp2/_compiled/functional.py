@@ -87,9 +87,10 @@ class Claim:
         """
         if self.give_back.detach() is None:
             raise StateError(
+                "FS807",
                 f"{fqn or '<root>'}: a second backward ran through a compiled forward whose first "
                 "one has reduced gradients that waited for sync, which would count twice. Run the "
-                "forward again instead of retain_graph=True."
+                "forward again instead of retain_graph=True.",
             )
 
 
@@ -167,8 +168,9 @@ class Delivery:
         params = [group.params[index] for index in plan.members]
         if tuple(param.trainable for param in group.params) != plan.trainable:
             raise StateError(
+                "FS312",
                 f"{group.fqn or '<root>'}: requires_grad changed between a compiled forward "
-                "and its backward. Change it before the forward."
+                "and its backward. Change it before the forward.",
             )
         if not plan.syncs:
             pairs = zip(params, given, strict=True)
@@ -263,9 +265,10 @@ class TracedGroup:
         assert buffer is not None  # the group was looked at
         if reducer.unreduced.partial is not None:
             raise StateError(
+                "FS808",
                 f"{group.fqn or '<root>'}: gradients that were reduced without the replicas wait "
                 "for them, which a compiled step cannot join. Run the backward that reduces them "
-                "(set_requires_all_reduce) with the model itself, or call reset_iter_state()."
+                "(set_requires_all_reduce) with the model itself, or call reset_iter_state().",
             )
         reduction, settings = reducer.prepare(group.settings), group.settings
         self.let_go()

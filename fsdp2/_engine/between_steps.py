@@ -37,8 +37,9 @@ def require_idle(module: object, what: str) -> list[Unit]:
         if runtime.context.phase is not IDLE or torch_autograd.graph_task_id() != -1:
             phase = "backward" if runtime.context.phase is IDLE else runtime.context.phase
             raise StateError(
+                "FS301",
                 f"{what}: {unit.fqn or '<root>'} is inside a {phase}, where "
-                "parameters are gathered and freed. Call it between steps."
+                "parameters are gathered and freed. Call it between steps.",
             )
     for unit in units:
         unit.reshard_if_idle()

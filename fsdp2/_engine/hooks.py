@@ -83,9 +83,10 @@ class Call:
             return
         if visit.unit.precision.policy is not visit.policy:
             raise StateError(
+                "FS302",
                 f"{visit.unit.fqn or '<root>'}: train() or eval() was called between this forward "
                 "and its backward. Its policy has full_precision_in_eval, so the parameters that "
-                "it needs are gone. Run the backward first."
+                "it needs are gone. Run the backward first.",
             )
         if torch_modes.is_under_modes():
             torch_modes.run_aside(runtime.arrive, visit)
@@ -153,9 +154,10 @@ def _enter(unit: Unit) -> None:
     owner = unit.owner
     if owner is not None and unit.own_groups and not (owner.calls.running or owner.calls.active):
         raise StateError(
+            "FS305",
             f"{unit.fqn}: is conditional, and was called outside of the module above it, "
             "which gathers its parameters. Call it from that module's forward, or apply "
-            "fully_shard to it without conditional."
+            "fully_shard to it without conditional.",
         )
     recomputing = runtime.context.phase is not FORWARD and runtime.is_recomputing  # mostly no call
     if not recomputing and runtime.forward_root is None:

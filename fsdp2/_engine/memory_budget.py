@@ -68,9 +68,10 @@ def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:
     needs = [bytes_needed(units, overlap) for overlap in LADDER]
     if memory < needs[0]:
         raise ConfigError(
+            "FS504",
             f"set_memory: {memory} bytes are not enough: the parameters and gradients that have to "
             f"be whole at a time take {needs[0]} without any overlap. Allow that, or apply "
-            "fully_shard to smaller modules."
+            "fully_shard to smaller modules.",
         )
     return [overlap for overlap, need in zip(LADDER, needs, strict=True) if need <= memory][-1]
 

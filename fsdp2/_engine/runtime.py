@@ -427,11 +427,12 @@ class Runtime:
             unit.may_lose_gradients = False
         if lost:
             raise StateError(
+                "FS315",
                 f"{lost[0].fqn or '<root>'}: found no gradient after a step of a pipeline whose "
                 "schedule computes gradients of inputs first and those of parameters later. Such a "
                 "schedule looks for the parameters between forward and backward, when this unit "
                 f"({len(lost)} in this stage) had freed them. Apply fully_shard to the modules of "
-                "a stage with reshard_after_forward=False."
+                "a stage with reshard_after_forward=False.",
             )
         if self.parts is not None:
             self.parts.is_off = True  # several forwards may run before their backwards
@@ -556,7 +557,7 @@ class Runtime:
             self.fail()
             for group in self._groups:
                 group.forget_step()
-            raise StateError(broken)
+            raise StateError("FS401", broken)
         with self.backward.dropping:  # that thread may be late: what it drops is over by now
             self.backward.number += 1
         self.reductions.drop()
@@ -595,14 +596,16 @@ def attach(root: Unit) -> Runtime:
     for unit, name in names.items():
         if unit.runtime is not None:
             raise StateError(
+                "FS304",
                 f"{name or '<root>'}: ran a forward before {type(root.modules[0]).__name__}, which "
                 "contains it, so it became a root of its own. Run the outermost module that "
-                "fully_shard was applied to first."
+                "fully_shard was applied to first.",
             )
         if unit is not root and unit.settings.manual_finalization:
             raise StateError(
+                "FS303",
                 f"{name}: set_manual_backward_finalization(True) was called on it, and it is not "
-                "the root. Call it on the module whose forward you run."
+                "the root. Call it on the module whose forward you run.",
             )
         unit.take_names(names_of_modules)
         for group in unit.groups:
@@ -613,8 +616,9 @@ def attach(root: Unit) -> Runtime:
                     on_meta.append(param.fqn)
     if on_meta:
         raise StateError(
+            "FS208",
             f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "
-            "model.to_empty(device=...) and initialise them before the first forward."
+            "model.to_empty(device=...) and initialise them before the first forward.",
         )
     owned = _owning_units(root, names)
     runtime = Runtime(root, list(names))
@@ -666,9 +670,10 @@ def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
         owners = above.get(unit, set())
         if len(owners) > 1 or None in owners:
             raise StateError(
+                "FS223",
                 f"{names[unit] or '<root>'}: is conditional, so one unit above it, which is not, "
                 "has to gather it. Apply fully_shard without conditional to one module that "
-                "contains it, and run that one."
+                "contains it, and run that one.",
             )
         for owner in owners:
             assert owner is not None
@@ -684,6 +689,7 @@ def _check_ties(param: FSDPParam, unit: Unit) -> None:
     outside = [place for place in places if place not in own]
     if outside:
         raise StateError(
+            "FS210",
             f"{param.fqn}: is shared with {type(outside[0]).__name__}, and no unit contains both. "
-            "Apply fully_shard to a module that contains both as well, and run that one."
+            "Apply fully_shard to a module that contains both as well, and run that one.",
         )

@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_autograd, torch_compiler
-from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.errors import ConfigError, StateError, coded
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import clean
 from fsdp2._base.policy import Settings
@@ -167,9 +167,10 @@ class Unit:
         phase = self.runtime.context.phase
         if phase is not IDLE and any(module.training is not mode for module in self.modules):
             raise StateError(
+                "FS302",
                 f"{self.fqn or '<root>'}: found train({mode}) during a {phase}. Its policy has "
                 "full_precision_in_eval, so that would change the dtype of parameters in use. Call "
-                "it between steps."
+                "it between steps.",
             )
 
     def follow_mode(self) -> None:
@@ -318,9 +319,12 @@ class Unit:
         def __getattr__(self, name: str) -> NoReturn:
             """Nothing has this name: it is one of torch's own state, if a tool asks for it."""
             raise AttributeError(
-                f"the state of a module that fsdp2 has sharded has no {name!r}: it is not torch's "
-                "FSDPState. fsdp2.units(module) tells what is sharded and how, fsdp2.debug what a "
-                "step does.",
+                coded(
+                    "FS910",
+                    f"the state of a module that fsdp2 has sharded has no {name!r}: it is not "
+                    "torch's FSDPState. fsdp2.units(module) tells what is sharded and how, "
+                    "fsdp2.debug what a step does.",
+                ),
                 name=name,
                 obj=self,
             )
@@ -371,7 +375,8 @@ def refuse_whole(
             continue
         if isinstance(param, DTensor):
             raise ConfigError(
+                "FS623",
                 f"load_state_dict: {clean(name)} is a whole tensor in the state dict, and sharded "
                 "in the model. Load whole tensors with fsdp2.checkpoint.load_full_state(model, "
-                f"{{'model': state_dict}}). {after}"
+                f"{{'model': state_dict}}). {after}",
             )

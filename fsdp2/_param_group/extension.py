@@ -42,7 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._base import torch_autograd, torch_comm, torch_dtensor, torch_modes
 from fsdp2._base.capabilities import capabilities
-from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.errors import ConfigError, FSDPError, StateError
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.process_mesh import carrying, named
@@ -102,13 +102,14 @@ def check_extension(param: Tensor, fqn: str, dim: int | None) -> bool | None:
         _check_both(local, fqn, ConfigError)
     elif _release_method(local) is not None:
         raise ConfigError(
+            "FS509",
             f"{fqn}: its {type(local).__name__} has {RELEASE}, and neither {PRE} nor {POST}, which "
-            "make an all-gather extension. Add both, or remove this one."
+            "make an all-gather extension. Add both, or remove this one.",
         )
     if not brings_extension(param):
         return None
     if dim != 0:
-        raise ConfigError(_not_by_rows(fqn))
+        raise ConfigError("FS510", _not_by_rows(fqn))
     return _ask_for_release(local, fqn, ConfigError) if has_extension(local) else None
 
 
@@ -116,14 +117,15 @@ def _release_method(local: Tensor) -> Callable[..., Any] | None:
     return _method(local, RELEASE) if getattr(local, RELEASE, None) is not None else None
 
 
-def _ask_for_release(local: Tensor, fqn: str, error: type[Exception]) -> bool:
+def _ask_for_release(local: Tensor, fqn: str, error: type[FSDPError]) -> bool:
     """Ask an extension whether what was gathered can be freed once the parameter is made of it."""
     method = _release_method(local)
     answer = False if method is None else method()
     if not isinstance(answer, bool):
         raise error(
+            "FS509",
             f"{fqn}: {RELEASE} returned {answer!r}, a {type(answer).__name__}. Return True if the "
-            f"tensors that {POST} makes share no memory with the gathered ones, else False."
+            f"tensors that {POST} makes share no memory with the gathered ones, else False.",
         )
     return answer
 
@@ -137,14 +139,15 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
     """
     if needs_extension(local):  # whether it has both methods, all ranks are told in prepare
         if param.placement.layout.dim != 0:
-            raise StateError(_not_by_rows(param.fqn))
+            raise StateError("FS510", _not_by_rows(param.fqn))
         return True
     if param.is_extended:
         raise StateError(
+            "FS511",
             f"{param.fqn}: was sharded with an all-gather extension, and the "
             f"{type(local).__name__} that took the place of its shard has neither {PRE} nor "
             f"{POST}. Methods set on a tensor object do not follow its copies (.to()): "
-            "set them on the new local tensor, or use a tensor subclass."
+            "set them on the new local tensor, or use a tensor subclass.",
         )
     return False
 
@@ -162,25 +165,28 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
             shard.copy_(whole.chunk(layout.size, dim=0)[rank])
     except Exception as error:
         raise ConfigError(
+            "FS221",
             f"{param.fqn}: is a {kind}, of which no shard can be made: {type(error).__name__}: "
             f"{error}. Let the subclass define split, new_zeros and copy_, put the parameter into "
-            "ignored_params, or shard a plain one."
+            "ignored_params, or shard a plain one.",
         ) from error
     if not needs_extension(shard):
         raise ConfigError(
+            "FS221",
             f"{param.fqn}: a shard of this {kind} is a {type(shard).__name__} without all-gather "
             "extension. Let split, new_zeros and copy_ return the subclass, or set the methods on "
-            "the local tensors after fully_shard."
+            "the local tensors after fully_shard.",
         )
     return shard
 
 
-def _check_both(local: Tensor, fqn: str, error: type[Exception]) -> None:
+def _check_both(local: Tensor, fqn: str, error: type[FSDPError]) -> None:
     for name, other in ((PRE, POST), (POST, PRE)):
         if not hasattr(local, name):
             raise error(
+                "FS509",
                 f"{fqn}: its {type(local).__name__} has {other} and no {name}. An all-gather "
-                "extension needs both: add the other one, or remove this one."
+                "extension needs both: add the other one, or remove this one.",
             )
 
 
@@ -310,7 +316,7 @@ class Extension:
         fqn, layout = self.param.fqn, self.param.placement.layout
         local = torch_dtensor.local_tensor(self.param.sharded)
         if not has_extension(local):
-            raise _LackingError(_lacks_extension(local, fqn, "this rank"))
+            raise _LackingError("FS511", _lacks_extension(local, fqn, "this rank"))
         _check_both(local, fqn, StateError)
         if self._releases is None:
             self._releases = _ask_for_release(local, fqn, StateError)
@@ -325,19 +331,22 @@ class Extension:
         result = method(*arguments)
         if not isinstance(result, tuple) or len(result) != 2:
             raise StateError(
+                "FS512",
                 f"{fqn}: {PRE} returned {type(result).__name__}. Return (inputs, metadata), where "
-                "inputs is a tuple of the tensors to gather."
+                "inputs is a tuple of the tensors to gather.",
             )
         inputs, self._metadata = result
         if not isinstance(inputs, tuple | list) or not all(_is_plain(t) for t in inputs):
             raise StateError(
+                "FS512",
                 f"{fqn}: {PRE} returned inputs that are no tuple of plain tensors. Return the "
-                "inner tensors of a subclass, not the subclass."
+                "inner tensors of a subclass, not the subclass.",
             )
         if len(inputs) > MAX_INPUTS:
             raise StateError(
+                "FS512",
                 f"{fqn}: {PRE} returned {len(inputs)} inputs, and at most {MAX_INPUTS} can be "
-                "gathered for one parameter. Join some."
+                "gathered for one parameter. Join some.",
             )
         return inputs
 
@@ -404,9 +413,10 @@ class Extension:
         planned = [(layout.rows[rank], layout.shape, layout.dtype) for layout in self.layouts]
         if found != planned:
             self.error = StateError(
+                "FS512",
                 f"{self.param.fqn}: {PRE} returned inputs of other shapes or dtypes than the first "
                 f"time: found (rows, shape of a row, dtype) {found}, expected {planned}. Shapes "
-                "must stay as they are while the parameter does."
+                "must stay as they are while the parameter does.",
             )
             return
         for tensor, layout in zip(inputs, self.layouts, strict=True):
@@ -446,14 +456,16 @@ class Extension:
         tensor, inner = result if isinstance(result, tuple) and len(result) == 2 else (None, ())
         if not isinstance(tensor, Tensor) or not isinstance(inner, tuple | list):
             raise StateError(
+                "FS513",
                 f"{fqn}: {POST} returned {type(result).__name__}. Return (tensor, inner tensors), "
-                "the second a tuple, where out is None."
+                "the second a tuple, where out is None.",
             )
         if tuple(tensor.shape) != shape:
             if tensor.numel() < math.prod(shape):
                 raise StateError(
+                    "FS513",
                     f"{fqn}: {POST} returned a tensor of shape {tuple(tensor.shape)}, expected "
-                    f"{shape}, or more rows of padding behind it."
+                    f"{shape}, or more rows of padding behind it.",
                 )
             tensor = tensor.as_strided(shape, contiguous_stride(shape), 0)
         leaves = [leaf for part in inner for leaf in _leaves(part)]
@@ -476,9 +488,10 @@ class Extension:
         }
         if any(leaf.untyped_storage().data_ptr() in gathered for leaf in made):
             raise StateError(
+                "FS513",
                 f"{self.param.fqn}: {RELEASE} returned True, and {POST} returned a tensor that "
                 "shares memory with the gathered ones, which would be freed. Return False there, "
-                "or copy here."
+                "or copy here.",
             )
 
     def free(self) -> None:
@@ -511,8 +524,9 @@ def _takes_all(method: Callable[..., Any], fqn: str) -> bool:
     parameters = inspect.signature(method).parameters
     if len(parameters) not in (1, 5):
         raise StateError(
+            "FS512",
             f"{fqn}: {PRE} takes {len(parameters)} arguments. Let it take (mesh) or (mesh, "
-            "outer_size, outer_stride, module, mp_policy)."
+            "outer_size, outer_stride, module, mp_policy).",
         )
     return len(parameters) == 5
 
@@ -607,7 +621,9 @@ class ExtensionTail:
             cause = "" if error is None else f": {type(error).__name__}: {error}"
             for item in self.items:
                 item.inputs = ()
-            raise StateError(f"{problem}{cause.rstrip('.')}. Nothing was gathered.") from error
+            raise StateError(
+                "FS514", f"{problem}{cause.rstrip('.')}. Nothing was gathered."
+            ) from error
         self.nbytes, self.is_agreed = start, True
 
     def _raise_own(self) -> None:
@@ -649,10 +665,12 @@ class ExtensionTail:
         for item in self.items:
             if item.error is not None:
                 raise StateError(
-                    f"{item.param.fqn}: {PRE} failed on {where}: {item.error}"
+                    "FS514", f"{item.param.fqn}: {PRE} failed on {where}: {item.error}"
                 ) from item.error
         names = ", ".join(item.param.fqn for item in self.items)
-        raise StateError(f"{names}: {PRE} of one of these failed on {where}; see its error.")
+        raise StateError(
+            "FS514", f"{names}: {PRE} of one of these failed on {where}; see its error."
+        )
 
     def free(self) -> None:
         """Free what was gathered; the next ``unpack`` fills it again."""

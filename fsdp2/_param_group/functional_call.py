@@ -39,16 +39,18 @@ def whole_tensor(
     if isinstance(stand_in, DTensor) and placement.is_sharded(stand_in):
         if param.is_extended:
             raise UnsupportedError(
+                "FS318",
                 f"{param.fqn}: a shard stands in for a parameter with an all-gather extension. "
-                "Pass a tensor of the whole shape, or change the parameter itself."
+                "Pass a tensor of the whole shape, or change the parameter itself.",
             )
         local = stand_in.to_local()
         if local.device.type != reducer.device.type and not local.is_meta:  # it is offloaded
             if torch.is_grad_enabled() and local.requires_grad:
                 raise UnsupportedError(
+                    "FS318",
                     f"{param.fqn}: a shard on {local.device} that requires gradients stands in for "
                     f"it, which is computed on {reducer.device}. Pass a tensor of the whole shape "
-                    "there, or call it without gradients."
+                    "there, or call it without gradients.",
                 )
             local = local.to(reducer.device)
         whole: Tensor = _GatherShard.apply(local, param, reducer, settings)  # type: ignore[no-untyped-call]  # torch's own
@@ -63,8 +65,9 @@ def whole_tensor(
         dtype = param.compute_dtype
         return stand_in if stand_in.dtype == dtype else stand_in.to(dtype)
     raise UnsupportedError(
+        "FS318",
         f"{param.fqn}: a {type(stand_in).__name__} of shape {tuple(stand_in.shape)} stands in for "
-        f"it. Pass a tensor {placement.describe()}."
+        f"it. Pass a tensor {placement.describe()}.",
     )
 
 
@@ -72,13 +75,15 @@ def _check_transformed(stand_in: Tensor, param: FSDPParam) -> None:
     """Raise UnsupportedError if a torch.func transform would lose track of a stand-in."""
     if any(isinstance(layer, DTensor) for layer in torch_modes.layers_of(stand_in)):
         raise UnsupportedError(
+            "FS318",
             f"{param.fqn}: a DTensor stands in for it inside a torch.func transform, and DTensors "
-            "know nothing of transforms. Pass whole tensors (full_tensor()), or call backward()."
+            "know nothing of transforms. Pass whole tensors (full_tensor()), or call backward().",
         )
     if stand_in.dtype != param.compute_dtype:
         raise UnsupportedError(
+            "FS318",
             f"{param.fqn}: a {stand_in.dtype} tensor stands in for it inside a torch.func "
-            f"transform, where none is cast. Pass it as {param.compute_dtype}."
+            f"transform, where none is cast. Pass it as {param.compute_dtype}.",
         )
 
 

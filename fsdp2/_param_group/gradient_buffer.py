@@ -198,7 +198,7 @@ def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) ->
             else:
                 existing.add_(grad)
         except RuntimeError as error:
-            raise StateError(_mismatch(param, grad)) from error
+            raise StateError("FS319", _mismatch(param, grad)) from error
         if have_hooks:
             torch_autograd.run_post_accumulate_hooks(param)
 

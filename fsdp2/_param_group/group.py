@@ -189,9 +189,10 @@ class ParamGroup:
         for param in self.params:
             if param.trainable and param.chosen.has_grad_dtype and param.chosen.grad_dtype is None:
                 raise ConfigError(
+                    "FS320",
                     f"{param.fqn}: its grad_dtype is None, so zeros in place of a gradient have no "
                     "dtype, and set_reduce_scatter_unused_params(True) asks for them. Give it a "
-                    "grad_dtype, or its unit a MixedPrecisionPolicy with a reduce_dtype."
+                    "grad_dtype, or its unit a MixedPrecisionPolicy with a reduce_dtype.",
                 )
 
     def forget_step(self) -> None:
@@ -272,8 +273,9 @@ class ParamGroup:
                 f"{p.fqn} on {s.device}" for p, (s, _) in zip(self.params, sources, strict=True)
             )
             raise StateError(
+                "FS226",
                 f"{self.fqn or '<root>'}: parameters of one group are on several devices: "
-                f"{listing}. Move the whole module to one device."
+                f"{listing}. Move the whole module to one device.",
             )
         self._split_params([source for source, _ in sources])
         for param, (source, _) in zip(self.params, sources, strict=True):
@@ -335,7 +337,7 @@ class ParamGroup:
 
     def _refuse_smaller(self, extended: Sequence[FSDPParam]) -> None:
         if extended:
-            raise ConfigError(smaller_mesh_refused(extended[0].fqn))
+            raise ConfigError("FS211", smaller_mesh_refused(extended[0].fqn))
 
     def _layout(self) -> GatherLayout:
         items = [
@@ -479,9 +481,10 @@ class ParamGroup:
         """Raise StateError if ``requires_grad`` must not change now: the same on every rank."""
         if self.reducer.unreduced.is_owed or self.reducer.unreduced.partial is not None:
             raise StateError(
+                "FS312",
                 f"{params[0].fqn}: requires_grad changed while gradients of its group are "
                 "accumulated without sync. Set it back and run a backward with gradient sync "
-                "first, or call reset_iter_state()."
+                "first, or call reset_iter_state().",
             )
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -58,10 +58,11 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             what = stand_in_of(param)
             if what is not None:
                 raise StateError(
+                    "FS701",
                     f"{type(optimizer).__name__}: found {what}, which gets no gradient, so this "
                     "optimizer would not train it. Make optimizers after fully_shard, and not "
                     "between unshard() and reshard() or between a forward and its backward: "
-                    "parameters() are the shards then."
+                    "parameters() are the shards then.",
                 )
     _looked_at[optimizer] = len(groups)
 

@@ -58,8 +58,9 @@ class StateMachine:
         """Be in another state; StateError, and nothing changes, if the table does not allow it."""
         if target not in TRANSITIONS[self.state]:
             raise StateError(
+                "FS313",
                 f"{fqn or '<root>'}: cannot go from {self.state.name} to {target.name}. Legal: "
-                f"{', '.join(sorted(s.name for s in TRANSITIONS[self.state]))}."
+                f"{', '.join(sorted(s.name for s in TRANSITIONS[self.state]))}.",
             )
         self.state = target
 

@@ -159,9 +159,10 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
     if not isinstance(param, DTensor):
         if OWN in data.roles:
             raise ConfigError(
+                "FS219",
                 f"{fqn}: is a plain tensor, and {data.mesh} has dims that are not data-parallel, "
                 "so how it lies on them is not known. Make it a DTensor first, with "
-                "torch.distributed.tensor.distribute_module or parallelize_module."
+                "torch.distributed.tensor.distribute_module or parallelize_module.",
             )
         return _OwnAxes(data.mesh, data.roles)
     if data.full is None or data.dims is None:
@@ -169,9 +170,10 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
         return _OwnAxes(_join(fqn, data.mesh, param.device_mesh), roles, tuple(param.placements))
     if param.device_mesh != data.full:
         raise ConfigError(
+            "FS219",
             f"{fqn}: expected a DTensor on the mesh that dp_mesh_dims names dims of, {data.full}, "
             f"found one on {param.device_mesh}. Distribute the parameter over the full mesh, with "
-            "Replicate() on the data-parallel dims."
+            "Replicate() on the data-parallel dims.",
         )
     own: list[Placement] = []
     data_axes = []
@@ -185,8 +187,9 @@ def _own_axes(param: torch.Tensor, fqn: str, data: DataMesh) -> _OwnAxes:
         data_axes.append(axis)
         if not isinstance(placement, Replicate):
             raise ConfigError(
+                "FS219",
                 f"{fqn}: expected Replicate() on the data-parallel dim {name!r}, found "
-                f"{placement}. Distribute it over the other dims only; fully_shard does the rest."
+                f"{placement}. Distribute it over the other dims only; fully_shard does the rest.",
             )
     return _OwnAxes(data.mesh, data.roles, tuple(own), tuple(data_axes))
 
@@ -216,14 +219,16 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
         return 0 if param.dim() else None
     if not isinstance(choice, Shard):
         raise ConfigError(
+            "FS213",
             f"{fqn}: shard_placement_fn returned {choice!r}. Return None, Shard(dim) or "
-            "Replicate()."
+            "Replicate().",
         )
     if not -param.dim() <= choice.dim < param.dim():
         raise ConfigError(
+            "FS213",
             f"{fqn}: shard_placement_fn returned Shard({choice.dim}) for a parameter of "
             f"{param.dim()} dims with shape {tuple(param.shape)}. Return a dim in range, or "
-            "Replicate() to keep the parameter whole."
+            "Replicate() to keep the parameter whole.",
         )
     return choice.dim % param.dim()
 
@@ -244,16 +249,20 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
     names, own = data.mesh_dim_names, tensor_parallel.mesh_dim_names
     if names is None or own is None:
         raise ConfigError(
+            "FS219",
             f"{fqn}: expected names on the data-parallel and the tensor-parallel mesh, found "
-            f"{names} and {own}. Pass mesh_dim_names to init_device_mesh."
+            f"{names} and {own}. Pass mesh_dim_names to init_device_mesh.",
         )
     if data == tensor_parallel:
-        raise ConfigError(f"{fqn}: is already sharded on {data}. Leave it to the call that did so.")
+        raise ConfigError(
+            "FS202", f"{fqn}: is already sharded on {data}. Leave it to the call that did so."
+        )
     try:
         return torch_dtensor.join_meshes([data, tensor_parallel])
     except RuntimeError as error:
         raise ConfigError(
+            "FS219",
             f"{fqn}: expected a DTensor on a mesh beside the data-parallel axes, found the mesh "
             f"{tensor_parallel} and the data mesh {data}, which cannot be joined ({error}). Slice "
-            "both from one init_device_mesh(...) call."
+            "both from one init_device_mesh(...) call.",
         ) from error

@@ -400,10 +400,11 @@ def _reduced_in_any(members: Sequence[FSDPParam]) -> list[FSDPParam]:
 def _refuse_graph(param: FSDPParam, grad: Tensor) -> None:
     if grad.requires_grad:
         raise UnsupportedError(
+            "FS314",
             f"{param.fqn}: its gradient has a graph, because backward was called with "
             "create_graph=True, and a reduced gradient cannot carry one. Take gradients of inputs "
             "with torch.autograd.grad(..., create_graph=True), then call backward() on what you "
-            "made of them."
+            "made of them.",
         )
 
 

@@ -146,9 +146,10 @@ class Watch:
 def refuse_assigned_data(param: FSDPParam) -> None:
     """Raise StateError for a sharded parameter of which ``.data`` was assigned."""
     raise StateError(
+        "FS316",
         f"{param.fqn}: found an assignment to .data, which a DTensor forgets: its shard still has "
         "the old values, and the new ones are gone. Write in place (under no_grad: "
-        "param.copy_(new)), or register a new nn.Parameter."
+        "param.copy_(new)), or register a new nn.Parameter.",
     )
 
 
@@ -177,10 +178,11 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
             local, fits = torch_dtensor.local_tensor(new), placement.layout.shard_shape(rank)
             if tuple(local.shape) != fits or local.layout is not torch.strided:
                 raise StateError(
+                    "FS317",
                     f"{param.fqn}: its local tensor was replaced by one of shape "
                     f"{tuple(local.shape)} and layout {local.layout}. This rank's shard is dense, "
                     f"of shape {fits}. Put one of that shape there, or a whole nn.Parameter on "
-                    "the module."
+                    "the module.",
                 )
             return local, new
         if placement.is_unsharded(new):
@@ -189,6 +191,7 @@ def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
     if isinstance(new, DTensor):
         found += f" with placements {new.placements} on {new.device_mesh}"
     raise StateError(
+        "FS317",
         f"{param.fqn}: was replaced by {found}, which this module cannot shard. Register an "
-        f"nn.Parameter {placement.describe()}."
+        f"nn.Parameter {placement.describe()}.",
     )

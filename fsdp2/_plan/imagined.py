@@ -121,8 +121,9 @@ def without_memory(model: nn.Module) -> nn.Module:
     for group in groups_of(model):
         if group.device.type != "cpu":
             raise UnsupportedError(
+                "FS907",
                 f"plan: {group.fqn or '<root>'} computes on {group.device}; a sharded model is "
-                "planned on a CPU only. Plan the model as it was before fully_shard."
+                "planned on a CPU only. Plan the model as it was before fully_shard.",
             )
         memo[id(group.data)] = _without_ranks(group.data)
         for param in group.params:
@@ -135,8 +136,9 @@ def without_memory(model: nn.Module) -> nn.Module:
             continue
         if isinstance(other, DTensor):
             raise UnsupportedError(
+                "FS907",
                 f"plan: {name} is a DTensor, and no unit has it. Apply fully_shard to the model "
-                "after parallelize_module, on the data-parallel part of the mesh, and plan that."
+                "after parallelize_module, on the data-parallel part of the mesh, and plan that.",
             )
         memo[id(other)] = nn.Parameter(_like(other), requires_grad=other.requires_grad)
     for buffer in model.buffers():

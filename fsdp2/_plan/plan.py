@@ -166,8 +166,9 @@ class Plan:
     def _batch_for(self, who: str) -> Any:
         if self.setup.batch is None:
             raise ConfigError(
+                "FS901",
                 f"Plan.{who}: found a plan without a batch, so nothing is known of a step. Pass "
-                "batch to plan: what one rank's forward is given."
+                "batch to plan: what one rank's forward is given.",
             )
         return self.setup.batch
 
@@ -177,8 +178,9 @@ class Plan:
         found = None if self.hardware is None else self.hardware.memory_nbytes
         if found is None and is_needed:
             raise ConfigError(
+                "FS901",
                 f"Plan.{who}: found no budget, and no hardware whose memory is known. Pass budget, "
-                "the bytes of one rank, as '70GB'."
+                "the bytes of one rank, as '70GB'.",
             )
         return found
 

@@ -137,9 +137,10 @@ def refuse_for_sharded(given: Mapping[str, object]) -> None:
     names = [name for name, value in given.items() if value is not None]
     if names:
         raise ConfigError(
+            "FS905",
             f"plan: found {', '.join(names)}, and a model that is sharded already: its units, mesh "
             "and policies are those that it has. Leave these out, or pass the model as it was "
-            "before fully_shard."
+            "before fully_shard.",
         )
 
 

@@ -244,9 +244,10 @@ class StepRun:
             raise
         except Exception as error:
             raise ConfigError(
+                "FS902",
                 "plan: a step of the model failed on this batch, with tensors that have no values "
                 f"({type(error).__name__}: {error}). Pass what one rank's forward is given: a "
-                "tensor, a tuple of arguments or a dict of keywords."
+                "tensor, a tuple of arguments or a dict of keywords.",
             ) from error
 
     def _step_optimizer(self, stepped: _LocalOptimizer) -> int:
@@ -305,9 +306,10 @@ class _LocalOptimizer:
             self._optimizer.step()
         except Exception as error:
             raise ConfigError(
+                "FS904",
                 f"plan: a step of {type(self._optimizer).__name__} failed on tensors that have no "
                 f"values ({type(error).__name__}: {error}). Plan without optimizer, and add what "
-                "its state takes."
+                "its state takes.",
             ) from error
         for _, local in self._locals:
             local.grad = None
@@ -318,8 +320,9 @@ def _make(optimizer: MakeOptimizer, parameters: Iterator[nn.Parameter]) -> torch
         made = optimizer(parameters)
     except Exception as error:
         raise ConfigError(
+            "FS904",
             f"plan: expected optimizer to be {OPTIMIZER_WANTED}, found {described(optimizer)}, "
-            f"which raised {type(error).__name__}: {error}"
+            f"which raised {type(error).__name__}: {error}",
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, optimizer)
@@ -340,8 +343,9 @@ def mean_of(output: Any) -> Tensor:
     visit_tensors(take, output)
     if not means:
         raise ConfigError(
+            "FS903",
             "plan: the model's output has no tensor with a gradient. Pass loss, a function that "
-            "makes a scalar of the output."
+            "makes a scalar of the output.",
         )
     return torch.stack(means).sum()
 

@@ -93,8 +93,9 @@ def materialize(
         for group in unit.own_groups:
             if group.device.type != device.type:
                 raise ConfigError(
+                    "FS226",
                     f"materialize: expected device to be {group.device.type}, where "
-                    f"{unit.fqn or 'the module'} was sharded, found {device}."
+                    f"{unit.fqn or 'the module'} was sharded, found {device}.",
                 )
     grids = Grids([*model.parameters(), *model.buffers()])
     params = model.named_parameters(remove_duplicate=False)
@@ -103,8 +104,9 @@ def materialize(
     difference = grids.difference(on_meta)
     if difference is not None:
         raise ConfigError(
+            "FS404",
             "materialize: ranks have different tensors on the meta device. Found "
-            f"{difference}. Build the model in the same way on every rank."
+            f"{difference}. Build the model in the same way on every rank.",
         )
     for group in (g for unit in units for g in unit.own_groups) if sync_from_rank0 else ():
         require_replicas("materialize(sync_from_rank0=True)", group)
@@ -118,8 +120,9 @@ def materialize(
         ]
         if lacking:
             raise ConfigError(
+                "FS224",
                 f"materialize: no reset_parameters() on {', '.join(lacking)}. Pass init=, a "
-                "function that initialises the parameters and buffers of one module."
+                "function that initialises the parameters and buffers of one module.",
             )
     allocate(model, device)
     _move_rest(model, device)
@@ -132,9 +135,10 @@ def materialize(
         _share_rest(grids, model, meta)
     elif len(set(grids.main.collect(_generators(device)))) > 1:
         raise ConfigError(
+            "FS405",
             "materialize: init drew other random numbers on some ranks, so parts of different "
             "values may have been put together. Let it do the same on every rank, or pass "
-            "sync_from_rank0=True."
+            "sync_from_rank0=True.",
         )
     return model
 
@@ -174,9 +178,10 @@ def allocate(model: nn.Module, device: torch.device | None = None) -> None:
         if owner.is_extended and owner.is_on_meta:
             kind = type(torch_dtensor.local_tensor(owner.sharded)).__name__
             raise UnsupportedError(
+                "FS221",
                 f"{owner.fqn}: is a {kind} on meta, which keeps memory of its own, and only the "
                 "subclass knows how. Call model.to_empty(device=...) and load its state dict, or "
-                "make it on a real device. Nothing was changed."
+                "make it on a real device. Nothing was changed.",
             )
     made: dict[int, nn.Parameter] = {}
     for group in groups:
@@ -283,9 +288,10 @@ class _Guard(TorchFunctionMode):
         writes = name.endswith("_") and not name.endswith("__") and name not in self._allowed
         if writes and isinstance(target, DTensor):
             raise UnsupportedError(
+                "FS225",
                 f"{self._what} wrote ({name}) to a sharded parameter of another module, of shape "
                 f"{tuple(target.shape)}, which is not whole now. Let init write the parameters of "
-                "the module that it is called with only."
+                "the module that it is called with only.",
             )
         return func(*args, **(kwargs or {}))
 
@@ -396,8 +402,9 @@ class _Step:
                 written[name] = found
         if problems:
             raise ConfigError(
+                "FS225",
                 f"{self.what} {'; '.join(problems)}. Let it give every parameter and buffer of the "
-                "module its value, in place, or build that one on a real device."
+                "module its value, in place, or build that one on a real device.",
             )
         return written
 

@@ -69,8 +69,9 @@ class Grids:
         for mesh in dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)):
             if mesh.get_coordinate() is None:
                 raise ConfigError(
+                    "FS625",
                     f"rank {dist.get_rank()} holds a DTensor on {mesh}, which it is not on. "
-                    "Call this on the ranks of the mesh only."
+                    "Call this on the ranks of the mesh only.",
                 )
             self._known[mesh] = Grid.of(mesh)
         largest = max(self._known, key=lambda mesh: mesh.size(), default=None)
@@ -100,9 +101,10 @@ class Grids:
         held = LocalShard(name, _plain(local), blocks, grid, tuple(tensor.stride()))
         if tuple(local.shape) != held.own.sizes:
             raise UnsupportedError(
+                "FS624",
                 f"{name}: found a local tensor of shape {tuple(local.shape)} where "
                 f"{held.own.sizes} was expected from placements {tensor.placements} of "
-                f"{held.shape}. Redistribute it to Shard and Replicate placements."
+                f"{held.shape}. Redistribute it to Shard and Replicate placements.",
             )
         return held
 
@@ -149,10 +151,11 @@ class Grids:
                 continue
             if len(found) != len(main) or found[0] != main[0]:
                 raise UnsupportedError(
+                    "FS625",
                     f"{what}: {held.name} lies on {len(found)} of {len(main)} ranks, and not along "
                     "axes of their mesh, so that other ranks may hold another tensor of this name. "
                     "Slice all meshes from one init_device_mesh(...) call, or use the sharded "
-                    "state."
+                    "state.",
                 )
 
 
@@ -163,12 +166,14 @@ def _plain(tensor: Tensor) -> Tensor:
 def _refuse_odd(name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
         raise StateError(
-            f"{name}: is on the meta device, so it has no values. Call fsdp2.materialize first."
+            "FS208",
+            f"{name}: is on the meta device, so it has no values. Call fsdp2.materialize first.",
         )
     if torch_dtensor.is_wrapper_subclass(tensor):
         raise UnsupportedError(
+            "FS624",
             f"{name}: found a {type(tensor).__name__}, which wraps other tensors and has no bytes "
-            "of its own to send. Use torch.distributed.checkpoint on the sharded state."
+            "of its own to send. Use torch.distributed.checkpoint on the sharded state.",
         )
 
 
@@ -179,7 +184,8 @@ def _blocks_of(name: str, tensor: DTensor) -> Blocks:
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():
             raise UnsupportedError(
-                f"{name}: is a partial sum ({placement}). Redistribute it to Shard or Replicate."
+                "FS624",
+                f"{name}: is a partial sum ({placement}). Redistribute it to Shard or Replicate.",
             )
         for dim in range(tensor.dim()):
             if torch_dtensor.shards_dim(placement, dim):
@@ -269,9 +275,10 @@ def gather(
 def _left(what: str, name: str) -> StateError:
     rank = dist.get_rank() if dist.is_initialized() else 0
     return StateError(
+        "FS407",
         f"{what}: rank {rank} stopped at {name}, so the others cannot go on: it left the loop, or "
         "what it did with the tensor failed there. Iterate to the end on every rank, or leave the "
-        "loop at the same tensor on all."
+        "loop at the same tensor on all.",
     )
 
 

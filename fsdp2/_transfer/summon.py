@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_dtensor
 from fsdp2._base.arguments import check_flag
-from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.errors import ConfigError, StateError, coded
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import Unit, unit_of
@@ -124,20 +124,25 @@ def summon_full_params(
         check_flag("summon_full_params", name, flag)
     if rank0_only and writeback:
         raise ConfigError(
+            "FS307",
             "summon_full_params: rank0_only=True with writeback=True cannot work: the other ranks "
-            "do not have what would be written. Pass writeback=False, or rank0_only=False."
+            "do not have what would be written. Pass writeback=False, or rank0_only=False.",
         )
     if offload_to_cpu and not rank0_only and torch.accelerator.is_available():
         warnings.warn(
-            "summon_full_params: offload_to_cpu without rank0_only puts a copy of every parameter "
-            "into host memory for each rank of the machine.",
+            coded(
+                "FS309",
+                "summon_full_params: offload_to_cpu without rank0_only puts a copy of every "
+                "parameter into host memory for each rank of the machine.",
+            ),
             stacklevel=3,
         )
     units = require_idle(module, "summon_full_params")
     if any(unit.summoned_on == "first" or (rank0_only and unit.summoned_on) for unit in units):
         raise StateError(
+            "FS307",
             "summon_full_params: is nested in a context of the same parameters, and one of the two "
-            "has rank0_only. Leave the outer one first."
+            "has rank0_only. Leave the outer one first.",
         )
     summoned = (param.__dict__.get(SUMMONED) for param in module.parameters())
     outer = [item for item in summoned if isinstance(item, _Summoned)]
@@ -168,7 +173,7 @@ def summon_full_params(
         bad = next(filter(None, map(_problem, found)), None)
         try:
             if bad is not None:
-                raise StateError(f"summon_full_params: {bad} No shard was changed.")
+                raise StateError("FS308", f"summon_full_params: {bad} No shard was changed.")
             if writeback:
                 for item in (*(item for item in found if item.whole is not None), *outer):
                     item.write_back(with_grads)
@@ -183,8 +188,9 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
     unit = unit_of(module)
     name = unit.fqn if unit is not None else ""
     raise StateError(
+        "FS306",
         f"{name or type(module).__name__}: its forward was called inside summon_full_params, where "
-        "no parameters are gathered or reduced. Leave the context first."
+        "no parameters are gathered or reduced. Leave the context first.",
     )
 
 
@@ -240,8 +246,9 @@ def _gather(
     difference = grids.difference([item.name for item in having])
     if difference is not None:
         raise ConfigError(
+            "FS406",
             f"summon_full_params: some ranks lack a gradient. Found that of {difference}. Clear it "
-            "everywhere, or leave with_grads out."
+            "everywhere, or leave with_grads out.",
         )
     grads = [grids.hold(f"{item.name}.grad", item.sharded.grad) for item in having]  # type: ignore[arg-type]  # not None
     for index, tensor in _received(grads, target, grids):

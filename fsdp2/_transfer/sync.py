@@ -40,17 +40,19 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
         for name, tensor in tensors:
             if tensor.is_meta or isinstance(tensor, DTensor):
                 raise ConfigError(
+                    "FS227",
                     f"sync_from_rank0: expected plain tensors with memory, found {name} on the "
                     "meta device or as a DTensor. Call it before the model is sharded; "
-                    "materialize() is for meta."
+                    "materialize() is for meta.",
                 )
             helds.append(grids.hold(name, tensor))
     seen = [f"{name}: {t.dtype} of shape {tuple(t.shape)}" for name, t in tensors]
     difference = grids.difference(seen)
     if difference is not None:
         raise ConfigError(
+            "FS404",
             f"sync_from_rank0: ranks have different models. Found {difference}. Build the model in "
-            "the same way on every rank."
+            "the same way on every rank.",
         )
     with torch.no_grad():
         for held in helds:
@@ -69,7 +71,8 @@ def require_replicas(what: str, group: ParamGroup) -> None:
     for param in group.params:
         if not param.is_on_meta and param.placement.layout.dim is not None:
             raise ConfigError(
+                "FS227",
                 f"{what}: {param.fqn} is sharded already, from the values that each rank had, and "
                 "rank 0 has its own rows only. Call fsdp2.sync_from_rank0(model) before "
-                "fully_shard, or load a whole state with checkpoint.load_full_state."
+                "fully_shard, or load a whole state with checkpoint.load_full_state.",
             )

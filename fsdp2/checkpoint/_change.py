@@ -71,9 +71,10 @@ def tell(what: str, state: Any) -> StateManifest:
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
         raise ConfigError(
+            "FS601",
             f"{what}: expected {{'model': ..., 'optimizer': ...}}, found "
             f"{list(state)[:5] if isinstance(state, Mapping) else type(state).__name__}. Put a "
-            "plain state dict under 'model'."
+            "plain state dict under 'model'.",
         )
     shapes: dict[str, tuple[int, ...] | None] = {}
     extra: dict[str, Any] = {}
@@ -96,8 +97,9 @@ def optimizer_part(
     named = state.get("optimizer")
     if not isinstance(named, Mapping) or "param_groups" not in named or "state" not in named:
         raise ConfigError(
+            "FS602",
             f"{what}: an optimizer was passed, and the state has no 'optimizer'. Leave it out, or "
-            "load a state that was taken with one."
+            "load a state that was taken with one.",
         )
     return rekey(dict(named), "name", model=model, optimizer=optimizer)
 
@@ -115,10 +117,11 @@ def refuse_aliases(name: str, fields: Mapping[str, Any]) -> None:
             place = value.data_ptr(), tuple(value.shape)
             if place in seen:
                 raise ConfigError(
+                    "FS606",
                     f"load_full_state: {seen[place]} and {key} of {name} in the optimizer's state "
                     "share memory, so one of them has the other's values. If torch's FSDP1 made "
                     "it: take it with FullOptimStateDictConfig(offload_to_cpu=False), or under "
-                    "StateDictType.SHARDED_STATE_DICT. If it is meant, clone one of them."
+                    "StateDictType.SHARDED_STATE_DICT. If it is meant, clone one of them.",
                 )
             seen[place] = key
 
@@ -158,8 +161,9 @@ def compare(
     if problems:
         hint = "" if wrong else " Pass strict=False to load what fits."
         raise ConfigError(
+            "FS603",
             f"{what}: the state does not fit the model. Found {' and '.join(problems)}.{hint} "
-            "Nothing was changed."
+            "Nothing was changed.",
         )
     return IncompatibleKeys(missing, unexpected)
 
@@ -178,9 +182,10 @@ def check_optimizer(
         on_meta = [n for n, p in zip(names, group["params"], strict=True) if p.is_meta]
         if on_meta:
             raise ConfigError(
+                "FS605",
                 f"{what}: {on_meta[0]} is on the meta device, and gets memory as a new parameter, "
                 "which the optimizer does not hold. Load the model first (or call "
-                "fsdp2.materialize), build the optimizer, and load both. Nothing was changed."
+                "fsdp2.materialize), build the optimizer, and load both. Nothing was changed.",
             )
     groups = matched_groups(model, optimizer, dict(named))
     check_options(what, optimizer, named["param_groups"])
@@ -188,9 +193,10 @@ def check_optimizer(
     unknown = [name for name in named["state"] if name not in params]
     if strict and unknown:
         raise ConfigError(
+            "FS604",
             f"{what}: the optimizer's state has {len(unknown)} names that the model lacks: "
             f"{', '.join(map(str, unknown[:5]))}. Pass strict=False to load what fits. Nothing "
-            "was changed."
+            "was changed.",
         )
     check_state(what, optimizer, groups, own, named["state"])
 

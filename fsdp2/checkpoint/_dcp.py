@@ -111,8 +111,9 @@ def save(
         with main.together("save"):
             if not workspace.path.is_dir():
                 raise StateError(
+                    "FS613",
                     f"save: does not see {workspace.path}, which the first rank has made. All "
-                    "ranks must save to one path on a file system that all of them see."
+                    "ranks must save to one path on a file system that all of them see.",
                 )
         sizes = write(state, workspace.path, main)
         with main.together("save"):
@@ -148,7 +149,7 @@ def _require_room(place: Path) -> None:
             again = os.stat(place)
             # a number may be that of a folder that was removed, so its time counts too
             if os.path.samestat(found, again) and found.st_ctime_ns == again.st_ctime_ns:
-                raise ConfigError(f"save: {problem}")
+                raise ConfigError("FS615", f"save: {problem}")
         except FileNotFoundError:
             if not place.exists():
                 return
@@ -184,9 +185,10 @@ def _require_written(folder: Path, sizes: dict[str, int]) -> None:
         if found != size:
             what = "is not there" if found is None else f"has {found} bytes"
             raise StateError(
+                "FS613",
                 f"save: {folder / name}, which a rank wrote with {size} bytes, {what} where the "
                 "first rank looks. All ranks must see one file system. The checkpoint before, if "
-                "there is one, is as it was."
+                "there is one, is as it was.",
             )
 
 
@@ -212,8 +214,9 @@ def _publish(workspace: Workspace, place: Path) -> None:
                 break
         else:
             raise StateError(
+                "FS614",
                 f"save: others gave {place} to their checkpoints {RENAMES} times meanwhile. Save "
-                "to another path."
+                "to another path.",
             )
         sync(place.parent)
         for old in older:
@@ -261,8 +264,9 @@ def find(path: str | os.PathLike[str]) -> Path:
     if older:
         return max(older, key=lambda old: (old / METADATA).stat().st_mtime)
     raise ConfigError(
+        "FS612",
         f"load: no checkpoint at {place}. Pass the folder that fsdp2.checkpoint.save or "
-        "torch.distributed.checkpoint.save wrote."
+        "torch.distributed.checkpoint.save wrote.",
     )
 
 
@@ -308,8 +312,9 @@ def load(
         saved = read(find(path), verify=verify, trust=trust)
     if len(set(main.collect(saved.digest))) > 1:
         raise StateError(
+            "FS613",
             f"load: ranks see different checkpoints at {path}. All ranks must see one file "
-            "system, and nobody may save there meanwhile. Nothing was changed."
+            "system, and nobody may save there meanwhile. Nothing was changed.",
         )
     with Reader(saved, verify=verify, trust=trust) as reader:
         content = _Content(reader, model_key, optim_key)
@@ -367,8 +372,9 @@ class _Content(Source):
         if not any(entry.path[1] == "param_groups" for entry in own):
             found = sorted({str(entry.path[0]) for entry in self._reader.entries})
             raise ConfigError(
+                "FS602",
                 "load: an optimizer was passed, and the checkpoint has none under "
-                f"{self._optim_key!r}. Found {found}. Pass optim_key=. Nothing was changed."
+                f"{self._optim_key!r}. Found {found}. Pass optim_key=. Nothing was changed.",
             )
         params = named_parameters(model)
         on_meta: dict[int, tuple[Tensor, Entry]] = {}

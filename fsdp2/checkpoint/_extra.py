@@ -74,8 +74,9 @@ def unpacked(kept: Any, whole: dict[Any, Tensor], *, trust: bool) -> Any:
         return Unpickler(file["pickled"], plain_names(), trust=trust, tensors=tensors).load()
     except RefusedError as error:
         raise ConfigError(
+            "FS616",
             f"load: extra holds a {error}, which is no plain data: loading it could run any code. "
             "Pass trust=True if you know who wrote it, allow its class with "
             "torch.serialization.add_safe_globals, or save numbers, strings, tensors, lists and "
-            "dicts only. Nothing was changed."
+            "dicts only. Nothing was changed.",
         ) from error

@@ -365,14 +365,16 @@ def _require_same_place(
     then = layout.get(name, whole)
     if tuple(map(tuple, then)) != here:
         raise ConfigError(
+            "FS621",
             f"{what}: {name} is {here} here and {layout.get(name)} in the state (whole shape, "
             "start, size). A rank-local state loads on the same ranks and meshes only; use the "
-            "sharded one elsewhere. Nothing was changed."
+            "sharded one elsewhere. Nothing was changed.",
         )
     if tuple(value.shape) != held.own.sizes:
         raise ConfigError(
+            "FS621",
             f"{what}: {name} is {held.own.sizes} on this rank and {tuple(value.shape)} in the "
-            "state. Load what local_state returned on this rank. Nothing was changed."
+            "state. Load what local_state returned on this rank. Nothing was changed.",
         )
 
 
@@ -393,8 +395,9 @@ def _wrapped(
         like: Tensor | None = params.get(name)
         if not isinstance(like, DTensor) or tuple(like.shape) != tuple(layout[full][0]):
             raise ConfigError(
+                "FS621",
                 f"{what}: {full} was a DTensor of shape {tuple(layout[full][0])}, and its "
-                "parameter is not. Use the sharded state. Nothing was changed."
+                "parameter is not. Use the sharded state. Nothing was changed.",
             )
         _require_same_place(what, full, grids.hold(name, like), layout, value)
         return torch_dtensor.placed_like(like, value.clone())
@@ -406,7 +409,8 @@ def _require_placed_alike(what: str, name: str, value: Tensor, own: Tensor) -> N
     here, there = (getattr(t, "placements", "no DTensor") for t in (own, value))
     if here != there or local_of(value).shape != local_of(own).shape:
         raise ConfigError(
+            "FS622",
             f"{what}: {name} is {there} in the state, {tuple(local_of(value).shape)} on this rank, "
             f"and {here}, {tuple(local_of(own).shape)}, in the model. Use save and load, or the "
-            "full state."
+            "full state.",
         )

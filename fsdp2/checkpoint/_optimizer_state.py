@@ -29,8 +29,10 @@ Keys = Literal["name", "id"]
 def check_keys(what: str, keys: object) -> None:
     """Raise ConfigError unless it is 'name' or 'id'."""
     if not isinstance(keys, str) or keys not in ("name", "id"):
-        kind = ConfigError if isinstance(keys, str) else ConfigTypeError
-        raise kind(f"{what}: expected 'name' or 'id', found {described(keys)}.")
+        text = f"{what}: expected 'name' or 'id', found {described(keys)}."
+        if isinstance(keys, str):
+            raise ConfigError("FS102", text)
+        raise ConfigTypeError("FS101", text)
 
 
 def check_optim_state(what: str, state: object) -> None:
@@ -41,13 +43,15 @@ def check_optim_state(what: str, state: object) -> None:
         isinstance(group, Mapping) and "params" in group for group in groups
     ):
         raise ConfigError(
+            "FS607",
             f"{what}: expected the optimizer's state to have 'param_groups', a list of dicts with "
-            f"'params', found {described(groups)} under that key."
+            f"'params', found {described(groups)} under that key.",
         )
     if not isinstance(values, Mapping) or not all(isinstance(v, Mapping) for v in values.values()):
         raise ConfigError(
+            "FS607",
             f"{what}: expected the optimizer's state to have 'state', a dict with a dict for each "
-            f"parameter, found {described(values)} under that key."
+            f"parameter, found {described(values)} under that key.",
         )
 
 
@@ -64,9 +68,10 @@ def names_in_groups(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
         for place, param in enumerate(group["params"]):
             if id(param) not in names:
                 raise ConfigError(
+                    "FS610",
                     f"optimizer: parameter {place} of param group {number}, of shape "
                     f"{tuple(param.shape)}, is no parameter of the model. Build the optimizer "
-                    "after fully_shard and fsdp2.materialize, from model.parameters()."
+                    "after fully_shard and fsdp2.materialize, from model.parameters().",
                 )
             found[-1].append(names[id(param)])
     return found
@@ -134,9 +139,9 @@ def rekey(
     if keys_of(optim_state) == keys:
         return renamed(optim_state, {})
     if model is None and keys == "name":
-        raise ConfigError("rekey: ids get names from a model. Pass model=.")
+        raise ConfigError("FS611", "rekey: ids get names from a model. Pass model=.")
     if model is None and optimizer is not None:
-        raise ConfigError("rekey: names get an optimizer's ids by a model. Pass model=.")
+        raise ConfigError("FS611", "rekey: names get an optimizer's ids by a model. Pass model=.")
     listed = [key for group in optim_state["param_groups"] for key in group["params"]]
     ordered = listed
     if model is not None and optimizer is not None:
@@ -149,9 +154,10 @@ def rekey(
     unknown = [key for key in (*listed, *optim_state["state"]) if key not in new]
     if unknown:
         raise ConfigError(
+            "FS604",
             f"rekey: found {unknown[:5]} in the optimizer's state, which "
             f"{'the model does' if keys == 'name' else 'its param groups do'} not have. Pass the "
-            "model and the optimizer that the state is of."
+            "model and the optimizer that the state is of.",
         )
     return renamed(optim_state, new)
 
@@ -206,8 +212,9 @@ def matched_groups(
     missing = [name for names in own for name in names if name not in saved]
     if missing:
         raise ConfigError(
+            "FS608",
             f"optimizer: the state has no param group with {', '.join(missing[:5])}. Load the "
-            "state of an optimizer over the same parameters."
+            "state of an optimizer over the same parameters.",
         )
     groups = []
     number = 0
@@ -215,8 +222,9 @@ def matched_groups(
         options = [saved[name] for name in names]
         if any(option != options[0] for option in options[1:]):
             raise ConfigError(
+                "FS609",
                 f"optimizer: the param group of {names[0]} was several groups with different "
-                "options when it was saved. Build the optimizer with the same groups."
+                "options when it was saved. Build the optimizer with the same groups.",
             )
         kept = {key: value for key, value in current.items() if key != "params"}
         ids = list(range(number, number + len(names)))

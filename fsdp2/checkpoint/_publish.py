@@ -175,8 +175,9 @@ def _acquire(path: Path) -> int | None:
             return None
         if time.monotonic() > deadline:
             raise StateError(
+                "FS614",
                 f"save: {path} has been locked for {LOCK_WITHIN_S:.0f} s by another save, which "
-                "gives names to its files. End that process, or save to another path."
+                "gives names to its files. End that process, or save to another path.",
             )
         time.sleep(0.01)
 
@@ -205,8 +206,9 @@ def plain_name(name: Any, where: str) -> str:
         or Path(name).drive
     ):
         raise ConfigError(
+            "FS617",
             f"{where}: names {name!r} as one of its files, which is no plain file name. It was "
-            "made by hand, or is damaged; nothing outside of the folder is read or removed."
+            "made by hand, or is damaged; nothing outside of the folder is read or removed.",
         )
     return name
 
@@ -229,6 +231,7 @@ def file_in(folder: Path, name: Any, where: str, *, trust: bool = False) -> Path
     if home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs":
         return path
     raise ConfigError(
+        "FS617",
         f"{where}: {name} is a link to {real}, outside of its folder. Pass trust=True if you made "
-        "it, or copy the file."
+        "it, or copy the file.",
     )

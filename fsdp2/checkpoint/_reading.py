@@ -77,9 +77,10 @@ class Reader(contextlib.ExitStack):
             covered += both.numel
         if covered != region.numel:
             raise StateError(
+                "FS618",
                 f"load: {self._saved.folder / METADATA} is damaged: it names {covered} of "
                 f"{region.numel} elements of a part of {entry.key}. Take another checkpoint; "
-                "nothing was changed."
+                "nothing was changed.",
             )
 
     def _load(self, entry: Entry, part: Part) -> Any:
@@ -96,9 +97,10 @@ class Reader(contextlib.ExitStack):
             if part.region is None and (named or is_summed):
                 what = named[1] if named else _first_line(error)
                 raise ConfigError(
+                    "FS616",
                     f"load: {entry.key} is no plain data: it needs {what}, and loading that could "
                     "run any code. Pass trust=True if you know who wrote it, or allow its class "
-                    "with torch.serialization.add_safe_globals. Nothing was changed."
+                    "with torch.serialization.add_safe_globals. Nothing was changed.",
                 ) from error
             raise self._damaged(entry, part, _first_line(error)) from error
         except ConfigError:
@@ -120,8 +122,9 @@ class Reader(contextlib.ExitStack):
     def _damaged(self, entry: Entry, part: Part, why: str) -> StateError:
         path = Path(self._saved.folder) / part.file
         return StateError(
+            "FS618",
             f"load: cannot read {entry.key} from {path}: {why}. The file is missing, damaged, or "
-            "was replaced meanwhile. Take another checkpoint; nothing was changed."
+            "was replaced meanwhile. Take another checkpoint; nothing was changed.",
         )
 
 

@@ -51,7 +51,8 @@ def _require_safetensors() -> Any:
         return importlib.import_module("safetensors")
     except ImportError as error:
         raise ConfigError(
-            "safetensors: the package is not installed. Install it with pip install safetensors."
+            "FS620",
+            "safetensors: the package is not installed. Install it with pip install safetensors.",
         ) from error
 
 
@@ -165,8 +166,9 @@ class _Writer:
 def _damaged(path: Path, error: Exception) -> StateError:
     how = "damaged" if path.exists() else "missing"
     return StateError(
+        "FS618",
         f"load_safetensors: {path} is {how}: {type(error).__name__}: {error}. Take "
-        "another checkpoint; nothing was changed."
+        "another checkpoint; nothing was changed.",
     )
 
 
@@ -307,8 +309,9 @@ class _Files(Source, contextlib.ExitStack):
         index = _read_index(self._folder, verify=self._verify)
         if not index.files:
             raise ConfigError(
+                "FS612",
                 f"load_safetensors: neither {SINGLE} nor {INDEX} in {self._folder}. Pass the "
-                "folder that save_safetensors, or save_pretrained of transformers, wrote."
+                "folder that save_safetensors, or save_pretrained of transformers, wrote.",
             )
         shapes: dict[str, tuple[int, ...] | None] = {}
         where: dict[str, str] = {}
@@ -327,9 +330,10 @@ class _Files(Source, contextlib.ExitStack):
         wrong = [key for key, file in index.weight_map.items() if where.get(key) != file]
         if wrong:
             raise StateError(
+                "FS618",
                 f"load_safetensors: {self._folder / INDEX} names {wrong[0]} in "
                 f"{index.weight_map[wrong[0]]}, which does not have it. Take another checkpoint; "
-                "nothing was changed."
+                "nothing was changed.",
             )
         return StateManifest(shapes)
 

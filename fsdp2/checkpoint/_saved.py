@@ -151,15 +151,17 @@ def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
         sizes = None if told is None else {n: int(f["size"]) for n, f in told.items()}
     except RefusedError as error:
         raise ConfigError(
+            "FS616",
             f"load: {folder / METADATA} names {error}, which metadata of a checkpoint needs not: "
-            "loading it could run any code. Pass trust=True if you know who wrote it."
+            "loading it could run any code. Pass trust=True if you know who wrote it.",
         ) from error
     except (ConfigError, UnsupportedError):
         raise
     except Exception as error:  # a damaged pickle raises whatever it likes
         raise StateError(
+            "FS618",
             f"load: {folder / METADATA} is damaged: {type(error).__name__}: {error}. Take another "
-            "checkpoint; nothing was changed."
+            "checkpoint; nothing was changed.",
         ) from error
     # a CRC of what ends with its own is the same for all
     return Saved(folder, tuple(entries), sizes, hashlib.sha256(data).hexdigest())
@@ -219,8 +221,9 @@ class _Reader:
             raise DamagedError(f"it does not say where {key} lies")
         if getattr(info, "transform_descriptors", None):
             raise UnsupportedError(
+                "FS619",
                 f"load: {key} was written through {info.transform_descriptors}. Load it with "
-                "torch.distributed.checkpoint, and save it again without."
+                "torch.distributed.checkpoint, and save it again without.",
             )
         name = plain_name(info.relative_path, self._where)
         start, length = _ints((info.offset, info.length))

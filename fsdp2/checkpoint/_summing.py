@@ -48,7 +48,7 @@ def write(state: dict[str, Any], folder: Path, main: Grid) -> dict[str, int]:
             raise own[0] from None  # DCP has told the others of this interrupt
         rank, (first, _) = next(iter(caught.failures.items()))
         raise StateError(
-            f"checkpoint: rank {rank} failed with {type(first).__name__}: {first}"
+            "FS403", f"checkpoint: rank {rank} failed with {type(first).__name__}: {first}"
         ) from caught
     except Exception as caught:
         error = caught

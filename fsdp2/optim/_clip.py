@@ -111,9 +111,10 @@ def _clip(
         total = _joined(torch.stack([norm.to(device) for norm in norms.values()]), order)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise StateError(
+            "FS705",
             f"clip_grad_norm_: the total norm of order {order:g} of {len(unique)} parameters is "
             f"{total.item()}, and error_if_nonfinite is set. Look for the gradient that is not "
-            "finite, or leave error_if_nonfinite out to scale anyway."
+            "finite, or leave error_if_nonfinite out to scale anyway.",
         )
     _scale_(local_grads, (max_norm / (total + 1e-6)).clamp(max=1.0), loop)
     return total
@@ -131,8 +132,9 @@ def _unique(parameters: object) -> list[Tensor]:
     for kind in set(map(type, unique.values())):  # one look at each class, not at each parameter
         if not issubclass(kind, Tensor):
             raise ConfigTypeError(
+                "FS101",
                 f"clip_grad_norm_: expected parameters to be {expected}, found one of class "
-                f"{kind.__name__} in it. {hint}"
+                f"{kind.__name__} in it. {hint}",
             )
     return list(unique.values())
 

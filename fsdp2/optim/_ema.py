@@ -80,7 +80,7 @@ class EMA:
             for name, value in self._values().items():
                 if value.is_meta:
                     raise ConfigError(
-                        f"EMA: {name} is on the meta device. Materialise the model first."
+                        "FS208", f"EMA: {name} is on the meta device. Materialise the model first."
                     )
                 self._averages[name] = self._like(value)
 
@@ -116,8 +116,9 @@ class EMA:
         """
         if self._is_swapped:
             raise StateError(
+                "FS706",
                 "EMA.update: called inside of swapped(), where the parameters are the average. "
-                "Leave the context first."
+                "Leave the context first.",
             )
         decay = _check_decay(self.decay(self.updates) if callable(self.decay) else self.decay)
         averages: list[Tensor] = []
@@ -143,8 +144,9 @@ class EMA:
             own, local = local_part(average), local_part(value)
             if own.shape != local.shape or own.device != local.device:
                 raise StateError(
+                    "FS707",
                     f"EMA: {name} is now {_describe(value)}, and its average is "
-                    f"{_describe(average)}. Make a new EMA and load the old one's state_dict."
+                    f"{_describe(average)}. Make a new EMA and load the old one's state_dict.",
                 )
             pairs.append((own, local))
         return pairs
@@ -154,8 +156,9 @@ class EMA:
         more = [name for name in found if name not in self._averages]
         if missing or more:
             raise StateError(
+                "FS707",
                 f"EMA: {what} differ from the averages: missing {missing}, unexpected {more}. Make "
-                "the EMA of the model that they belong to."
+                "the EMA of the model that they belong to.",
             )
 
     @contextmanager
@@ -169,7 +172,7 @@ class EMA:
             StateError: as ``update``.
         """
         if self._is_swapped:
-            raise StateError("EMA.swapped: is entered already. Leave it first.")
+            raise StateError("FS706", "EMA.swapped: is entered already. Leave it first.")
         with torch.no_grad():
             pairs = self._pairs()
             kept = [value.clone() for _, value in pairs]
@@ -227,9 +230,10 @@ class EMA:
         averages, updates = given.get("averages"), given.get("updates")
         if not isinstance(averages, Mapping) or type(updates) is not int or updates < 0:
             raise ConfigError(
+                "FS708",
                 f"{what}: expected what state_dict() returned, {{'updates': a number, 'averages': "
                 f"tensors by name}}, found updates={updates!r} and averages of type "
-                f"{type(averages).__name__}. Nothing was changed."
+                f"{type(averages).__name__}. Nothing was changed.",
             )
         values: dict[str, Tensor] = cleaned(averages)
         self._check_names("names in the state dict", values)
@@ -240,8 +244,9 @@ class EMA:
                     f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else "is none"
                 )
                 raise ConfigError(
+                    "FS708",
                     f"{what}: {name} {found}, expected a tensor of shape {tuple(average.shape)}. "
-                    "Nothing was changed."
+                    "Nothing was changed.",
                 )
             require_representable(what, name, local_part(value), average.dtype)
         return values

@@ -129,16 +129,18 @@ def _check_class(cls: type[Optimizer], is_vouched_for: bool) -> None:
             else "or, for a class that is element-wise, pass elementwise=True."
         )
         raise ConfigError(
+            "FS702",
             f"fsdp2.optim.local: {cls.__name__} is not known to be element-wise, and on local "
             f"shards only element-wise optimizers compute what they compute on whole parameters. "
-            f"Use one of {known}; use {cls.__name__} itself on the DTensors; {way}"
+            f"Use one of {known}; use {cls.__name__} itself on the DTensors; {way}",
         )
     closure = [*inspect.signature(cls.step).parameters.values()][1:2]
     if closure and closure[0].default is closure[0].empty and closure[0].kind in POSITIONAL:
         raise UnsupportedError(
+            "FS703",
             f"fsdp2.optim.local: {cls.__name__}.step must be given a closure, so it computes the "
             "loss in the middle of a step, and a step on local shards takes gradients that are "
-            f"there before it. Use {cls.__name__} itself on the DTensors."
+            f"there before it. Use {cls.__name__} itself on the DTensors.",
         )
 
 
@@ -279,12 +281,13 @@ class LocalOptimizer:
             ]
             if odd:
                 raise UnsupportedError(
+                    "FS704",
                     f"fsdp2.optim.local({self._plain_class.__name__}).state_dict: "
                     f"{', '.join(odd)} are neither in the parameter's shape nor numbers. They "
                     f"belong to this rank's shard, "
                     f"{tuple(torch_dtensor.local_tensor(param).shape)}, and a whole or a sharded "
                     "checkpoint would give them to other ranks. Save "
-                    "fsdp2.checkpoint.local_state(model, optimizer) on each rank."
+                    "fsdp2.checkpoint.local_state(model, optimizer) on each rank.",
                 )
         return self.local_state_dict()
 
@@ -448,9 +451,10 @@ def _check_groups(cls: type[Optimizer], groups: Groups) -> None:
         for flag in ("capturable", "differentiable"):
             if group.get(flag):
                 raise UnsupportedError(
+                    "FS703",
                     f"fsdp2.optim.local({cls.__name__}): a param group has {flag}=True, which "
                     f"steps on local shards do not support. Use {cls.__name__} itself on the "
-                    "DTensors."
+                    "DTensors.",
                 )
 
 

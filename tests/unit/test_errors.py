@@ -12,7 +12,7 @@ def test_an_error_is_ours_and_the_builtin_that_programs_catch(
     error: type[FSDPError], builtin: type[Exception]
 ) -> None:
     with pytest.raises(builtin, match="what to do") as caught:
-        raise error("fqn: found this. Here is what to do.")
+        raise error("FS101", "fqn: found this. Here is what to do.")
     assert isinstance(caught.value, FSDPError)
 
 
@@ -20,7 +20,7 @@ def test_a_wrong_type_is_a_type_error_too() -> None:
     """Programs that catch what torch's own functions raise catch it, and as a ConfigError."""
     for kind in (ConfigError, TypeError, ValueError, FSDPError):
         with pytest.raises(kind, match="found 1"):
-            raise ConfigTypeError("expected steps to be an int, found 1.5.")
+            raise ConfigTypeError("FS101", "expected steps to be an int, found 1.5.")
     assert not issubclass(ConfigError, TypeError)
 
 
