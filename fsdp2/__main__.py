@@ -5,8 +5,9 @@ of ranks, ``multiprocessing`` that spawns) get the same. Under a launcher:
 ``torchrun --nproc-per-node 8 -m fsdp2 train.py``, ``accelerate launch -m fsdp2 train.py``.
 
 ``python -m fsdp2 plan module:factory --mesh 8x64`` tells what sharding a model will give, and
-``python -m fsdp2 report folder`` what ``fsdp2.record`` saw; ``--help`` after either says more. A
-program of such a name is started as ``./plan``.
+``python -m fsdp2 report folder`` what ``fsdp2.record`` saw; ``--help`` after either says more.
+``python -m fsdp2 explain FS104`` says what the code of a message means. A program of such a name is
+started as ``./plan``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fsdp2 import _commands
 from fsdp2._api.replacement import REPLACES
 
 USAGE = "usage: python -m fsdp2 [-m] program [arguments of the program]"
-COMMANDS = ("plan", "report")
+COMMANDS = ("plan", "report", "explain")
 
 
 def main(arguments: Sequence[str]) -> None:

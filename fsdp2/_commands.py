@@ -1,4 +1,4 @@
-"""``python -m fsdp2 plan`` and ``python -m fsdp2 report``: plans and recordings from a shell.
+"""``python -m fsdp2 plan``, ``report`` and ``explain``: plans, recordings, codes from a shell.
 
 Owns the command lines: their words, and what is said of a wrong one, before anything large runs. It
 must not know how a plan is made or a page drawn.
@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 
 import fsdp2
+from fsdp2._base.paragraphs import CODE, in_terminal, read_paragraphs
 from fsdp2._base.sizes import nbytes_text
 from fsdp2._pages.content import Page
 
@@ -37,8 +38,13 @@ TENSOR = re.compile(r"(\d+(?:x\d+)*):(\w+)")
 
 
 def run(command: str, arguments: Sequence[str]) -> None:
-    """Run ``plan`` or ``report``. Ends with 2, and a word about it, if the arguments are wrong."""
-    parser, act = (_plan_parser(), _plan) if command == "plan" else (_report_parser(), _report)
+    """Run a command. Ends with 2, and a word about it, if the arguments are wrong."""
+    make_parser, act = {
+        "plan": (_plan_parser, _plan),
+        "report": (_report_parser, _report),
+        "explain": (_explain_parser, _explain),
+    }[command]
+    parser = make_parser()
     given = parser.parse_args(arguments)
     try:
         act(parser, given)
@@ -309,3 +315,30 @@ def _read_recordings(parser: argparse.ArgumentParser, folders: Sequence[str]) ->
     if reader is None:
         parser.error("this version of fsdp2 has no recordings")
     return reader(*folders)
+
+
+# explain
+
+
+def _explain_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp2 explain",
+        description="Say what the code of a message means, how one gets there, and what to do.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("codes", nargs="*", help="as FS104, or a whole message; none: list all")
+    return parser
+
+
+def _explain(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    known = {paragraph.code: paragraph for paragraph in read_paragraphs()}
+    if not given.codes:
+        print("\n".join(f"{one.code}  {one.title}" for one in known.values()))
+        return
+    asked = list(dict.fromkeys(CODE.findall(" ".join(given.codes).upper())))
+    if not asked:
+        parser.error(f"codes: expected one as FS104, found {' '.join(given.codes)!r}")
+    unknown = [code for code in asked if code not in known]
+    if unknown:
+        parser.error(f"codes: there is no {', '.join(unknown)} in fsdp2 of this version")
+    print("\n\n\n".join(in_terminal(known[code]) for code in asked))

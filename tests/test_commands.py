@@ -1,4 +1,4 @@
-"""Promise: `python -m fsdp2 plan` and `report` say what is asked, and what is wrong with a call."""
+"""Promise: `python -m fsdp2 plan`, `report` and `explain` say what is asked, or what is wrong."""
 
 from __future__ import annotations
 
@@ -206,3 +206,34 @@ def test_a_program_of_a_commands_name(
     monkeypatch.setattr(sys, "argv", ["x"])
     main(["./report"])
     assert capsys.readouterr().out == "a program\n"
+
+
+# explain
+
+
+def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """By its code, or by a message that has it: without the marks of Markdown, except of code."""
+    main(["explain", "FS402"])
+    told = capsys.readouterr().out
+    assert told.startswith("FS402: Another rank did not take part")
+    assert "How you get here. A process was killed" in told
+    assert "**" not in told
+    main(["explain", "StateError: a collective: ... start all ranks again. [fs402]"])
+    assert capsys.readouterr().out == told
+
+
+def test_all_codes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["explain"])
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("FS101  An argument has another type")
+    assert len(told) > 100
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("FS999", "there is no FS999"), ("nothing", "expected one as FS104")]
+)
+def test_a_code_that_is_none(capsys: pytest.CaptureFixture[str], given: str, said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", given])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

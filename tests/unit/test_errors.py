@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from fsdp2._base.errors import ConfigError, ConfigTypeError, FSDPError, StateError, UnsupportedError
+from fsdp2._comm.process_mesh import LostRank
 
 TREE = {ConfigError: ValueError, StateError: RuntimeError, UnsupportedError: NotImplementedError}
 
@@ -31,3 +37,45 @@ def test_the_classes_tell_callers_mistakes_apart() -> None:
         assert not issubclass(error, AssertionError)
     assert not issubclass(ConfigError, RuntimeError)
     assert not issubclass(StateError, ValueError)
+
+
+COPIES = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    **{f"pickle {n}": lambda e, n=n: pickle.loads(pickle.dumps(e, n)) for n in range(6)},
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(kind("FS101", "a: found b.") for kind in (*TREE, ConfigTypeError)),
+        LostRank("Connection closed", ("save", "first rank")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_goes_to_another_process_whole(
+    error: FSDPError, copied: Callable[[Any], Any]
+) -> None:
+    error.__notes__ = ["a note"]  # type: ignore[attr-defined]  # as add_note of Python 3.11 does
+    there = copied(error)
+    assert type(there) is type(error)
+    assert (str(there), there.args, vars(there)) == (str(error), error.args, vars(error))
+
+
+def test_a_message_ends_with_its_code() -> None:
+    error = StateError("FS301", "save: called during a backward.")
+    assert str(error) == "save: called during a backward. [FS301]"
+    assert error.args == (str(error),)
+    assert (error.code, error.text) == ("FS301", "save: called during a backward.")
+    lost = LostRank("Connection closed")
+    assert lost.code == "FS402"
+    assert str(lost).startswith("a collective: another rank did not take part (Connection closed).")
+    assert str(lost).endswith(" [FS402]")
+
+
+def test_an_error_without_a_code_cannot_be_made() -> None:
+    for kind in TREE:
+        with pytest.raises(TypeError, match="text"):
+            kind("a: found b.")  # type: ignore[call-arg]  # the point of the test

@@ -1,0 +1,106 @@
+"""Promise: every message of the package ends with a code, and every code has a paragraph."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from fsdp2._base.paragraphs import FOLDER, read_paragraphs
+from tests import _error_sites
+from tests._error_sites import sites
+
+PARAGRAPHS = read_paragraphs()
+PARTS = ("*How you get here.* ", "*What to do.* ")
+
+HIGHEST = {"1": 103, "2": 227, "3": 320, "4": 408, "5": 515, "6": 625, "7": 708, "8": 808, "9": 910}
+"""The last code of each family: it goes up with a new code, and never down."""
+
+OF_OTHERS = {
+    ("_api/module.py", "AttributeError"): "Python's own words: a class without that name",
+    ("_base/policy.py", "FrozenInstanceError"): "the words of a frozen dataclass",
+    ("_commands.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
+    ("_engine/unit.py", "AttributeError"): "has FS910",
+    ("_pages/page.py", "OSError"): "of the system, with the path that the user gave",
+    ("_param_group/gradient_buffer.py", "RuntimeError"): "becomes FS319",
+    ("checkpoint/_checksums.py", "DamagedError"): "becomes FS618",
+    ("checkpoint/_publish.py", "OSError"): "caught where locks are tried",
+    ("checkpoint/_reading.py", "DamagedError"): "becomes FS618",
+    ("checkpoint/_safetensors.py", "ValueError"): "becomes FS618",
+    ("checkpoint/_saved.py", "DamagedError"): "becomes FS618",
+    ("checkpoint/_unpickling.py", "RefusedError"): "becomes FS616",
+}
+"""What the package raises that is no FSDPError, and why a user does not meet it without a code."""
+
+
+def test_every_message_has_a_code() -> None:
+    missing = _error_sites.faults()
+    assert not missing, "\n" + "\n".join(map(str, missing))
+
+
+def test_every_code_of_a_message_has_a_paragraph() -> None:
+    known = {paragraph.code for paragraph in PARAGRAPHS if not paragraph.is_retired}
+    missing = [f"{s.place}: {s.code}" for s in sites() if s.code is not None if s.code not in known]
+    assert not missing, (
+        "These codes have no paragraph, or a retired one, which is not used again. Write "
+        f"`## FSnnn` into the file of its family in {FOLDER.name}, as its neighbours are "
+        "(CONTRIBUTING.md, Errors):\n" + "\n".join(missing)
+    )
+
+
+def test_every_paragraph_has_a_message() -> None:
+    used = {site.code for site in sites()}
+    alone = [p.code for p in PARAGRAPHS if p.code not in used and not p.is_retired]
+    assert not alone, (
+        f"No message has the codes {alone} any more. Keep each heading, so that links of older "
+        "versions lead there, and begin its title with `**Retired`, as in "
+        "`**Retired: the mesh had no names.**`"
+    )
+
+
+def test_codes_are_never_given_twice() -> None:
+    """A code that is gone leaves a gap, or lowers the last one of its family."""
+    twice = [code for code, count in Counter(p.code for p in PARAGRAPHS).items() if count > 1]
+    assert not twice, f"{twice} have two paragraphs: join them, or take the next free code"
+    for family, highest in HIGHEST.items():
+        numbers = [int(p.code[2:]) for p in PARAGRAPHS if p.code[2] == family]
+        assert numbers == list(range(int(family) * 100 + 1, highest + 1)), (
+            f"Family {family}xx is to have FS{family}01 to FS{highest}, without a gap. A code that "
+            "no message has any more stays as a retired paragraph; for a new one, set HIGHEST in "
+            "tests/test_error_codes.py to it"
+        )
+    assert {p.code[2] for p in PARAGRAPHS} == set(HIGHEST)
+
+
+@pytest.mark.parametrize("paragraph", PARAGRAPHS, ids=lambda p: p.code)
+def test_a_paragraph_says_what_it_means_how_one_gets_there_and_what_to_do(
+    paragraph: object,
+) -> None:
+    assert isinstance(paragraph, type(PARAGRAPHS[0]))
+    assert re.fullmatch(r"[A-Z`][^\n]*\.", paragraph.title), "a bold sentence of one line"
+    if paragraph.is_retired:
+        return
+    parts = [part for part in paragraph.text.split("\n\n") if not part.startswith("```")]
+    starts = [next((s for s in PARTS if part.startswith(s)), "") for part in parts]
+    assert starts == ["", *PARTS], f"after the title: what it means, then {PARTS}"
+    lines = max(len(line) for line in paragraph.text.splitlines())
+    assert lines <= 100
+
+
+def test_files_are_of_one_family_each() -> None:
+    families: dict[str, set[str]] = {}
+    for paragraph in PARAGRAPHS:
+        families.setdefault(paragraph.file, set()).add(paragraph.code[2])
+    assert all(len(family) == 1 for family in families.values()), families
+    listed = set(re.findall(r"\((\w+\.md)\)", (FOLDER / "README.md").read_text(encoding="utf-8")))
+    assert listed == set(families), "README.md of that folder has a link to each file"
+
+
+def test_errors_of_others_are_known() -> None:
+    """What is raised beside the error tree: each is caught here, or in words that are not ours."""
+    found = _error_sites.raised()
+    assert found == set(OF_OTHERS), (
+        "Raise an FSDPError with a code; if users never see this one, add it to OF_OTHERS in "
+        f"tests/test_error_codes.py with the reason: {sorted(found ^ set(OF_OTHERS))}"
+    )
