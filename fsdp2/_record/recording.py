@@ -26,7 +26,7 @@ from fsdp2._api.inspect import GroupInfo
 from fsdp2._api.inspect import units as describe_units
 from fsdp2._api.settings import refuse_during_step, sharded_units
 from fsdp2._base.arguments import check_count, check_function, check_path
-from fsdp2._base.errors import StateError, UnsupportedError
+from fsdp2._base.errors import StateError, UnsupportedError, coded
 from fsdp2._compiled.compile import CompiledModel
 from fsdp2._engine.unit import Unit
 from fsdp2._pages.content import Page, Planned
@@ -81,9 +81,10 @@ def record(
         check_count("record", "tokens", tokens)
     if isinstance(model, CompiledModel):
         raise UnsupportedError(
+            "FS911",
             "record: found a model that fsdp2.compile returned. Its steps are compiled whole and "
             "run no hooks, so nothing of them would be recorded. Record the model that was "
-            "compiled, run eagerly, or use torch.profiler."
+            "compiled, run eagerly, or use torch.profiler.",
         )
     sharded_units("record", "model", model)
     return Recording(model, Path(path), scalars, tokens)
@@ -111,8 +112,9 @@ class Recording:
     def __enter__(self) -> Recording:
         if self._ledger is not None:
             raise StateError(
+                "FS912",
                 f"record: found a recording that was entered before, whose file is {self.path}. "
-                "Call fsdp2.record again, with another folder."
+                "Call fsdp2.record again, with another folder.",
             )
         units = sharded_units("record", "model", self._model)
         refuse_during_step("record", units)
@@ -164,9 +166,12 @@ class Recording:
         except Exception as error:  # inside of a backward, of one rank: the step must go on
             self._scalars = None
             warnings.warn(
-                f"fsdp2.record: scalars raised {type(error).__name__}: {error} at step "
-                f"{found.number} of rank {self.rank}. It is not called again; the recording goes "
-                "on. Mend the function that was passed.",
+                coded(
+                    "FS918",
+                    f"fsdp2.record: scalars raised {type(error).__name__}: {error} at step "
+                    f"{found.number} of rank {self.rank}. It is not called again; the recording "
+                    "goes on. Mend the function that was passed.",
+                ),
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -32,16 +32,18 @@ def read_recordings(*paths: str | os.PathLike[str]) -> Recordings:
     """
     if not paths:
         raise ConfigError(
+            "FS914",
             "read_recordings: expected folders that fsdp2.record wrote, found none. Pass what "
-            "record was given as path."
+            "record was given as path.",
         )
     folders = [Path(check_path("read_recordings", "paths", path)) for path in paths]
     files = sorted((read_file(path) for path in files_in(folders)), key=lambda file: file.rank)
     for one, other in itertools.pairwise(files):
         if one.rank == other.rank:
             raise ConfigError(
+                "FS914",
                 f"read_recordings: found rank {one.rank} twice, in {one.path} and {other.path}. "
-                "Pass folders of one run only."
+                "Pass folders of one run only.",
             )
     return Recordings(tuple(files))
 
@@ -142,8 +144,9 @@ class Recordings:
                 own = self._files[0].rank
             if not isinstance(own, int) or isinstance(own, bool) or not 0 <= own < trace.FOREIGN:
                 raise ConfigError(
+                    "FS917",
                     f"trace: the rank of profile {path} is not known (found {own!r}). Pass "
-                    "profiles as a dict from ranks to paths."
+                    "profiles as a dict from ranks to paths.",
                 )
             found.append((own, profile))
         return found

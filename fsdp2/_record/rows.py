@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2._base.errors import ConfigError
+from fsdp2._base.errors import ConfigError, coded
 
 FORMAT = 1
 MANY = 1024
@@ -56,12 +56,14 @@ class Writer:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         except FileExistsError as error:
             raise ConfigError(
+                "FS913",
                 f"record: expected path to be a folder without a recording of this rank, found "
-                f"{path.name} in {path.parent}. Pass a new folder, or move that file away."
+                f"{path.name} in {path.parent}. Pass a new folder, or move that file away.",
             ) from error
         except OSError as error:
             raise ConfigError(
-                f"record: {path} cannot be made ({error}). Pass a folder that can be written to."
+                "FS913",
+                f"record: {path} cannot be made ({error}). Pass a folder that can be written to.",
             ) from error
         self.is_broken = False
 
@@ -83,8 +85,11 @@ class Writer:
             except OSError as error:  # of this rank alone: raising would leave others waiting
                 self.is_broken = True
                 warnings.warn(
-                    f"fsdp2.record: {self.path} cannot be written any more ({error}); what follows "
-                    "is not recorded. The run goes on.",
+                    coded(
+                        "FS919",
+                        f"fsdp2.record: {self.path} cannot be written any more ({error}); what "
+                        "follows is not recorded. The run goes on.",
+                    ),
                     RuntimeWarning,
                     stacklevel=2,
                 )
@@ -117,8 +122,9 @@ def read_file(path: Path) -> RankFile:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError(
+            "FS914",
             f"read_recordings: {path} cannot be read ({error}). Pass folders that fsdp2.record "
-            "wrote."
+            "wrote.",
         ) from error
     whole = lines[:-1]  # behind the last newline is nothing, or half a line
     try:
@@ -127,8 +133,9 @@ def read_file(path: Path) -> RankFile:
             raise ValueError(f"format {header.get('format')}")
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
+            "FS914",
             f"read_recordings: expected {path} to be a recording of format {FORMAT}, found "
-            f"something else ({error}). Pass folders that this version of fsdp2.record wrote."
+            f"something else ({error}). Pass folders that this version of fsdp2.record wrote.",
         ) from error
     ended = {row["n"] for row in rows if row["kind"] == "wait"}
     rows = [row for row in rows if row["kind"] != "waiting" or row["n"] not in ended]
@@ -147,8 +154,9 @@ def files_in(folders: Sequence[Path]) -> list[Path]:
         inside = sorted(folder.glob("rank*.jsonl")) if folder.is_dir() else [folder]
         if not inside:
             raise ConfigError(
+                "FS914",
                 f"read_recordings: found no rank*.jsonl in {folder}. Pass the folder that "
-                "fsdp2.record was given."
+                "fsdp2.record was given.",
             )
         found += inside
     return list(dict.fromkeys(found))
@@ -162,8 +170,9 @@ def write_whole(path: Path, text: str, inputs: Sequence[Path], who: str) -> None
     """
     if any(path.exists() and path.samefile(one) for one in inputs):
         raise ConfigError(
+            "FS915",
             f"{who}: expected path to be a new file, found {path}, which is what was recorded. "
-            "Pass another name."
+            "Pass another name.",
         )
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -172,5 +181,6 @@ def write_whole(path: Path, text: str, inputs: Sequence[Path], who: str) -> None
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise ConfigError(
-            f"{who}: {path} cannot be written ({error}). Pass a name in a folder that is there."
+            "FS915",
+            f"{who}: {path} cannot be written ({error}). Pass a name in a folder that is there.",
         ) from error

@@ -78,8 +78,9 @@ def choose_step(files: Sequence[RankFile], step: int | None) -> int | None:
         if not any(step in own for own in numbers):
             last = max((max(own, default=0) for own in numbers), default=0)
             raise ConfigError(
+                "FS916",
                 f"page: expected step to be one that was recorded, found {step}. Pass one from 1 "
-                f"to {last}."
+                f"to {last}.",
             )
         return step
     common = set.intersection(*numbers)

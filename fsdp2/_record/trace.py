@@ -130,8 +130,9 @@ def read_profile(path: Path) -> dict[str, Any]:
         int(found["baseTimeNanoseconds"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
+            "FS917",
             f"trace: expected profiles to be traces of torch.profiler, found {path} "
-            f"({type(error).__name__}: {error}). Pass what export_chrome_trace wrote."
+            f"({type(error).__name__}: {error}). Pass what export_chrome_trace wrote.",
         ) from error
     return found  # type: ignore[no-any-return]  # a dict, or the check above raised
 
