@@ -102,6 +102,7 @@ NAVIGATION = {
             "parameters",
             "training",
             "plan",
+            "record",
             "checkpoint",
             "communication",
             "debug",
@@ -124,7 +125,6 @@ BUILDS_ON = {
 
 INCLUDED = re.compile(r"^```\{literalinclude\} (\S+)$", re.MULTILINE)
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#]+)\)")
-PLURAL = re.compile(r"``([\w.]+)``s\b")
 
 
 def prepare_page(app: object, name: str, source: list[str]) -> None:
@@ -161,13 +161,5 @@ def new_lines(path: Path, before: str) -> str:
     return ",".join(map(str, found))
 
 
-def prepare_docstring(
-    app: object, what: str, name: str, thing: object, options: object, lines: list[str]
-) -> None:
-    """Let a plural follow a name, as in ``DTensor``s: a mark has to stand between them."""
-    lines[:] = [PLURAL.sub(r"``\1``\\ s", line) for line in lines]
-
-
 def setup(app: object) -> None:
     app.connect("source-read", prepare_page)  # type: ignore[attr-defined]  # Sphinx's
-    app.connect("autodoc-process-docstring", prepare_docstring)  # type: ignore[attr-defined]

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 
 import fsdp2
+from fsdp2._api.checks import check_comm
 from fsdp2._api.settings import ControlSurface
+from fsdp2._comm.collectives import DefaultAllGather, DefaultReduceScatter
 from tests._torch_surface import (
     BUILT_BY_USERS,
     PINNED_VERSION,
@@ -304,3 +307,17 @@ def test_annotations_can_be_read(name: str) -> None:
     assert typing.get_type_hints(found.__init__ if isinstance(found, type) else found) is not None
     if isinstance(found, type):
         assert typing.get_type_hints(found) is not None
+
+
+@pytest.mark.parametrize("name", ["set_custom_all_gather", "set_custom_reduce_scatter"])
+def test_an_annotation_refuses_what_the_check_refuses(name: str) -> None:
+    """A plain function has no `allocate`; torch's own classes do, and are none of ours."""
+    taken = typing.get_type_hints(getattr(ControlSurface, name))["comm"]
+    own = {
+        "set_custom_all_gather": DefaultAllGather,
+        "set_custom_reduce_scatter": DefaultReduceScatter,
+    }
+    assert isinstance(own[name](), taken)
+    assert not isinstance(dist.all_gather, taken)
+    with pytest.raises(fsdp2.ConfigError, match="allocate"):
+        check_comm(name, dist.all_gather)

@@ -31,7 +31,7 @@ from fsdp2._base.arguments import (
 from fsdp2._base.errors import ConfigError, ConfigTypeError, StateError, coded
 from fsdp2._base.events import IDLE
 from fsdp2._comm import collectives
-from fsdp2._comm.collectives import AllGather, ReduceScatter
+from fsdp2._comm.collectives import CustomComm
 from fsdp2._comm.process_mesh import carrying, operation
 from fsdp2._comm.streams import streams_for
 from fsdp2._engine.between_steps import units_below
@@ -308,7 +308,7 @@ class ControlSurface:
 
     # How it is sent.
 
-    def set_custom_all_gather(self, comm: AllGather | Callable[..., Any]) -> None:
+    def set_custom_all_gather(self, comm: CustomComm) -> None:
         """Gather this unit's parameters by ``comm(output, input, group, async_op)``.
 
         A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
@@ -318,7 +318,7 @@ class ControlSurface:
             group.wire.gather = comm
             group.rewire()
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatter | Callable[..., Any]) -> None:
+    def set_custom_reduce_scatter(self, comm: CustomComm) -> None:
         """Reduce this unit's gradients by ``comm(output, input, group, op, async_op)``.
 
         A unit whose parameters lie on several meshes calls it for each, with that mesh's group.

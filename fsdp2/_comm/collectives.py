@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,17 @@ class ReduceScatter(Comm):
         ``async_op`` the result may be a ``Work``, which is waited for. None, with ``async_op`` or
         without: the output is ready, or what fills it is ordered on the current stream.
         """
+
+
+@runtime_checkable
+class CustomComm(Protocol):
+    """What a setter of a custom collective takes: one of ours, of torch's, or of the same shape."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None: ...
 
 
 class TorchMemory:

@@ -51,7 +51,7 @@ def full_params(
         for name, weight in full_params(model, max_bytes=n, callback=merge): ...
 
     Args:
-        module: a sharded module, or any other, whose parameters may be ``DTensor``s.
+        module: a sharded module, or any other, whose parameters may be DTensors.
         max_bytes: bytes of the bucket and of the buffers that it travels in, beside what the caller
             keeps (the tensor of a loop's variable lives while the next bucket is gathered). A
             parameter that is larger comes alone, in pieces: then it is that parameter and this.

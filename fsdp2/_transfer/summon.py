@@ -86,7 +86,7 @@ def summon_full_params(
 ) -> Iterator[None]:
     """Register whole parameters on a module's units inside the context.
 
-    They are plain ``nn.Parameter``s under the same names, in the dtype of the shards (not the
+    Each is a plain ``nn.Parameter`` under the same name, in the dtype of the shards (not the
     compute dtype), whole over replicate and tensor-parallel axes too, so ``module.apply(fn)``,
     ``state_dict()`` and initialisers see what one process would. Gathers are collective, on entry;
     nothing is sent on exit. Works on a module inside a sharded one, and nested: what an outer

@@ -10,7 +10,7 @@ form         tensors                                      loads on
 ============ ============================================ =====================================
 full         whole and plain                              any mesh, a plain model, torch's FSDP1
                                                           and FSDP2
-sharded      ``DTensor``s; what ``save`` and ``load`` use any mesh, through a folder
+sharded      DTensors; what ``save`` and ``load`` use any mesh, through a folder
 rank-local   this rank's part, plain                      the same ranks of the same meshes
 ============ ============================================ =====================================
 

@@ -73,7 +73,7 @@ def save(
         path: a folder that is empty, has a checkpoint, or does not exist. The checkpoint is
             replaced, other files beside it stay.
         extra: any object that pickles (a step, a scheduler's state); the first rank's is kept, and
-            comes back as it was, with tensors on the CPU. ``DTensor``s in it (of an ``EMA``) are
+            comes back as it was, with tensors on the CPU. DTensors in it (of an ``EMA``) are
             saved in shards and come back whole. What is more than plain data is loaded with
             ``trust=True`` only.
 

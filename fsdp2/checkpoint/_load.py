@@ -65,7 +65,7 @@ def load_full_state(
     The first rank scatters each tensor to the ranks that hold parts of it, so that no other rank
     has more than ``max_bytes`` beside its shards. Parameters on the meta device get memory first.
     The optimizer's state may be under names or ids; values of a parameter's shape become
-    ``DTensor``s placed as the parameter is. Values are cast to the dtypes of the model.
+    DTensors placed as the parameter is. Values are cast to the dtypes of the model.
 
     Args:
         state: needed on the first rank of the mesh only; the others may pass None. If its

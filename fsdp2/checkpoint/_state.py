@@ -158,7 +158,7 @@ def gather_each(
 def sharded_state(
     model: nn.Module, optimizer: Optimizer | None = None, *, optim_keys: Keys = "name"
 ) -> dict[str, Any]:
-    """Return the state as it lies on the ranks: ``DTensor``s that share memory with the model.
+    """Return the state as it lies on the ranks: DTensors that share memory with the model.
 
     Raises:
         ConfigError: the optimizer holds other parameters.

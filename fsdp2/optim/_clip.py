@@ -46,7 +46,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: one tensor, or an iterable (it may be a generator) of plain parameters and of
-            ``DTensor``s on any meshes, of any floating or complex dtypes.
+            DTensors on any meshes, of any floating or complex dtypes.
         norm_type: any number; ``inf`` is the largest magnitude, ``-inf`` the smallest, 0 the number
             of elements that are not zero.
         error_if_nonfinite: raise if the total is nan or infinite, instead of scaling by it.
@@ -61,7 +61,7 @@ def clip_grad_norm_(
         StateError: the total is not finite and ``error_if_nonfinite`` is set; gradients are as they
             were.
 
-    Source: the public ``torch.nn.utils.clip_grad_norm_``, which takes ``DTensor``s of one mesh.
+    Source: the public ``torch.nn.utils.clip_grad_norm_``, which takes DTensors of one mesh.
     """
     with torch.no_grad(), operation("clip_grad_norm_"):
         return _clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)

@@ -69,14 +69,14 @@ def local(
     rate schedulers, ``GradScaler`` and checkpoints take it as they take the plain optimizer.
     Parameters of one param group that are neighbours in their unit's flat buffer step as one tensor
     (with a number of their own each, where their ``step`` differs); others step each on its local
-    tensor. Parameters, gradients and states stay ``DTensor``s to whoever looks: ``state`` and
+    tensor. Parameters, gradients and states stay DTensors to whoever looks: ``state`` and
     ``state_dict()`` give views of what the steps write, placed as the parameters are, and copies of
     0-dim states such as ``step``, which are up to date when ``state`` is read. A state changed
     through ``state`` is taken over by the next step.
 
-    Results are bit for bit those of ``cls`` on the ``DTensor``s with the same arguments (of a class
+    Results are bit for bit those of ``cls`` on the DTensors with the same arguments (of a class
     of your own on a CPU, as far as its kernels round alike wherever an element lies). Where
-    ``foreach`` is None that means the loop, which torch chooses for ``DTensor``s. Where torch has
+    ``foreach`` is None that means the loop, which torch chooses for DTensors. Where torch has
     no ``DTensor`` kernels (fused SGD and Adagrad, Rprop), they are those on plain local tensors.
 
     Args:
@@ -266,7 +266,7 @@ class LocalOptimizer:
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the plain optimizer's ``state_dict`` returns, with ``DTensor``s.
+        """Return what the plain optimizer's ``state_dict`` returns, with DTensors.
 
         Raises:
             UnsupportedError: a state belongs to this rank's shards and says nothing on others.
