@@ -15,13 +15,13 @@ import subprocess
 import sys
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.docs import _browser
+from tests._browser import Browser, find_chromium
 from tests.docs._blocks import ROOT
 
 GENERATOR = ("sphinx", "myst_parser", "furo", "sphinx_copybutton")
@@ -31,10 +31,16 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(bool(MISSING), reason=f"the generator is not installed: {MISSING}"),
 ]
+CHROMIUM = find_chromium()
 needs_browser = pytest.mark.skipif(
-    _browser.installed() is None, reason="there is no chromium with its chromedriver"
+    CHROMIUM is None, reason="no Chromium: install Debian's chromium, or name one in $CHROMIUM"
 )
 
+# What a search has found: there is none before the index is loaded.
+RESULTS = """(() => {
+    const found = [...document.querySelectorAll('#search-results li a')].map(a => a.href);
+    return found.length ? found : null;
+})()"""
 SIZES = {"wide": (1280, 800), "narrow": (480, 800)}
 PAGES_TO_LOOK_AT = (
     "docs/index.html",
@@ -51,6 +57,11 @@ PAGES_TO_LOOK_AT = (
     "docs/reference/module.html",
     "docs/architecture.html",
     "docs/glossary.html",
+    "docs/plan.html",
+    "docs/record.html",
+    "docs/pages.html",
+    "docs/differences.html",
+    "docs/reference/record.html",
     "benchmarks/results/host.html",
 )
 
@@ -141,56 +152,59 @@ def served(site: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def open_window() -> Iterator[Callable[[int, int], _browser.Browser]]:
-    with _browser.driver() as opened:
-        yield opened
+def shared(served: str) -> Iterator[Browser]:
+    assert CHROMIUM is not None
+    with Browser(CHROMIUM, home=served) as browser:
+        yield browser
 
 
-@pytest.fixture(scope="module", params=list(SIZES))
-def window(
-    request: pytest.FixtureRequest, open_window: Callable[[int, int], _browser.Browser]
-) -> _browser.Browser:
-    return open_window(*SIZES[request.param])
+@pytest.fixture
+def wide(shared: Browser) -> Iterator[Browser]:
+    """A browser whose console is quiet when the test ends, and that asked no other host."""
+    shared.problems.clear()
+    shared.see(*SIZES["wide"])
+    yield shared
+    assert shared.problems == []
 
 
-def check_quiet(window: _browser.Browser, home: str) -> None:
-    """The console has no error, and nothing was asked of another host."""
-    errors = [entry["message"] for entry in window.log("browser") if entry["level"] == "SEVERE"]
-    assert not errors
-    elsewhere = [url for url in window.requests() if not url.startswith((home, "data:", "file:"))]
-    assert not elsewhere
+@pytest.fixture
+def narrow(wide: Browser) -> Browser:
+    wide.see(*SIZES["narrow"])
+    return wide
+
+
+@pytest.fixture(params=list(SIZES))
+def window(request: pytest.FixtureRequest, wide: Browser) -> Browser:
+    wide.see(*SIZES[request.param])
+    return wide
 
 
 @needs_browser
 @pytest.mark.parametrize("page", PAGES_TO_LOOK_AT)
-def test_a_page_fits_its_window(window: _browser.Browser, served: str, page: str) -> None:
+def test_a_page_fits_its_window(window: Browser, served: str, page: str) -> None:
     """Wide tables and code scroll by themselves; the page does not."""
     window.open(f"{served}/{page}")
     too_wide = window.run(
-        """
+        """(() => {
         const seen = document.documentElement.clientWidth;
         if (document.documentElement.scrollWidth <= seen) return [];
         return [...document.querySelectorAll("body *")]
             .filter(e => e.getBoundingClientRect().right > seen + 1)
             .slice(0, 5).map(e => e.outerHTML.slice(0, 120));
-        """
+        })()"""
     )
     assert not too_wide
-    check_quiet(window, served)
 
 
 @needs_browser
-def test_a_wide_table_scrolls(
-    open_window: Callable[[int, int], _browser.Browser], served: str
-) -> None:
-    window = open_window(*SIZES["narrow"])
-    window.open(f"{served}/docs/compatibility.html")
-    widths = window.run(
-        """
+def test_a_wide_table_scrolls(narrow: Browser, served: str) -> None:
+    narrow.open(f"{served}/docs/compatibility.html")
+    widths = narrow.run(
+        """(() => {
         const wrapper = document.querySelector(".table-wrapper");
         wrapper.scrollLeft = 50;
         return [wrapper.scrollWidth, wrapper.clientWidth, wrapper.scrollLeft];
-        """
+        })()"""
     )
     assert widths[0] > widths[1]
     assert widths[2] == 50
@@ -198,84 +212,46 @@ def test_a_wide_table_scrolls(
 
 @needs_browser
 @pytest.mark.parametrize("word", ["no_sync", "accumulation", "hang"])
-def test_search_finds(window: _browser.Browser, served: str, word: str) -> None:
+def test_search_finds(window: Browser, served: str, word: str) -> None:
     window.open(f"{served}/docs/index.html")
     window.open(f"{served}/search.html?q={word}")
-    found = _browser.wait_for(lambda: results(window), f"results for {word}")
-    assert len(found) > 0
+    found = window.wait_until(RESULTS)
     assert all(link.startswith(served) for link in found)
-    check_quiet(window, served)
 
 
 @needs_browser
-def test_search_from_the_first_page(
-    open_window: Callable[[int, int], _browser.Browser], served: str
-) -> None:
+def test_search_from_the_first_page(wide: Browser, served: str) -> None:
     """As a reader does it: type a word, press return, follow the first result."""
-    window = open_window(*SIZES["wide"])
-    window.open(f"{served}/")
-    is_there = (
-        "return location.pathname.endsWith('docs/index.html') && document.readyState == 'complete'"
+    wide.open(f"{served}/")
+    wide.wait_until(
+        "location.pathname.endsWith('docs/index.html') && document.readyState == 'complete'"
     )
-    _browser.wait_for(lambda: window.run(is_there), "the manual")
-    window.type("input[name=q]", "full_params\n")
-    found = _browser.wait_for(lambda: results(window), "results")
+    wide.type("input[name=q]", "full_params")
+    found = wide.wait_until(RESULTS)
     assert any("reference/parameters.html" in link for link in found)
-    check_quiet(window, served)
 
 
 @needs_browser
-def test_search_without_a_server(
-    open_window: Callable[[int, int], _browser.Browser], site: Path
-) -> None:
-    window = open_window(*SIZES["wide"])
-    window.open(f"{(site / 'search.html').as_uri()}?q=no_sync")
-    assert _browser.wait_for(lambda: results(window), "results")
-    check_quiet(window, "file:")
-
-
-def results(window: _browser.Browser) -> list[str]:
-    found: list[str] = window.run(
-        "return [...document.querySelectorAll('#search-results li a')].map(a => a.href)"
-    )
-    return found
+def test_search_without_a_server(wide: Browser, site: Path) -> None:
+    wide.open(f"{(site / 'search.html').as_uri()}?q=no_sync")
+    assert wide.wait_until(RESULTS)
 
 
 @needs_browser
-def test_code_is_copied(window: _browser.Browser, served: str) -> None:
+def test_code_is_copied(window: Browser, served: str) -> None:
     """The button gives the program, or the command without its prompt and without its output."""
-    window.devtools(
-        "Browser.grantPermissions",
-        {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"], "origin": served},
-    )
     window.open(f"{served}/docs/tutorial/step1.html")
-    window.click("div.highlight-console button.copybtn")
-    assert copied(window) == "torchrun --nproc-per-node 2 examples/tutorial/step1_shard.py"
-    window.click("div.highlight-python button.copybtn")
+    window.click_on("div.highlight-console button.copybtn")
+    found = window.read_clipboard()
+    assert found == "torchrun --nproc-per-node 2 examples/tutorial/step1_shard.py"
+    window.click_on("div.highlight-python button.copybtn")
     program = (ROOT / "examples" / "tutorial" / "step1_shard.py").read_text()
-    assert copied(window).strip() == program.strip()
-    check_quiet(window, served)
+    assert window.read_clipboard().strip() == program.strip()
 
 
 @needs_browser
-def test_output_has_no_button(window: _browser.Browser, served: str) -> None:
+def test_output_has_no_button(window: Browser, served: str) -> None:
     window.open(f"{served}/docs/guides/units.html")
-    count = "return document.querySelectorAll('div.highlight-{} button.copybtn').length"
+    count = "document.querySelectorAll('div.highlight-{} button.copybtn').length"
     assert window.run(count.format("python")) > 0
     assert window.run(count.format("output")) == 0
-
-
-def copied(window: _browser.Browser) -> str:
-    window.devtools("Page.bringToFront", {})
-    text = _browser.wait_for(
-        lambda: window.devtools(
-            "Runtime.evaluate",
-            {"expression": "navigator.clipboard.readText()", "awaitPromise": True},
-        )["result"].get("value"),
-        "the clipboard",
-    )
-    window.devtools(
-        "Runtime.evaluate",
-        {"expression": "navigator.clipboard.writeText('')", "awaitPromise": True},
-    )
-    return str(text)

@@ -25,7 +25,7 @@ import fsdp2
 from fsdp2._pages.content import Page
 from fsdp2._pages.page import write_page
 from tests import _sample_pages as samples
-from tests.pages._browser import Browser, find_chromium
+from tests._browser import Browser, find_chromium
 
 ROOT = Path(__file__).parents[2]
 SKIPPED = 77

@@ -13,7 +13,7 @@ import pytest
 
 from fsdp2._pages.page import embed, render
 from tests import _sample_pages as samples
-from tests.pages._browser import Browser, find_chromium
+from tests._browser import Browser, find_chromium
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(

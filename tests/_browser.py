@@ -1,12 +1,14 @@
 """A headless Chromium, driven over a pipe by Chrome's DevTools protocol: no package is needed.
 
-Owns the process and the protocol. It must not know what a page shows. Every wait has a limit and
-none is a sleep: what happens in the browser comes through the pipe, or is asked for inside it.
+Owns the process and the protocol. It must not know what a page shows: those of plans and the manual
+are opened with it. Every wait has a limit and none is a sleep: what happens in the browser comes
+through the pipe, or is asked for inside it.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import json
 import os
@@ -49,9 +51,14 @@ class BrowserError(RuntimeError):
 
 
 class Browser:
-    """One browser with one page. Use it in a ``with``."""
+    """One browser with one page. Use it in a ``with``.
 
-    def __init__(self, program: str) -> None:
+    ``problems``: errors and warnings of the console, and requests of what is neither a file nor
+    below ``home``, an address.
+    """
+
+    def __init__(self, program: str, home: str = "file:") -> None:
+        self.home = home
         self.problems: list[str] = []
         self._folder = tempfile.mkdtemp(prefix="fsdp2-pages-")
         self._number = 0
@@ -140,16 +147,17 @@ class Browser:
             self.problems.append(f"failed request: {params['errorText']}")
         elif method == "Network.requestWillBeSent":
             url = params["request"]["url"]
-            if not url.startswith(("file:", "data:", "about:")):
+            if not url.startswith((self.home, "file:", "data:", "about:")):
                 self.problems.append(f"request of {url}")
         self._events.append(event)
 
     # The page.
 
-    def open(self, path: Path) -> None:
-        """Open a file from disk and wait until it has been drawn."""
+    def open(self, place: Path | str) -> None:
+        """Open a file from disk, or an address, and wait until it has been drawn."""
         self._events.clear()
-        self.send("Page.navigate", url=path.resolve().as_uri())
+        url = place.resolve().as_uri() if isinstance(place, Path) else place
+        self.send("Page.navigate", url=url)
         self.wait_for("Page.loadEventFired")
         self.settle()
 
@@ -162,6 +170,17 @@ class Browser:
             thrown = found["exceptionDetails"]
             raise BrowserError(str(thrown.get("exception", {}).get("description", thrown)))
         return found["result"].get("value")
+
+    def wait_until(self, expression: str) -> Any:
+        """Return the first true value of an expression, looked at once a frame, on any page."""
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            with contextlib.suppress(BrowserError):  # the page may go away under the question
+                found = self.run(expression)
+                if found:
+                    return found
+                self.settle()
+        raise BrowserError(f"within {LIMIT_S:.0f} s this never held: {expression}")
 
     def settle(self) -> None:
         """Wait until two frames were drawn: what a change leads to is on the screen."""
@@ -189,6 +208,33 @@ class Browser:
         for kind in ("mousePressed", "mouseReleased"):
             self.move(x, y, kind, button="left", clickCount=count)
         self.settle()
+
+    def click_on(self, selector: str) -> None:
+        """Bring an element to the middle of the window, and click there."""
+        x, y = self.run(
+            f"(() => {{ const found = document.querySelector({selector!r});"
+            " found.scrollIntoView({block: 'center', behavior: 'instant'});"
+            " const {x, y, width, height} = found.getBoundingClientRect();"
+            " return [x + width / 2, y + height / 2]; })()"
+        )
+        self.click(x, y)
+
+    def type(self, selector: str, text: str) -> None:
+        """Write into a field, and press return."""
+        self.click_on(selector)
+        self.send("Input.insertText", text=text)
+        for kind in ("keyDown", "keyUp"):
+            key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13}
+            self.send("Input.dispatchKeyEvent", type=kind, text="\r", **key)
+
+    def read_clipboard(self) -> str:
+        """Return what was copied, and empty the clipboard."""
+        allowed = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        self._send("Browser.grantPermissions", {"permissions": allowed})
+        self.send("Page.bringToFront")
+        found = self.wait_until("navigator.clipboard.readText()")
+        self.run("navigator.clipboard.writeText('')")
+        return str(found)
 
     def drag(self, places: Sequence[tuple[float, float]]) -> None:
         """Press at the first place, go through the others, and let go at the last."""
