@@ -79,15 +79,25 @@ NAVIGATION = {
             "from-fsdp1",
             "guides/from-deepspeed",
         ],
-        "Look up": ["reference/index", "glossary", "compatibility", "clients", "../README"],
+        "Look up": [
+            "reference/index",
+            "glossary",
+            "differences",
+            "compatibility",
+            "clients",
+            "figures",
+        ],
         "Understand": [
             "architecture",
             "checkpoints",
             "compile",
             "plan",
+            "record",
+            "pages",
             "decisions/README",
             "testing",
             "../benchmarks/README",
+            "../README",
             "../CONTRIBUTING",
             "../CHANGELOG",
         ],
@@ -124,11 +134,19 @@ BUILDS_ON = {
 """Programs of the tutorial: what is new in each, over which, is marked on its page."""
 
 INCLUDED = re.compile(r"^```\{literalinclude\} (\S+)$", re.MULTILINE)
+PICTURE = re.compile(
+    r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="([^"]+)">'
+    r'\s*<img src="([^"]+)" alt="([^"]+)">\s*</picture>'
+)
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#]+)\)")
 
 
 def prepare_page(app: object, name: str, source: list[str]) -> None:
-    """Leave only the words of a link to a folder, which the site has not; add the navigation."""
+    """Make of a page for a code host one for the site, and add the navigation.
+
+    Of a link to a folder, which the site has not, the words are left. A picture in two colours,
+    which the generator would not copy, becomes two, of which the theme shows one.
+    """
     folder = (ROOT / name).parent
 
     def without(link: re.Match[str]) -> str:
@@ -141,10 +159,19 @@ def prepare_page(app: object, name: str, source: list[str]) -> None:
             return include[0]
         return f"{include[0]}\n:emphasize-lines: {new_lines(path, BUILDS_ON[path.name])}"
 
-    source[0] = INCLUDED.sub(marked, LINK.sub(without, source[0]))
+    source[0] = INCLUDED.sub(marked, LINK.sub(without, PICTURE.sub(in_both_colours, source[0])))
     for caption, pages in NAVIGATION.get(name, {}).items():
         options = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
         source[0] += "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
+
+
+def in_both_colours(picture: re.Match[str]) -> str:
+    """Return images for dark and for light colours: their classes are the theme's."""
+    dark, light, words = picture.groups()
+    return "\n".join(
+        f"```{{image}} {path}\n:class: only-{colours}\n:alt: {words}\n```\n"
+        for path, colours in ((dark, "dark"), (light, "light"))
+    )
 
 
 def new_lines(path: Path, before: str) -> str:

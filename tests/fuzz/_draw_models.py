@@ -121,7 +121,7 @@ class Choices:
         self.is_recomputed = any(block.checkpoint != "no" for block in self.layers)
         place = 0
         for index, block in enumerate(model.blocks):
-            # Where no gradient goes further, a graph through two roots is cut: see the README.
+            # Where no gradient goes further, a graph through two roots is cut: docs/differences.md.
             # So is what a frozen unit is given, which needs a gradient on all ranks or on none.
             self._must_agree = model.gain == "last" and (
                 index < model.cut < len(model.blocks) or any(block.frozen for block in self.layers)
@@ -148,7 +148,7 @@ class Choices:
         own += ["skip", "twice"] if skippable else []
         if several or self._must_agree:  # ranks may begin to recompute at other places
             own = []
-        elif not self.is_recomputed and self.model.roots == 1:  # as the README says
+        elif not self.is_recomputed and self.model.roots == 1:  # as docs/differences.md says
             own += ["detach", *in_place] if is_always_called else []
             own += ["as_input"] if free or not has_units_inside(block) else []
         self.on_one += [(place, way) for way in own]

@@ -109,7 +109,7 @@ def freeze(pair: Pair, op: Freeze) -> None:
     if names[index].endswith("gain"):
         return  # so that each rank has something to train
     if pair.program.model.gain == "last":
-        return  # what a frozen unit is given needs a gradient on all ranks or on none: the README
+        return  # what it is given needs a gradient on all ranks or none: docs/differences.md
     pair.zero("model")
     for params in (found, expected):
         params[index].requires_grad_(op.trainable)
