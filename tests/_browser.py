@@ -159,7 +159,8 @@ class Browser:
         url = place.resolve().as_uri() if isinstance(place, Path) else place
         self.send("Page.navigate", url=url)
         self.wait_for("Page.loadEventFired")
-        self.settle()
+        with contextlib.suppress(BrowserError):  # a page may lead on to another at once
+            self.settle()
 
     def run(self, expression: str) -> Any:
         """Return the value of an expression of JavaScript; a promise is waited for."""
