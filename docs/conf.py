@@ -145,7 +145,7 @@ def prepare_page(app: object, name: str, source: list[str]) -> None:
     """Make of a page for a code host one for the site, and add the navigation.
 
     Of a link to a folder, which the site has not, the words are left. A picture in two colours,
-    which the generator would not copy, becomes two, of which the theme shows one.
+    which the generator would not copy, becomes several, of which one is shown.
     """
     folder = (ROOT / name).parent
 
@@ -159,19 +159,31 @@ def prepare_page(app: object, name: str, source: list[str]) -> None:
             return include[0]
         return f"{include[0]}\n:emphasize-lines: {new_lines(path, BUILDS_ON[path.name])}"
 
-    source[0] = INCLUDED.sub(marked, LINK.sub(without, PICTURE.sub(in_both_colours, source[0])))
+    def taken(picture: re.Match[str]) -> str:
+        return as_images(folder, *picture.groups())
+
+    source[0] = INCLUDED.sub(marked, LINK.sub(without, PICTURE.sub(taken, source[0])))
     for caption, pages in NAVIGATION.get(name, {}).items():
         options = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
         source[0] += "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
 
 
-def in_both_colours(picture: re.Match[str]) -> str:
-    """Return images for dark and for light colours: their classes are the theme's."""
-    dark, light, words = picture.groups()
-    return "\n".join(
-        f"```{{image}} {path}\n:class: only-{colours}\n:alt: {words}\n```\n"
-        for path, colours in ((dark, "dark"), (light, "light"))
-    )
+def as_images(folder: Path, dark: str, light: str, words: str) -> str:
+    """Return images for dark and for light colours, and of a narrow window where these are there.
+
+    Classes for colours are the theme's; `manual.css` has those for widths.
+    """
+    found = []
+    for path, colours in ((dark, "dark"), (light, "light")):
+        narrow = path.replace(f"-{colours}", f"-narrow-{colours}")
+        widths = {path: " only-wide", narrow: " only-narrow"}
+        if not (folder / narrow).is_file():
+            widths = {path: ""}
+        found += [
+            f"```{{image}} {file}\n:class: only-{colours}{width}\n:alt: {words}\n```\n"
+            for file, width in widths.items()
+        ]
+    return "\n".join(found)
 
 
 def new_lines(path: Path, before: str) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,32 +93,52 @@ def recording_page() -> Page:
     return page
 
 
+SITE = ROOT / "build" / "site" / "docs"
+SITE_PAGES = {"first": "index", "guide": "guides/memory", "reference": "reference/plan"}
+
+
+def site_pictures(browser: Browser) -> Iterator[tuple[str, bytes]]:
+    """Yield a name and a picture of some pages of the manual, as `scripts/docs` built it."""
+    for name, page in SITE_PAGES.items():
+        for width, word in ((1280, ""), (480, "-narrow")):
+            browser.see(width, 800)
+            browser.open(SITE / f"{page}.html")
+            yield f"site-{name}{word}.png", browser.picture()
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="scripts/pictures", description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs" / "pictures")
     parser.add_argument("--only", choices=tuple(PARTS), help="pictures of this page alone")
+    parser.add_argument("--site", action="store_true", help="of what scripts/docs built, instead")
     given = parser.parse_args(arguments)
     program = find_chromium()
     if program is None:
         print("no Chromium: install Debian's chromium, or name one in $CHROMIUM", file=sys.stderr)
         return SKIPPED
     given.folder.mkdir(parents=True, exist_ok=True)
-    makers = {"plan": plan_page, "recording": recording_page}
     too_large = 0
     with tempfile.TemporaryDirectory() as folder, Browser(program) as browser:
-        for page, make in makers.items():
-            if given.only not in (None, page):
-                continue
-            path = Path(folder, f"{page}.html")
-            write_page(path, make())
-            for shot in (one for one in SHOTS if one.page == page):
-                found = smaller(browser, take(browser, path, shot))
-                (given.folder / shot.name).write_bytes(found)
-                print(f"{given.folder / shot.name}: {len(found):,} bytes")
-                too_large += len(found) > MOST_NBYTES
+        taken = page_pictures(browser, Path(folder), given.only)
+        for name, png in site_pictures(browser) if given.site else taken:
+            found = smaller(browser, png)
+            (given.folder / name).write_bytes(found)
+            print(f"{given.folder / name}: {len(found):,} bytes")
+            too_large += len(found) > MOST_NBYTES
         for problem in browser.problems:
             print(problem, file=sys.stderr)
     return 1 if browser.problems or too_large else 0
+
+
+def page_pictures(browser: Browser, folder: Path, only: str | None) -> Iterator[tuple[str, bytes]]:
+    """Yield a name and a picture of each page's parts."""
+    for page, make in {"plan": plan_page, "recording": recording_page}.items():
+        if only not in (None, page):
+            continue
+        path = folder / f"{page}.html"
+        write_page(path, make())
+        for shot in (one for one in SHOTS if one.page == page):
+            yield shot.name, take(browser, path, shot)
 
 
 def take(browser: Browser, path: Path, shot: Shot) -> bytes:
