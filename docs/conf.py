@@ -21,8 +21,9 @@ include_patterns = [
     "CHANGELOG.md",
     "benchmarks/**.md",
     "docs/**.md",
+    "fsdp2/_errors/*.md",
 ]
-exclude_patterns = [".*", "build", "dist", "fsdp2", "tests", "scripts", "examples", "runs"]
+exclude_patterns = [".*", "build", "dist", "tests", "scripts", "examples", "runs"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
@@ -81,6 +82,7 @@ NAVIGATION = {
         ],
         "Look up": [
             "reference/index",
+            "../fsdp2/_errors/README",
             "glossary",
             "differences",
             "compatibility",
@@ -121,6 +123,19 @@ NAVIGATION = {
     },
     "docs/decisions/README": {"": ["0*"]},
     "benchmarks/README": {"": ["results/*"]},
+    "fsdp2/_errors/README": {
+        "": [
+            "arguments",
+            "sharding",
+            "steps",
+            "ranks",
+            "settings",
+            "checkpoints",
+            "optimizers",
+            "compile",
+            "plans",
+        ]
+    },
 }
 """What pages lead to. It is here and not in the pages: a code host would show it as code."""
 
