@@ -593,7 +593,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_the_file_is_whole_while_it_is_written(tmp_path: Path) -> None:
+def test_the_file_is_whole_while_it_is_written(tmp_path: Path, rank: int) -> None:
     """After each step all of it is on disk; a torn last line is left out."""
     model = build()
     with fsdp2.record(model, tmp_path) as recording:
@@ -602,7 +602,7 @@ def test_the_file_is_whole_while_it_is_written(tmp_path: Path) -> None:
         assert [row["kind"] for row in rows if row["kind"] == "step"] == ["step"]
         check_steps(recording)
         torn = recording.path.read_bytes() + b'{"n":99999,"kind":"for'
-    copy = tmp_path / "copy.jsonl"
+    copy = tmp_path / f"copy{rank}.jsonl"
     copy.write_bytes(torn)
     assert list(read_file(copy).rows) == rows
     assert not list(tmp_path.glob(".*"))
@@ -628,7 +628,7 @@ def test_a_planted_straggler_is_named(tmp_path: Path, rank: int) -> None:
     model = build()
     step(model)
     step(model)
-    model.sleeps_s = 0.04 * rank  # of load, that is: far more than a busy machine's own
+    model.sleeps_s = 0.3 * rank  # of load, that is: far more than a busy machine's own
     with fsdp2.record(model, tmp_path):
         for _ in range(8):
             step(model)
