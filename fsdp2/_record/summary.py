@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from fsdp2._base.arguments import described
 from fsdp2._base.errors import ConfigError
 from fsdp2._pages.content import (
     COMPUTE,
@@ -79,8 +80,8 @@ def choose_step(files: Sequence[RankFile], step: int | None) -> int | None:
             last = max((max(own, default=0) for own in numbers), default=0)
             raise ConfigError(
                 "FS916",
-                f"page: expected step to be one that was recorded, found {step}. Pass one from 1 "
-                f"to {last}.",
+                f"page: expected step to be one that was recorded, found {described(step)}. Pass "
+                f"one from 1 to {last}.",
             )
         return step
     common = set.intersection(*numbers)
