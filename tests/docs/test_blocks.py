@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from tests._pool import find_free_port, ranks
 from tests.docs._blocks import (
@@ -225,6 +226,7 @@ def be_a_rank(rank: int, launch: Launch, port: int, folder: str, printed: list[s
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(folder)
     torch.set_num_threads(1)
+    counters.clear()  # the process that this one was forked of may have compiled something
     launch.start()
     sys.stdout.flush()
 
