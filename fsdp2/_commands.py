@@ -81,6 +81,12 @@ def _plan_parser() -> argparse.ArgumentParser:
     add("--hardware", metavar="NAME", help="a machine that is known by name: adds times")
     add("--budget", metavar="SIZE", help="as 70GB: says which settings fit into it")
     add("--offload", action="store_true", help="keep shards in the memory of the host")
+    add(
+        "--activation-checkpointing",
+        action="store_true",
+        help="compute activations of units again in backward",
+    )
+    add("--advice", action="store_true", help="say what is wrong, and what would be better")
     add("--rank", type=int, default=0, help="whose shards and memory are told (0)")
     add("--html", metavar="FILE", help="write a page with pictures")
     return parser
@@ -97,6 +103,7 @@ def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         "optimizer": _optimizer(parser, given.optimizer),
         "hardware": given.hardware,
         "rank": given.rank,
+        "activation_checkpointing": given.activation_checkpointing,
     }
     if given.param_dtype is not None or given.reduce_dtype is not None:
         keywords["mp_policy"] = fsdp2.MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
@@ -104,6 +111,9 @@ def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         keywords["offload_policy"] = fsdp2.CPUOffloadPolicy()
     found = fsdp2.plan(model, **{k: v for k, v in keywords.items() if v is not None})
     print(found)
+    if given.advice:
+        for said in found.advice(given.budget):
+            print(f"\n{said.about}: {said.found}.\n  {said.change}\n  {said.gain}")
     if given.budget is not None:
         print()
         for one in found.suggest(given.budget):

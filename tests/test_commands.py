@@ -90,6 +90,16 @@ def test_a_plan_of_a_step(capsys: pytest.CaptureFixture[str], here: Path) -> Non
     assert plan(capsys, *words, "--batch", "toy_of_commands:batch") == by_shape
     offloaded = plan(capsys, *words, "--batch", "4x16:int64", "--offload", "--rank", "3")
     assert "as on rank 3" in offloaded
+    again = plan(capsys, *words, "--batch", "4x16:int64", "--activation-checkpointing")
+    assert "all_gather: 13 a step" in again
+    assert again != by_shape
+
+
+def test_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["toy_of_commands:build", "--mesh", "4", "--batch", "4x16:int64"]
+    printed = plan(capsys, *words, "--advice", "--budget", "1KB")
+    assert "\n\nthe step: does not fit: it takes " in printed
+    assert "becomes" in printed
 
 
 def test_a_page_and_suggestions(capsys: pytest.CaptureFixture[str], here: Path) -> None:
