@@ -20,6 +20,7 @@ from fsdp2._base import torch_autograd, torch_compiler
 from fsdp2._base.arguments import check_count, check_flag, check_process_group
 from fsdp2._base.errors import ConfigError, StateError, coded
 from fsdp2._comm.collectives import Wire
+from fsdp2._comm.consistency import SAME_ON_EVERY_RANK
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._engine.unit import Unit
@@ -124,9 +125,7 @@ class OrderCheck:
             raise StateError(
                 "FS401",
                 f"{self._running[-1]}: ranks run different units, or in another order ({did}; "
-                "| is where a forward begins). Nothing was mixed yet. Every rank must run the same "
-                "units in the same order. Pass conditional=True to fully_shard for a unit that "
-                "some ranks skip.",
+                f"| is where a forward begins). Nothing was mixed yet. {SAME_ON_EVERY_RANK}",
             )
 
     def _warn(self) -> None:

@@ -78,6 +78,12 @@ NO_NUMBER = -2
 GAVE_UP = 0
 LAST_WORDS = 4
 """How many operations a rank that gives up goes on with; more than others leave unchecked."""
+SAME_ON_EVERY_RANK = (
+    "Every rank must run the same units in the same order. Did only some ranks run the model, or "
+    "call full_tensor, save or load, as under `if rank == 0:`? Do that on every rank. If some "
+    "ranks skip a unit on purpose, pass conditional=True to fully_shard for it."
+)
+"""What to ask and to do, the commonest mistake first."""
 
 FOLLOWED = 100_000
 FOLLOWED_S = 10.0
@@ -363,11 +369,7 @@ class Agreement:
             what = "; and in ".join(DIFFERENCES[index] for index in traits)
             why = f"ranks send it differently ({'; '.join(did)}). They differ in {what}."
         else:
-            why = (
-                f"ranks issued different collectives ({'; '.join(did)}). Every rank must run the "
-                "same units in the same order. Pass conditional=True to fully_shard for a unit "
-                "that some ranks skip."
-            )
+            why = f"ranks issued different collectives ({'; '.join(did)}). {SAME_ON_EVERY_RANK}"
         if word is None:
             word = last_word(number, traits)
         raise self._give_up_everywhere(
@@ -381,8 +383,7 @@ class Agreement:
         """Return the error for a collective that failed, the last one of this process group."""
         return self._give_up_everywhere(
             f"{self.describe(number)}: waited for ranks that issued something else, or nothing "
-            f"({error}). Every rank must run the same units in the same order. Pass "
-            "conditional=True to fully_shard for a unit that some ranks skip.",
+            f"({error}). {SAME_ON_EVERY_RANK}",
             axis,
             last_word(number, ()),
         )
