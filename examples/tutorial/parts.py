@@ -82,7 +82,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """Return the loss of the whole batch: each rank has that of its own rows."""
+    """Return the loss of the whole batch. Every rank calls it: each has that of its own rows."""
     mean = loss.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(mean)

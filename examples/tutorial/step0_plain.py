@@ -2,7 +2,7 @@
 
 import torch
 
-from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
+from parts import Model, loss_of, make_batch, say, say_memory
 
 torch.manual_seed(0)
 model = Model()
@@ -16,4 +16,4 @@ for step in range(30):
         say_memory(model, optimizer)
     optimizer.zero_grad()
     if step % 10 == 9:
-        say(f"step {step}: loss {mean_over_ranks(loss):.2f}")
+        say(f"step {step}: loss {loss.item():.2f}")

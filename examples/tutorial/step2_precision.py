@@ -15,14 +15,14 @@ rank, ranks = mesh.get_rank(), mesh.size()
 
 torch.manual_seed(0)
 model = Model()
-policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 micro_batch = make_batch(0, rank, ranks).chunk(2)[0][:, :-1]
-plan = fsdp2.plan(model, mesh=ranks, policy={Block}, batch=micro_batch, mp_policy=policy)
+plan = fsdp2.plan(model, mesh=ranks, policy={Block}, batch=micro_batch, mp_policy=precision)
 say_wire(plan.step.collectives)
 
 for block in model.blocks:
-    fully_shard(block, mesh=mesh, mp_policy=policy)
-fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(block, mesh=mesh, mp_policy=precision)
+fully_shard(model, mesh=mesh, mp_policy=precision)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 for step in range(30):
@@ -36,11 +36,10 @@ for step in range(30):
     optimizer.step()
     if step == 0:
         say_memory(model, optimizer)
-        say(
-            f"a parameter is {model.head.weight.dtype}, its gradient {model.head.weight.grad.dtype}"
-        )
+        weight = model.head.weight
+        say(f"a parameter is {weight.dtype}, its gradient {weight.grad.dtype}")
     optimizer.zero_grad()
-    mean = mean_over_ranks(total)
     if step % 10 == 9:
+        mean = mean_over_ranks(total)
         say(f"step {step}: loss {mean:.2f}")
 dist.destroy_process_group()

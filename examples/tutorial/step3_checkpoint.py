@@ -11,7 +11,7 @@ import fsdp2
 from fsdp2 import fully_shard
 from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
 
-steps = int(sys.argv[1])
+steps, folder = int(sys.argv[1]), "runs/tutorial"
 mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
 rank, ranks = mesh.get_rank(), mesh.size()
 
@@ -23,8 +23,8 @@ fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 begin = 0
-if os.path.exists("checkpoint"):
-    begin = fsdp2.checkpoint.load("checkpoint", model, optimizer)["step"]
+if os.path.exists(folder):  # all ranks see the same files, so all load or none does
+    begin = fsdp2.checkpoint.load(folder, model, optimizer)["step"]
     say(f"go on at step {begin}, on {ranks} ranks")
 
 for step in range(begin, steps):
@@ -34,8 +34,9 @@ for step in range(begin, steps):
     if step == begin:
         say_memory(model, optimizer)
     optimizer.zero_grad()
-    mean = mean_over_ranks(loss)
     if step % 10 == 9:
+        mean = mean_over_ranks(loss)
         say(f"step {step}: loss {mean:.2f}")
-fsdp2.checkpoint.save("checkpoint", model, optimizer, extra={"step": steps})
+# Not under `if rank == 0:`. Every rank writes its part.
+fsdp2.checkpoint.save(folder, model, optimizer, extra={"step": steps})
 dist.destroy_process_group()
