@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -872,39 +871,6 @@ def test_a_recording_that_cannot_be_written_goes_on(
         step(model)
     assert len(recording.steps) == 3
     assert len([row for row in rows_of(recording) if row["kind"] == "step"]) == 1
-
-
-@ranks(2)
-def test_the_examples_of_the_page(
-    tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`docs/record.md`: what it shows runs."""
-    page = Path(fsdp2.__file__).parent.parent / "docs" / "record.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(blocks) == 3
-    if rank == 0:
-        (tmp_path / "run").mkdir()
-    dist.barrier()
-    monkeypatch.chdir(tmp_path)
-    logged: list[tuple[str, float, int]] = []
-
-    class Writer:
-        def add_scalar(self, name: str, value: float, number: int) -> None:
-            logged.append((name, value, number))
-
-    model = build()
-    names: dict[str, Any] = {"fsdp2": fsdp2, "model": model, "writer": Writer()}
-    names |= {"batch": batch(), "batches": [batch()] * 2}
-    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
-    for index, block in enumerate(blocks):
-        if index != 1 or rank == 0:
-            exec(compile(block, f"docs/record.md, block {index}", "exec"), names)
-        dist.barrier()
-    assert len(names["recording"].steps) == 2
-    assert ("fsdp2/tokens_per_s", 1) in {(name, number) for name, _, number in logged}
-    if rank == 0:
-        made = {path.name for path in Path("run").iterdir()}
-        assert made == {"steps", "scalars", "rank.html", "trace.json", "rows.jsonl", "page.html"}
 
 
 class Vocabulary(nn.Module):
