@@ -53,7 +53,8 @@ class Arrivals:
 
     Counted are those whose last rank came later than clocks are uncertain, and at least 0.1 ms;
     ``expected``: in how many of them it would be last if chance decided.
-    ``late_s``: by how much it came after the last but one, summed; ``median_late_s``: typically.
+    ``late_s``: by how much it came after the last but one, summed; ``median_late_s``: typically;
+    ``longest_late_s``: once.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class Arrivals:
     expected: float
     late_s: float
     median_late_s: float
+    longest_late_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,7 @@ def arrivals(aligned: Aligned) -> tuple[Arrivals, ...]:
             expected[rank],
             sum(ones) / 1e9,
             statistics.median(ones) / 1e9 if ones else 0.0,
+            max(ones, default=0) / 1e9,
         )
         for rank, ones in late.items()
     ]

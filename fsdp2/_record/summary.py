@@ -38,6 +38,9 @@ WORTH = 0.01
 SIGMAS = 2
 """Deviations from chance that are no chance any more."""
 
+LATER = 2
+"""Times that a rank is later than the others, from where on it is a habit."""
+
 MEMORY_KINDS = ("parameters", "gathered parameters", "communication")
 MISSES = ("late", "none")
 
@@ -52,15 +55,21 @@ def seconds_of(files: Sequence[RankFile]) -> float:
 
 
 def stragglers(files: Sequence[RankFile], found: Sequence[Arrivals]) -> tuple[Arrivals, ...]:
-    """Return ranks that are last far more often than by chance, if that is worth a word."""
+    """Return ranks that the others wait for, if that is worth a word.
+
+    A rank is one if it is last far more often than by chance, or later than all others together,
+    without its one longest delay: a hiccup is no habit.
+    """
     total = seconds_of(files)
-    return tuple(
-        one
-        for one in found
-        if one.counted
-        and one.last - one.expected > SIGMAS * _deviation(one)
-        and one.late_s >= WORTH * total
-    )
+    late_s = sum(one.late_s for one in found)
+
+    def is_one(one: Arrivals) -> bool:
+        if not one.counted or one.late_s < WORTH * total:
+            return False
+        is_often = one.last - one.expected > SIGMAS * _deviation(one)
+        return is_often or one.late_s - one.longest_late_s > LATER * (late_s - one.late_s)
+
+    return tuple(filter(is_one, found))
 
 
 def _deviation(one: Arrivals) -> float:

@@ -627,7 +627,7 @@ def test_a_planted_straggler_is_named(tmp_path: Path, rank: int) -> None:
     model = build()
     step(model)
     step(model)
-    model.sleeps_s = 0.3 * rank  # of load, that is: far more than a busy machine's own
+    model.sleeps_s = 0.1 * rank  # of load, that is: far more than a busy machine's own
     with fsdp2.record(model, tmp_path):
         for _ in range(8):
             step(model)
