@@ -131,7 +131,10 @@ def test_a_page_and_suggestions(capsys: pytest.CaptureFixture[str], here: Path) 
         ("toy_of_commands:build --mesh 2 --policy Block --units x", "not allowed with"),
         ("toy_of_commands:build --mesh 2 --batch 4x:int64", "as 4x128:int64, found '4x:int64'"),
         ("toy_of_commands:build --mesh 2 --batch 4:intx", "found 'intx'"),
-        ("toy_of_commands:build --mesh 2 --batch 4x16:int64,4x16:int64", "a step of the model failed"),
+        (
+            "toy_of_commands:build --mesh 2 --batch 4x16:int64,4x16:int64",
+            "a step of the model failed",
+        ),
         ("toy_of_commands:build --mesh 2 --optimizer Nope", "torch.optim has no 'Nope'"),
         ("toy_of_commands:build --mesh 2 --param-dtype half8", "found 'half8'"),
         ("toy_of_commands:build --mesh 2 --memory some", "some"),
