@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.flop_counter import flop_registry
 
 import fsdp2
 from benchmarks import _noop
@@ -31,7 +31,7 @@ from benchmarks._ranks import run_on_ranks
 from benchmarks._report import Figure, Measured, make_parser, run
 from benchmarks.link import time_step
 from benchmarks.peak import DONE, FORWARD_DONE, STARTED, read
-from fsdp2._base import events
+from fsdp2._base import events, torch_modes, torch_tensors
 
 WARM_UP, MEASURED = 2, 3
 LINK_WARM_UP = 4
@@ -89,7 +89,7 @@ def _compare(
     fsdp2.wrap.shard_model(model, case.units, mesh=mesh, **kwargs)
     if memory is not None:
         model.set_memory(memory)
-    seen, peak = _measure(model, batch)
+    seen, peak = measure_step(model, batch, lambda loss: loss)
     assert plan.step is not None
     planned = plan.step.events
     differ = sum(one != other for one, other in zip(planned, seen, strict=False))
@@ -100,7 +100,10 @@ def _compare(
     )
 
 
-def _measure(model: nn.Module, batch: tuple[Any, ...]) -> tuple[list[events.Event], int]:
+def measure_step(
+    model: nn.Module, batch: tuple[Any, ...], loss_of: Callable[[Any], torch.Tensor]
+) -> tuple[list[events.Event], int]:
+    """Run steps; return the last one's events, and the least peak above a step's start."""
     seen: list[events.Event] = []
     peaks = []
     for number in range(WARM_UP + MEASURED):
@@ -111,7 +114,7 @@ def _measure(model: nn.Module, batch: tuple[Any, ...]) -> tuple[list[events.Even
             with record_function(STARTED):
                 pass
             with events.listen(seen.append):
-                loss = model(*batch)
+                loss = loss_of(model(*batch))
                 with record_function(FORWARD_DONE):
                     pass
                 loss.backward()
@@ -130,22 +133,10 @@ class ProductClock(VirtualClock):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        count = FLOPS.get(func.overloadpacket)
+        count = torch_tensors.FLOPS.get(func.overloadpacket)
         if count is not None:
             self.advance(count(*args, **(kwargs or {}), out_val=made))
         return made
-
-
-aten = torch.ops.aten
-FLOPS = {
-    **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        aten._scaled_dot_product_flash_attention
-    ],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        aten._scaled_dot_product_flash_attention_backward
-    ],
-}
 
 
 def _compare_times(name: str) -> list[Figure]:
@@ -196,19 +187,13 @@ def _time(
         far=link.bandwidth,
         device_type="cpu",
     )
-    with _noop_modes():
+    with torch_modes.hidden_from_modes():
         plan = fsdp2.plan(
             model, mesh=LINK_RANKS, policy=case.units, batch=batch, hardware=machine, **given
         )
     assert plan.step is not None
     assert plan.step.seconds is not None
     return measured, plan.step.seconds
-
-
-def _noop_modes() -> Any:
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    return _disable_current_modes()
 
 
 if __name__ == "__main__":

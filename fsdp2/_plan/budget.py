@@ -72,14 +72,15 @@ class Suggestion:
 Predict = Callable[[dict[str, Any]], StepPlan]
 
 
-def suggest(batch: object, budget: int, predict: Predict) -> list[Suggestion]:
+def suggest(batch: object, budget: int, predict: Predict, may_offload: bool) -> list[Suggestion]:
     """Return what was tried, the best first: what fits, and among that the fastest.
 
     Each memory setting is tried, then with checkpointing, then with offload too: the dearer ones
-    only while nothing fits.
+    only while nothing fits. ``may_offload``: the model's policies can still be chosen.
     """
     tried: list[Suggestion] = []
-    for dearer in ({}, {"activation_checkpointing": True}, _offloaded()):
+    ways: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}]
+    for dearer in [*ways, _offloaded()] if may_offload else ways:
         for memory in MEMORY:
             changes = {**dearer, "memory": memory}
             step = predict(changes)

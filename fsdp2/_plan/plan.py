@@ -30,6 +30,9 @@ from fsdp2._plan.setup import Setup, Template, check_mesh, mesh_of_sharded, refu
 from fsdp2._plan.values import GroupPlan, StepPlan
 from fsdp2.wrap import WrapPolicy
 
+OF_A_STEP = Setup.__dataclass_fields__.keys() - {"mesh", "policy", "fully_shard_kwargs"}
+"""What can be changed of a model that is sharded already."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -56,6 +59,8 @@ class Plan:
         Raises:
             ConfigError: as ``plan`` does.
         """
+        if self.is_sharded:
+            refuse_for_sharded({name: changes[name] for name in changes if name not in OF_A_STEP})
         if list(changes) != ["memory"] or not isinstance(changes["memory"], str):
             return _run(self.template, _changed(self.setup, changes))
         memory = changes["memory"]
@@ -89,7 +94,8 @@ class Plan:
         """Look for settings with which a step fits into the memory of a rank, the fastest first.
 
         Memory settings are tried; if none fits, activation checkpointing around each unit; if that
-        does not do, CPU offload too. Of the best one the largest batch that fits is looked for.
+        does not do, and the model is not sharded yet, CPU offload too. Of the best one the largest
+        batch that fits is looked for.
 
         Args:
             budget: bytes of one rank, or ``"70GB"``, ``"64GiB"``. None: the hardware's memory.
@@ -97,9 +103,9 @@ class Plan:
         Raises:
             ConfigError: no batch, no budget, or one that cannot be read.
         """
-        return suggest(
-            self._batch_for("suggest"), self._budget("suggest", budget, True) or 0, self._predict
-        )
+        batch, nbytes = self._batch_for("suggest"), self._budget("suggest", budget, True)
+        assert nbytes is not None  # it was needed
+        return suggest(batch, nbytes, self._predict, not self.is_sharded)
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
         """Tell what is wrong with this choice, each with its number and what would be better.

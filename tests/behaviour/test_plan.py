@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import fsdp2
 from benchmarks.peak import DONE, FORWARD_DONE, STARTED, read
+from benchmarks.plan import WARM_UP, measure_step
 from fsdp2 import ConfigError, UnsupportedError
 from fsdp2._base import events
 from tests._meshes import shared_mesh
@@ -29,7 +29,6 @@ from tests._slow import with_slow
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LENGTH = 48
-WARM_UP, MEASURED = 2, 3
 
 
 class Block(nn.Module):
@@ -72,31 +71,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def real_step(model: nn.Module, batch: torch.Tensor) -> tuple[list[events.Event], int]:
-    """Run steps; return the last one's events, and the peak above its start by the allocator.
-
-    The least of a few: a thread of the backend may hold on to a tensor for a moment.
-    """
-    seen: list[events.Event] = []
-    peaks = []
-    for number in range(WARM_UP + MEASURED):
-        # The allocator reports a release only if the profiler saw the allocation.
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            model.zero_grad()
-            gc.collect()
-            seen.clear()
-            with record_function(STARTED):
-                pass
-            with events.listen(seen.append):
-                loss = model(batch).float().mean()
-                with record_function(FORWARD_DONE):
-                    pass
-                loss.backward()
-            del loss
-            with record_function(DONE):
-                pass
-        if number >= WARM_UP:
-            peaks.append(read(profiler).highest)
-    return seen, min(peaks)
+    """Return a step's events, and its peak above its start by the allocator."""
+    return measure_step(model, (batch,), lambda output: output.float().mean())
 
 
 def check_step(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
@@ -349,5 +325,13 @@ def test_what_a_sharded_model_has_already_is_not_given_again() -> None:
     model = fsdp2.fully_shard(nn.Linear(13, 3))
     with pytest.raises(ConfigError, match=r"plan: found mesh, policy, and a model that is shard"):
         fsdp2.plan(model, mesh=2, policy={nn.Linear})
+    found = fsdp2.plan(model, batch=torch.zeros(2, 13))
+    for changes in ({"mesh": 4}, {"offload_policy": fsdp2.CPUOffloadPolicy()}):
+        with pytest.raises(ConfigError, match=f"found {next(iter(changes))}, and a model that is"):
+            found.changed(**changes)
+    assert found.changed(memory="low").step is not None
+    tried = found.suggest(1)  # nothing fits
+    assert [one.fits for one in tried] == [False] * 6
+    assert not any("offload_policy" in one.changes for one in tried)
     with pytest.raises(ConfigError, match=r"expected mesh to be a number of ranks"):
         fsdp2.plan(nn.Linear(13, 3))
