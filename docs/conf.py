@@ -27,7 +27,7 @@ exclude_patterns = [".*", "build", "dist", "tests", "scripts", "examples", "runs
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
@@ -139,6 +139,9 @@ NAVIGATION = {
 }
 """What pages lead to. It is here and not in the pages: a code host would show it as code."""
 
+LISTED = {"fsdp2/_errors/README"}
+"""Pages that show where they lead, down to headings: here, each code with its title."""
+
 BUILDS_ON = {
     "step1_shard.py": "step0_plain.py",
     "step2_precision.py": "step1_shard.py",
@@ -148,11 +151,12 @@ BUILDS_ON = {
 }
 """Programs of the tutorial: what is new in each, over which, is marked on its page."""
 
-INCLUDED = re.compile(r"^```\{literalinclude\} (\S+)$", re.MULTILINE)
+FILE = re.compile(r"^<!-- file: (\S+) -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(
     r'<picture>\s*<source media="[^"]*dark[^"]*" srcset="([^"]+)">'
     r'\s*<img src="([^"]+)" alt="([^"]+)">\s*</picture>'
 )
+ERROR = re.compile(r"^## (FS\d{3})\n\n\*\*(.+?)\.\*\*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\[\]]*)\]\(([^()\s#]+)\)")
 
 
@@ -160,7 +164,8 @@ def prepare_page(app: object, name: str, source: list[str]) -> None:
     """Make of a page for a code host one for the site, and add the navigation.
 
     Of a link to a folder, which the site has not, the words are left. A picture in two colours,
-    which the generator would not copy, becomes several, of which one is shown.
+    which the generator would not copy, becomes several, of which one is shown. A program that is a
+    file has its new lines marked, which Markdown has no way to say.
     """
     folder = (ROOT / name).parent
 
@@ -168,19 +173,31 @@ def prepare_page(app: object, name: str, source: list[str]) -> None:
         leads_to_folder = "://" not in link[2] and (folder / link[2]).is_dir()
         return link[1] if leads_to_folder else link[0]
 
-    def marked(include: re.Match[str]) -> str:
-        path = folder / include[1]
-        if path.name not in BUILDS_ON:
-            return include[0]
-        return f"{include[0]}\n:emphasize-lines: {new_lines(path, BUILDS_ON[path.name])}"
+    def marked(block: re.Match[str]) -> str:
+        path = folder / block[1]
+        options = [":language: python"]
+        if path.name in BUILDS_ON:
+            options.append(f":emphasize-lines: {new_lines(path, BUILDS_ON[path.name])}")
+        return "\n".join([f"```{{literalinclude}} {block[1]}", *options, "```"])
 
     def taken(picture: re.Match[str]) -> str:
         return as_images(folder, *picture.groups())
 
-    source[0] = INCLUDED.sub(marked, LINK.sub(without, PICTURE.sub(taken, source[0])))
+    source[0] = ERROR.sub(titled, source[0])
+    source[0] = FILE.sub(marked, LINK.sub(without, PICTURE.sub(taken, source[0])))
     for caption, pages in NAVIGATION.get(name, {}).items():
-        options = [":hidden:", ":glob:", *([f":caption: {caption}"] if caption else [])]
+        options = [":maxdepth: 2" if name in LISTED else ":hidden:", ":glob:"]
+        options += [f":caption: {caption}"] if caption else []
         source[0] += "\n".join(["", "```{toctree}", *options, "", *pages, "```", ""])
+
+
+def titled(error: re.Match[str]) -> str:
+    """Return the heading of an error with its title, which lists and the search show then.
+
+    In the file the heading is the code alone: links to it are the same here and on a code host.
+    """
+    title = " ".join(error[2].split())
+    return f"{{#{error[1].lower()}}}\n## {error[1]}: {title}"
 
 
 def as_images(folder: Path, dark: str, light: str, words: str) -> str:

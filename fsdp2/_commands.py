@@ -21,7 +21,6 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2._base.paragraphs import CODE, in_terminal, read_paragraphs
-from fsdp2._base.sizes import nbytes_text
 from fsdp2._pages.content import Page
 
 MARK = "_fsdp2_is_unit"
@@ -117,20 +116,10 @@ def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if given.budget is not None:
         print()
         for one in found.suggest(given.budget):
-            print(_told(one))
+            print(one)
     if given.html is not None:
         found.html(given.html, budget=given.budget)
         print(f"\nwrote {given.html}")
-
-
-def _told(suggestion: Any) -> str:
-    verdict = "fits" if suggestion.fits else "does not fit"
-    words = [f"{verdict}: {suggestion.code}, peak {nbytes_text(suggestion.peak_nbytes)}"]
-    if suggestion.seconds is not None:
-        words.append(f"{suggestion.seconds * 1e3:.4g} ms a step")
-    if suggestion.batch is not None:
-        words.append(f"up to a batch of {suggestion.batch}")
-    return ", ".join(words)
 
 
 def _build(parser: argparse.ArgumentParser, name: str) -> nn.Module:

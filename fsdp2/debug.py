@@ -36,25 +36,27 @@ def check_order(
 ) -> OrderCheck:
     """Watch in which order a model's units run, on all ranks.
 
-    In the first ``steps`` forwards ranks compare, before each unit, which one each is about to run:
-    before any of them communicates, so that a difference is an error and not a hang. In later
-    forwards each rank compares with the order of the last of these, and warns once for each unit
-    that comes out of turn. Recomputed forwards do not count.
+    In the first ``steps`` forwards ranks compare, before each unit, which one each is about to
+    run. They do so before any of them communicates, so a difference is an error and not a hang.
+    In later forwards each rank compares with the order of the last of these, and warns once for
+    each unit that comes out of turn. Recomputed forwards do not count.
 
     Args:
         model: what ``fully_shard`` was applied to, units below it included.
-        steps: forwards to compare over ranks. Each comparison is one small synchronous collective.
+        steps: forwards to compare over ranks, at least 1. Each comparison is one small synchronous
+            collective.
         process_group: the ranks that run the model; default: all.
 
     Returns:
-        An object whose ``remove()`` ends the watch.
+        An ``OrderCheck``, whose ``remove()`` ends the watch.
 
     Raises:
-        ConfigError: there is no unit in ``model``.
+        ConfigError: there is no unit in ``model``; ``steps`` is not an int of at least 1; not a
+            process group.
         StateError: (from a forward, on every rank) ranks run different units; with all orders.
 
-    On a CPU ranks always agree about their collectives before these mix (``docs/architecture.md``);
-    on a device they do only here.
+    On a CPU ranks always compare their collectives before these mix (docs/architecture.md). On a
+    device they do so only here.
 
     Source: the check of the execution order in torch's FSDP1 (``TORCH_DISTRIBUTED_DEBUG``).
     """
@@ -67,7 +69,10 @@ def check_order(
 
 
 class OrderCheck:
-    """The watch that ``check_order`` begins."""
+    """The watch that ``check_order`` begins.
+
+    ``order`` has the names of the units, in the order of the last forward that ranks compared.
+    """
 
     def __init__(
         self, units: Sequence[tuple[str, Unit]], steps: int, pg: dist.ProcessGroup | None
@@ -87,7 +92,7 @@ class OrderCheck:
                 self._handles += [before, after]
 
     def remove(self) -> None:
-        """End the watch."""
+        """End the watch. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -170,21 +175,21 @@ def _shown(order: list[str]) -> str:
 def without_communication(
     model: nn.Module, *, gathers: bool = True, reductions: bool = True
 ) -> Iterator[None]:
-    """Replace the collectives of a model's units by nothing, to measure what they cost.
+    """Skip the collectives of a model's units, to measure what they cost.
 
     Everything else of a step runs: packing, copies, casts, scaling. Parameters of other ranks and
-    gradients are whatever memory held, so **results are wrong** (a warning says so): do not step an
-    optimizer whose parameters you want to keep. Collectives of ``clip_grad_norm_`` and of your own
-    stay. Every rank enters and leaves the context together. Custom collectives and hooks of
-    reductions are left out too.
+    gradients are whatever memory held, so results are wrong. A warning says so. Do not step an
+    optimizer whose parameters you want to keep. Custom collectives and hooks of reductions are
+    skipped, too. Collectives of ``clip_grad_norm_`` and of your own code run. Every rank enters and
+    leaves the context together.
 
     Args:
-        gathers: leave the all-gathers out; False lets them run.
-        reductions: leave the reduce-scatters out, and the all-reduces over a replicate axis; False
-            lets them run.
+        gathers: skip the all-gathers; False lets them run.
+        reductions: skip the reduce-scatters, and the all-reduces over a replicate axis; False lets
+            them run.
 
     Raises:
-        ConfigError: there is no unit in ``model``; both flags are False.
+        ConfigError: there is no unit in ``model``; both flags are False; a flag is not a bool.
         StateError: entered during a step.
 
     Source: ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE`` of torch's FSDP1.

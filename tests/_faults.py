@@ -176,12 +176,12 @@ FAULTS = [
         """\
         except BaseException as caught:
             error = caught
-        self.raise_together(error, what)
+        self.raise_together(error, what, same)
 """,
         """\
         except Exception as caught:
             error = caught
-        self.raise_together(error, what)
+        self.raise_together(error, what, same)
 """,
         "Ctrl-C on one rank while it works for all (extra being pickled) leaves the others in a collective.",
         near=("behaviour/test_lost_ranks.py",),

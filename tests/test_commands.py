@@ -219,7 +219,7 @@ def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     main(["explain", "FS402"])
     told = capsys.readouterr().out
     assert told.startswith("FS402: Another rank did not take part")
-    assert "How you get here. A process was killed" in told
+    assert "How you get here. One rank alone called `save`" in told
     assert "**" not in told
     main(["explain", "StateError: a collective: ... start all ranks again. [fs402]"])
     assert capsys.readouterr().out == told

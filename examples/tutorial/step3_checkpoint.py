@@ -38,5 +38,6 @@ for step in range(begin, steps):
         mean = mean_over_ranks(loss)
         say(f"step {step}: loss {mean:.2f}")
 # Not under `if rank == 0:`. Every rank writes its part.
-fsdp2.checkpoint.save(folder, model, optimizer, extra={"step": steps})
+if steps > begin:
+    fsdp2.checkpoint.save(folder, model, optimizer, extra={"step": steps})
 dist.destroy_process_group()

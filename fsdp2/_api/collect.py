@@ -217,7 +217,8 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                     raise ConfigError(
                         "FS209",
                         f"{param.fqn}: is tied across units on different meshes, "
-                        f"{group.data.mesh} and {meshes}. Use one mesh for both.",
+                        f"{group.data.mesh} and {meshes}. Pass the inner fully_shard the mesh of "
+                        "the outer one.",
                     )
                 collected.escaped.setdefault(unit, []).append(param)
 
@@ -258,8 +259,9 @@ def _check_param(param: nn.Parameter, fqn: str, data: DataMesh) -> None:
     if isinstance(param, DTensor) and data.full is None and param.device_mesh == data.mesh:
         raise ConfigError(
             "FS202",
-            f"{fqn}: is already sharded on {data.mesh}. Apply fully_shard bottom up: to submodules "
-            "before the modules that contain them.",
+            f"{fqn}: is already a DTensor on {data.mesh}, the mesh to shard over. Pass fully_shard "
+            "another dim of a common mesh than parallelize_module, or register a plain parameter "
+            "(full_tensor()).",
         )
     if param.layout is not torch.strided:
         raise ConfigError(

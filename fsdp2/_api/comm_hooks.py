@@ -36,13 +36,16 @@ Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
 
 
 class Compress:
-    """A communication hook that sends gradients in a narrower dtype.
+    """A communication hook that sends gradients in a narrower dtype. See ``register_comm_hook``.
 
     Args:
-        dtype: ``torch.bfloat16`` or ``torch.float16``. fp16 is divided before it is sent, as far as
-            sums could overflow, and multiplied afterwards.
+        dtype: ``torch.bfloat16`` or ``torch.float16``. For fp16, gradients are divided before they
+            are sent, as far as sums could overflow, and multiplied afterwards.
         error_feedback: add what the last cast rounded off to the next gradients of the same unit.
-            It takes the memory of the whole unit's gradients, in the reduce dtype, on every rank.
+            On every rank this takes the memory of the whole unit's gradients, in the reduce dtype.
+
+    Raises:
+        ConfigError: another dtype; ``error_feedback`` is not a bool.
 
     Source: the compression hooks of ``torch.distributed.algorithms``; error feedback: Seide et al.,
     2014, and Karimireddy et al., 2019.
@@ -103,28 +106,30 @@ class Compress:
 def register_comm_hook(
     module: nn.Module, hook: Hook | None, state: Any = None, *, recurse: bool = True
 ) -> None:
-    """Let ``hook`` carry the gradients of a module's units, in the place of sums of the backend.
-
-    Args:
-        module: the model, or a part of it.
-        hook: ``hook(state, packed, reduced, group)`` writes the **sum** over the ranks of ``group``
-            into ``reduced``; the engine divides, whatever the settings. Over a shard axis
-            ``packed`` is ``[W * S]`` and ``reduced`` is ``[S]``, this rank's part, as in a
-            reduce-scatter; over a replicate axis both are the same ``[S]``. Both are flat, in the
-            reduce dtype, and hold a few numbers of the engine's behind the gradients, which must be
-            summed like them. On a CPU it must have finished when it returns; on a device its work
-            must be in the current stream. ``Compress`` is one. None takes hooks away.
-        state: the first argument of the hook. None: a dict of its own for each unit and axis, which
-            ``Compress`` keeps its error in.
-        recurse: for the units below this one too.
+    """Let ``hook`` send the gradients of a module's units, instead of the backend's sums.
 
     A unit calls it once for each mesh and axis that its parameters lie on, in every reduction.
     While a hook is set, a reduction is synchronous on a CPU. Copies of the model have the hook
     too, and a copy of its state.
 
+    Args:
+        module: the model, or a part of it.
+        hook: ``hook(state, packed, reduced, group)`` writes the sum over the ranks of ``group``
+            into ``reduced``. The engine divides, whatever the settings. Both tensors are flat and
+            in the reduce dtype. Over a shard axis of W ranks ``packed`` is ``[W * S]`` and
+            ``reduced`` is ``[S]``, this rank's part, as in a reduce-scatter. Over a replicate axis
+            both are the same ``[S]``. Behind the gradients they hold a few numbers of the engine,
+            which must be summed like them. On a CPU the hook must have finished when it returns; on
+            a device its work must be in the current stream. ``Compress`` is such a hook. None takes
+            hooks away.
+        state: the first argument of the hook. None: a dict for each unit and axis, in which
+            ``Compress`` keeps its error.
+        recurse: for the units below this one too.
+
     Raises:
-        ConfigError: there is no unit in ``module``; ``hook`` is not a function; a custom
-            reduce-scatter is set.
+        ConfigError: there is no unit in ``module``; ``hook`` is not a function; a ``state`` with
+            ``Compress``; a custom reduce-scatter is set; ``set_gradient_wire_dtype`` was given a
+            dtype.
         StateError: called during a step.
 
     Source: the method of the same name of torch's ``FullyShardedDataParallel``.

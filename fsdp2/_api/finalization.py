@@ -10,7 +10,7 @@ from fsdp2._engine.unit import Unit
 
 
 class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: ignore[misc]  # Any
-    """A ``finalize_backward(async_op=True)`` under way."""
+    """A ``finalize_backward(async_op=True)`` under way. ``finalize_backward`` makes it."""
 
     def __init__(self, runtime: Runtime | None, pending: PendingReduction | None) -> None:
         self._runtime, self._pending = runtime, pending

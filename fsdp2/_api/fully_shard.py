@@ -77,41 +77,44 @@ def fully_shard(
 ) -> M:
     """Shard the parameters of a module, in place, over the data-parallel ranks.
 
-    Parameters of ``module`` that no earlier call took become one group (one for each mesh that they
-    lie on): gathered in one collective before forward (and again before backward), and their
-    gradients reduced in one. A submodule of at least a MiB, as an embedding or a head, is a group
-    of its own if ``module`` contains modules that earlier calls took. Call it bottom
-    up: on blocks first, on the root last. Afterwards ``parameters()`` yields DTensors under the
-    same names, and the module's class is a subclass of ``FSDPModule`` and of its own class.
+    The parameters of ``module`` that no earlier call took become one group. The group is gathered
+    in one collective before forward, and again before backward. Its gradients are reduced in one.
+    Parameters that lie on different meshes become one group for each mesh. If ``module`` contains
+    modules that earlier calls took, a submodule of at least a MiB (an embedding, a head) is a group
+    of its own. Call it bottom up: on blocks first, on the root last. Afterwards ``parameters()``
+    yields DTensors under the same names, and the module's class is a subclass of ``FSDPModule`` and
+    of its own class.
 
-    A tensor subclass may say itself what is gathered for it and what is made of that, by
-    ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``. If what it makes shares no memory with
-    what was gathered, it may return True from
+    A tensor subclass may say itself what is gathered for it, by ``fsdp_pre_all_gather``, and what
+    is made of that, by ``fsdp_post_all_gather``. If what it makes shares no memory with what was
+    gathered, it may also return True from
     ``fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool``: the gathered tensors
-    are freed at once, and filled again by the next gather.
+    are then freed at once, and filled again by the next gather.
 
     Args:
         module: a module, or several that form one group.
         mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``. ``None``: all ranks. With
             ``dp_mesh_dims``: the full mesh, of any number of named dims.
-        reshard_after_forward: ``True`` frees the parameters between forward and backward;
-            ``False`` keeps them; an int, a divisor of the shard size, keeps them sharded over that
-            many neighbouring ranks (1 means False, the shard size means True); ``None`` is True
-            below the root and False at the root.
-        shard_placement_fn: returns ``Shard(dim)`` for any dim (negative too; dims that the ranks
-            do not divide too), ``Replicate()``, or ``None`` for ``Shard(0)``. Scalars replicate. A
-            ``ShardPlacementResult`` names a mesh for the parameter besides.
-        mp_policy: dtypes of compute, reduction and outputs. Of policies and ``dp_mesh_dims``
-            torch's own objects do as well.
+        reshard_after_forward: ``True`` frees the parameters between forward and backward. ``False``
+            keeps them. An int, a divisor of the shard size, keeps them sharded over that many
+            neighbouring ranks (1 means ``False``, the shard size means ``True``). ``None`` is
+            ``True`` below the root and ``False`` at the root.
+        shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim (also
+            a negative one, also one that the ranks do not divide), ``Replicate()``, ``None`` for
+            ``Shard(0)``, or a ``ShardPlacementResult``, which can name a mesh for the parameter.
+            Scalars are replicated.
+        mp_policy: dtypes of compute, reduction and outputs. torch's own policies and
+            ``DataParallelMeshDims`` are taken, too.
         offload_policy: where shards are kept.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
-        dp_mesh_dims: which dims of ``mesh`` data parallelism uses. Parameters are DTensors on that
-            mesh, with ``Replicate()`` on these dims (plain ones too, if all dims are named). They
-            are DTensors on it during forward, and their gradients are averaged over these dims: the
-            loss is a mean over what each rank was given, as without the argument. Plain parameters
-            that are annotated with the package ``spmd_types`` (R, I or S(dim) on the other dims; R
-            or nothing on data-parallel ones) are stored as the DTensors that this says. They are
-            plain in forward, and annotated again; gradients of R are summed over its ranks.
+        dp_mesh_dims: which dims of ``mesh`` data parallelism uses. Parameters must be DTensors on
+            that mesh, with ``Replicate()`` on these dims; plain ones will do if all dims are named.
+            They are DTensors on it during forward, and their gradients are averaged over these
+            dims: the loss is a mean over what each rank was given, as without the argument. Plain
+            parameters may be annotated with the package ``spmd_types`` (R, I or ``S(dim)`` on the
+            other dims; R or nothing on data-parallel ones). They are stored as the DTensors that
+            this describes. In forward they are plain, and annotated again; gradients of R are
+            summed over its ranks.
         conditional: some ranks may skip this module, or units below it, in a forward. The nearest
             unit above that is not conditional then gathers its parameters and reduces its gradients
             together with its own, on every rank.
@@ -125,6 +128,7 @@ def fully_shard(
         ConfigError: an argument or a parameter cannot be used. Nothing was changed.
 
     Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.15.
+    ``conditional`` and ``ignored_states`` are not in torch's.
     """
     modules = check_modules(module)
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
@@ -262,8 +266,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Does nothing for a module that is not an ``FSDPModule``.
 
+    Args:
+        module: the module that has the method.
+        method_name: its name. The method must run its body when it is called.
+
     Raises:
         ConfigError: the module has no such method, or it is a generator or a coroutine.
+
+    Source: the meaning of the same function in ``torch.distributed.fsdp``.
     """
     name = check_method(module, method_name)
     if isinstance(module, FSDPModule):

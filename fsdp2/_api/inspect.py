@@ -24,12 +24,13 @@ from fsdp2._param_group.param import FSDPParam
 class ShardInfo:
     """One parameter of a unit, and what this rank holds of it.
 
-    ``names``: under which it is registered, in the model that was asked about; tied ones have
-    several. ``shape`` and ``stride`` are the whole parameter's (without tensor-parallel axes),
-    ``local_shape`` this rank's shard's, ``start`` is its first row along ``dim`` (None: every rank
-    holds all of it). ``offset`` and ``nbytes``: where the shard lies in the unit's flat shard
-    buffer, in bytes, padding included; ``offset`` is None if an all-gather extension keeps it
-    elsewhere.
+    ``names`` are those under which it is registered, in the model that was asked about; a tied
+    parameter has several. ``shape`` and ``stride`` are those of the whole parameter (of this
+    rank's part of it, where it is tensor-parallel). ``dtype`` is the shard's. ``local_shape`` is
+    the shape of this rank's shard, without padding. ``start`` is its first row along ``dim``.
+    ``dim`` is None if every rank holds the whole parameter. ``nbytes`` is the size of the shard in
+    bytes, padding included. ``offset`` is where it begins in the unit's flat buffer of shards, in
+    bytes; it is None if an all-gather extension keeps the shard elsewhere.
     """
 
     names: tuple[str, ...]
@@ -47,7 +48,14 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """Parameters of a unit that are gathered and reduced together."""
+    """Parameters of a unit that are gathered and reduced together.
+
+    ``shard_rank`` is this rank's place on the shard axis of ``mesh``, from 0. ``shard_size`` and
+    ``replicate_size`` are the numbers of ranks on the two axes; without such an axis it is 1.
+    ``state`` is ``"sharded"``, ``"unsharded"``, or ``"sharded_post_forward"``: sharded over fewer
+    ranks, between forward and backward. ``nbytes`` is the size of this rank's shards in bytes,
+    padding included. ``shards`` has one entry for each parameter.
+    """
 
     mesh: DeviceMesh
     shard_rank: int
@@ -62,9 +70,11 @@ class GroupInfo:
 class UnitInfo:
     """What one call of ``fully_shard`` made.
 
-    ``names`` of its modules in the model that was asked about (``""`` is that model), ``is_root``:
-    no unit is above it (once it has run: it was the first to run a forward). ``groups``: one for
-    each mesh that parameters lie on.
+    ``names`` are those of its modules in the model that was asked about (``""`` is that model).
+    ``is_root`` says that no unit is above it; once the model has run, that its forward was the
+    first to run. ``is_conditional`` and ``reshard_after_forward`` are what ``fully_shard`` was
+    given, or a setter since. ``groups`` has one entry for each mesh that parameters lie on, and
+    one for each large part of a root.
     """
 
     names: tuple[str, ...]
@@ -82,6 +92,9 @@ class UnitInfo:
 
 def units(model: nn.Module) -> list[UnitInfo]:
     """Describe the units in a model, outermost first, with this rank's shards.
+
+    It reads shapes and sizes only, and communicates nothing. The list is empty if nothing in the
+    model is sharded.
 
     Raises:
         ConfigError: not a module.

@@ -65,9 +65,12 @@ def register_names(module: nn.Module, unit: Unit) -> None:
 
 
 class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
-    """What ``fully_shard`` adds to a module. ``isinstance(module, FSDPModule)`` tells.
+    """What ``fully_shard`` adds to a module: ``isinstance(module, FSDPModule)`` is true of it.
 
-    So does ``isinstance(module, torch.distributed.fsdp.FSDPModule)``.
+    ``isinstance(module, torch.distributed.fsdp.FSDPModule)`` is true, too. Nobody makes one by
+    hand. Its methods are on a page of their own.
+
+    Source: the class of the same name in ``torch.distributed.fsdp``, torch 2.15.
     """
 
     _fsdp2_original: ClassVar[type[nn.Module]] = nn.Module
@@ -147,10 +150,14 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
                 param.sharded.grad = grad.to(param.sharded.device)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a state of shards, as ``state_dict()`` returns it; or assign one.
+        """Load the shards that ``state_dict()`` returned, as ``nn.Module.load_state_dict`` does.
+
+        It takes the same arguments (``strict``, ``assign``) and returns the same. With
+        ``assign=True`` the tensors of the state become the parameters. For whole tensors there is
+        ``fsdp2.checkpoint.load_full_state``.
 
         Raises:
-            ConfigError: whole tensors for sharded parameters. Nothing was changed.
+            ConfigError: not a dict, or whole tensors for sharded parameters. Nothing was changed.
         """
         check_mapping("load_state_dict", "state_dict", state_dict)
         is_assigned = kwargs.get("assign", args[1] if len(args) > 1 else False)
@@ -162,9 +169,12 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return super().load_state_dict(state_dict, *args, **kwargs)
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode, and the precision that policies want in it (``full_precision_in_eval``).
+        """Set training or evaluation mode, as ``nn.Module.train``; return the module.
+
+        Policies with ``full_precision_in_eval`` follow the mode.
 
         Raises:
+            ConfigError: not a bool.
             StateError: that would change the dtype of parameters that a step is using.
         """
         check_flag("train", "mode", mode)
@@ -177,9 +187,16 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear every gradient, whichever form of the parameters is registered.
+        """Clear every gradient: of sharded parameters, and of whole ones.
 
-        Clears those of the sharded parameters, and those that backwards without gradient sync left.
+        Whole parameters have gradients after a backward without gradient sync. The optimizer's
+        ``zero_grad`` does not clear those.
+
+        Args:
+            set_to_none: False fills gradients with zeros instead.
+
+        Raises:
+            ConfigError: not a bool.
         """
         check_flag("zero_grad", "set_to_none", set_to_none)
         super().zero_grad(set_to_none)
@@ -192,11 +209,19 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters (not those of units below it).
 
-        They stay registered until ``reshard()``, the unit's next forward, or the end of a backward.
+        Whole parameters stay registered until ``reshard()``, until the unit's next forward ends and
+        frees them, or until the end of a backward.
 
         Args:
-            async_op: return at once; the parameters are whole after ``wait()`` of the result, or
+            async_op: return at once. The parameters are whole after ``wait()`` of the result, or
                 once the unit's forward begins.
+
+        Returns:
+            An ``UnshardHandle`` with ``async_op``, else None.
+
+        Raises:
+            ConfigError: not a bool.
+            StateError: inside ``summon_full_params``, where parameters are whole.
         """
         check_flag("unshard", "async_op", async_op)
         unit = own_unit(self)
@@ -224,7 +249,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Free this unit's unsharded parameters and register the sharded ones."""
+        """Free this unit's whole parameters, and register its shards. Nothing is sent."""
         for group in own_unit(self).own_groups:
             group.reshard()
             group.context.streams.finish_host_reads()
@@ -233,18 +258,24 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         """End the backwards of this tree, in manual mode: reduce what they left, and reshard.
 
         Call it on the root, on every rank, after the last backward of a step and before gradients
-        are read or cleared. For several backwards and one reduction turn sync off for them
-        (``set_requires_gradient_sync``), and on again before this. Does nothing before the first
-        forward.
+        are read or cleared. To run several backwards and reduce once, turn sync off for them
+        (``set_requires_gradient_sync``), and on again before this call. Before the first forward it
+        does nothing.
 
         Args:
-            async_op: return once the reductions are issued; gradients are there after ``wait()`` of
-                the result. Until then no forward of a model that shares the streams may begin.
+            async_op: return once the reductions are issued. Gradients are there after ``wait()`` of
+                the result. Until then no forward may begin, of this model or of one that shares its
+                streams.
+
+        Returns:
+            A ``GradientReductionHandle`` with ``async_op``, else None.
 
         Raises:
-            StateError: not on the root; not in manual mode; during a backward; one before it was
-                not waited for; gradients that are not to be reduced over the replicate axis; a
-                unit's part of a pipeline's gradient is lost. Nothing was changed.
+            ConfigError: not a bool.
+            StateError: the module is not the root; the mode is not manual; a backward runs; nobody
+                waited for the call before; all-reduces over a replicate axis are off
+                (``set_requires_all_reduce``); or a unit's part of a pipeline's gradient is lost.
+                Nothing was changed.
 
         Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
         """
@@ -259,8 +290,12 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
         Call it on the root, before the forward.
 
+        Args:
+            enabled: True for manual mode.
+
         Raises:
-            StateError: not on the root; during a backward, or after one that has not ended.
+            ConfigError: not a bool.
+            StateError: not on the root; during a backward; or after a backward that has not ended.
 
         Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
         """
@@ -272,12 +307,15 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     def reset_iter_state(self) -> None:
         """Drop what an unfinished step left in the whole tree, now, and every gradient.
 
-        After an exception the next forward cleans up by itself, and leaves reduced gradients where
-        they are. This clears them too, those of earlier backwards included, and ends a wait for
+        Call it on any unit of the tree. Before the first forward it does nothing. After an
+        exception the next forward cleans up by itself, and leaves reduced gradients where they are.
+        This call clears those too, also from earlier backwards. It ends a wait for
         ``finalize_backward(async_op=True)``: its handle raises from then on.
 
         Raises:
             StateError: a model that shares the streams has a reduction that nobody waited for.
+
+        Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
         """
         unit = own_unit(self)
         if isinstance(unit.runtime, Runtime):
@@ -329,7 +367,7 @@ _hide_torchs_own(FSDPModule, torch_modules.FSDPModule)
 
 
 class UnshardHandle(torch_modules.UnshardHandle):
-    """An ``unshard(async_op=True)`` under way."""
+    """An ``unshard(async_op=True)`` under way. ``unshard`` makes it."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups: Sequence[ParamGroup] = groups

@@ -15,12 +15,13 @@ from fsdp2._api.settings import refuse_during_step, sharded_units
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Let backwards inside the context accumulate gradients without communication.
+    """Let backwards inside the context add up gradients without communication.
 
-    The next backward outside of it reduces the sum. What counts is where ``backward()`` is called.
-    Gradients accumulate unsharded, in the reduce dtype, so they take the memory of the whole
-    model's. ``set_requires_gradient_sync`` of every unit in ``module`` is False inside, and what it
-    was before afterwards; contexts nest.
+    The next backward outside of it reduces the sum. What counts is where ``backward()`` is called,
+    not the forward. Gradients add up on whole parameters, in the reduce dtype: on each rank they
+    take the memory of the gradients of the whole model. Inside the context,
+    ``set_requires_gradient_sync`` of every unit in ``module`` is False. Afterwards it is what it
+    was before. Contexts may be nested.
 
     Args:
         module: the model, or a part of it. It need not be sharded itself.

@@ -109,18 +109,20 @@ class Replacement:
 
 
 def replace_torch() -> Replacement:
-    """Let software that imports torch's FSDP2 names get ours, without changing it.
+    """Let software that imports torch's FSDP2 names get those of fsdp2, without changing it.
 
-    That is ``fully_shard``, ``FSDPModule``, ``MixedPrecisionPolicy``, ``OffloadPolicy``,
+    The names are ``fully_shard``, ``FSDPModule``, ``MixedPrecisionPolicy``, ``OffloadPolicy``,
     ``CPUOffloadPolicy``, ``DataParallelMeshDims``, ``register_fsdp_forward_method``,
     ``share_comm_ctx``, ``UnshardHandle`` and ``GradientReductionHandle``, in all of torch's public
-    modules that have them. Who imported them before is rebound: a name of a module or a class that
-    is torch's object is ours then. What was rebound is logged by the logger ``fsdp2``, level
-    ``INFO``. Torch's own modules are left alone, and so is FSDP1. A second call rebinds what was
-    bound since, and is harmless. ``python -m fsdp2 program`` calls this before the program runs.
+    modules that have them. What was imported before is rebound: where a module or a class has one
+    of torch's objects under a name, that name now leads to ours. The logger ``fsdp2`` lists these
+    names, at level ``INFO``. Torch's own modules are left alone, and so is FSDP1. A second call
+    rebinds what was bound since, and is harmless. ``python -m fsdp2 program`` calls this before the
+    program runs.
 
     Returns:
-        What was done: call its ``undo()``, or use it as a context manager.
+        An object with the ``names`` that were rebound, and with ``undo()``. As a context manager it
+        undoes the replacement at the end.
 
     Raises:
         StateError: a model that torch's ``fully_shard`` has sharded is alive. Nothing was changed.

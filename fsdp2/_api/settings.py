@@ -109,24 +109,47 @@ class ControlSurface:
     # When gradients are reduced.
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last before the optimizer step.
+        """Say whether the next backward is the last one before the optimizer step.
 
-        After one that is not, reductions may still be in flight, and ``grad`` is not complete.
+        Call it on the root: it sets every unit below, too. After a backward that is not the last,
+        reductions may still be in flight, and ``grad`` may be incomplete.
+
+        Raises:
+            ConfigError: not a bool.
         """
         configure(self, True, is_last_backward=_flag("set_is_last_backward", is_last_backward))
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether backward reduces gradients. While it does not, they accumulate unsharded, in
-        ``grad`` of the unsharded parameters, in the reduce dtype of the policy or of the parameter.
+        """Say whether backward reduces gradients.
+
+        While it does not, gradients add up on the whole parameters: in ``grad`` of the unsharded
+        parameters, in the reduce dtype. That takes the memory of the whole unit's gradients. The
+        call sets ``set_requires_all_reduce`` to the same value.
+
+        Args:
+            requires_gradient_sync: False lets gradients wait for a later backward.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: not a bool.
         """
         flag = _flag("set_requires_gradient_sync", requires_gradient_sync)
         configure(self, recurse, reduce_grads=flag, all_reduce_grads=flag)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether backward all-reduces over the replicate axis. While it does not, reduced
-        shards accumulate, and ``grad`` is not set.
+        """Say whether backward all-reduces gradients over the replicate axis.
+
+        While it does not, backward reduces over the shard axis only. The reduced shards add up, and
+        ``grad`` is not set. Without a replicate axis it changes nothing.
+
+        Args:
+            requires_all_reduce: False puts the all-reduce off.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: not a bool.
         """
         flag = _flag("set_requires_all_reduce", requires_all_reduce)
         configure(self, recurse, all_reduce_grads=flag)
@@ -134,7 +157,16 @@ class ControlSurface:
     # When parameters are whole.
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether parameters are freed after forward, from the next forward on."""
+        """Say whether parameters are freed after forward, from the next forward on.
+
+        Args:
+            reshard_after_forward: True or False. A number of ranks can be given to ``fully_shard``
+                only; a call of this method replaces it.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: not a bool.
+        """
         flag = _flag("set_reshard_after_forward", reshard_after_forward)
         configure(self, recurse, reshard_after_forward=flag)
         for group in groups_in(self, recurse):
@@ -143,16 +175,33 @@ class ControlSurface:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Say whether parameters are freed after backward."""
+        """Say whether parameters are freed after backward.
+
+        False keeps the memory of whole parameters, while shards are registered. The next forward
+        then gathers nothing, unless the shards were written to since, as by an optimizer step.
+
+        Args:
+            reshard_after_backward: True or False.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: not a bool.
+        """
         flag = _flag("set_reshard_after_backward", reshard_after_backward)
         configure(self, recurse, reshard_after_backward=flag)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Say whether the memory of whole parameters stays when they are resharded.
 
-        The shards are registered as ever, and the next gather fills the same memory: parameters
-        keep their ``data_ptr``, as captured CUDA graphs need, and their memory is never free.
-        False frees it at once, unless a step is using it.
+        The shards are registered as ever, and the next gather fills the same memory. So parameters
+        keep their ``data_ptr``, as captured CUDA graphs need. That memory is never free.
+
+        Args:
+            keep: False frees the memory at once, or at the end of a step that uses it.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: not a bool.
 
         Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
         """
@@ -167,39 +216,68 @@ class ControlSurface:
         Call it on the root, on every rank alike, at any time between steps.
 
         Args:
-            memory: ``"low"``: no unit is gathered ahead, each reduction is waited for at once.
-                ``"balanced"`` (as without a call): one unit ahead, one reduction in flight.
-                ``"fast"``: two ahead, three in flight, and a root's large parts stay whole
-                from forward to backward. A number of bytes: as much overlap as fits, so that
-                unsharded parameters, their gradients and the buffers of collectives never take
-                more in a step like the one before it. On a device, ``"low"`` and a number let
-                the host wait for the device at the end of each backward.
+            memory: one of
 
-        At most 1, 2 or 3 units below the root are whole or on their way at a time. Lists given to
-        ``set_modules_to_forward_prefetch`` or ``set_modules_to_backward_prefetch``, and the number
-        given to ``set_reduce_scatter_max_input_buffers``, count more than this.
+                - ``"low"``: no unit is gathered ahead, and each reduction is waited for at once;
+                - ``"balanced"``, as without a call: one unit ahead, and one reduction in flight;
+                - ``"fast"``: two units ahead, and three reductions in flight. The large parts of a
+                  root stay whole from forward to backward;
+                - a number of bytes: as much overlap as fits. Unsharded parameters, their gradients
+                  and the buffers of collectives together never take more, as long as a step is like
+                  the one before it.
+
+                On a device, with ``"low"`` or a number, the host waits for the device at the end of
+                each backward.
+
+        With the three words at most 1, 2 or 3 units below the root are whole or being gathered at a
+        time. What you give to ``set_modules_to_forward_prefetch``,
+        ``set_modules_to_backward_prefetch`` or ``set_reduce_scatter_max_input_buffers`` counts more
+        than this. torch has no such method.
 
         Raises:
-            ConfigError: anything else, or a number below what is needed without any overlap.
+            ConfigError: another word or type; or fewer bytes than a step needs without any overlap.
         """
         configure(self, True, overlap=overlap_for(memory, units_in(self, True)))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Say whether backward gathers this unit's parameters (not those of units below it).
 
-        False saves the all-gather where backward reads no parameter of the unit, as that of an
-        embedding. Where it does read one, its memory is gone: the result is undefined.
+        False saves the all-gather of a unit whose parameters backward does not read, such as an
+        embedding. If backward does read one, its memory is gone and the result is undefined.
+
+        Raises:
+            ConfigError: not a bool.
         """
         flag = _flag("set_unshard_in_backward", unshard_in_backward)
         configure(self, False, unshard_in_backward=flag)
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
-        """Gather these units when this one's forward begins, instead of the recorded next one."""
+        """Gather these units when the forward of this unit begins.
+
+        Without a call they are units that came next in the step before; ``set_memory`` says how
+        many. An empty list gathers nothing ahead.
+
+        Args:
+            modules: sharded modules, in the order in which they are gathered.
+
+        Raises:
+            ConfigError: not a list, or something in it was not given to ``fully_shard``.
+        """
         units = _units_of("set_modules_to_forward_prefetch", modules)
         configure(self, False, forward_prefetch=units)
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[torch_modules.FSDPModule]) -> None:
-        """Gather these units when this one's backward begins, instead of the one before it."""
+        """Gather these units when the backward of this unit begins.
+
+        Without a call they are the units whose forwards ran before this one's; ``set_memory`` says
+        how many. An empty list gathers nothing ahead.
+
+        Args:
+            modules: sharded modules, in the order in which they are gathered.
+
+        Raises:
+            ConfigError: not a list, or something in it was not given to ``fully_shard``.
+        """
         units = _units_of("set_modules_to_backward_prefetch", modules)
         configure(self, False, backward_prefetch=units)
 
@@ -218,7 +296,11 @@ class ControlSurface:
         configure(self, False, divide_by=_factor(who, "factor", factor, expected))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The old name of ``set_gradient_divide_factor``; deprecated."""
+        """Do what ``set_gradient_divide_factor`` does. Deprecated: a ``FutureWarning`` says so.
+
+        Raises:
+            ConfigError: ``factor`` is not a finite number above 0.
+        """
         warnings.warn(
             coded(
                 "FS506",
@@ -230,7 +312,7 @@ class ControlSurface:
         self.set_gradient_divide_factor(factor)
 
     def set_gradient_reduction(self, reduction: str | float, *, recurse: bool = True) -> None:
-        """Say what becomes of the gradients of all data-parallel ranks, for the whole tree.
+        """Say how the gradients of all data-parallel ranks become one, for the whole tree.
 
         Args:
             reduction: ``"mean"`` over ranks (the default of a unit), ``"sum"``, or a number that
@@ -238,8 +320,10 @@ class ControlSurface:
                 when gradients accumulate over several backwards.
             recurse: for the units below this one too.
 
+        torch has no such method.
+
         Raises:
-            ConfigError: anything else.
+            ConfigError: another word, or a number that is not finite and above 0.
         """
         known: dict[object, float | None] = {"mean": None, "sum": 1.0}
         expected = "'mean', 'sum' or a finite number above 0"
@@ -251,9 +335,12 @@ class ControlSurface:
         configure(self, recurse, divide_by=divide_by)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Say whether this unit's collectives only ever sum, and scaling is a kernel of its own.
+        """Say whether this unit's collectives only sum. Scaling is then a kernel of its own.
 
-        Otherwise a mean is left to the backend where it can (``ReduceOp.AVG``).
+        Without it, a mean is left to the backend where the backend has one (``ReduceOp.AVG``).
+
+        Raises:
+            ConfigError: not a bool.
         """
         flag = check_flag("set_force_sum_reduction_for_comms", "enable", enable)
         configure(self, False, only_sums=flag)
@@ -265,9 +352,14 @@ class ControlSurface:
 
         Ranks may use different parameters of a unit in any case: every rank reduces all of them.
 
+        Args:
+            reduce_scatter_unused_params: True for zeros.
+            recurse: for the units below this one too.
+
         Raises:
-            ConfigError: a parameter with ``grad_dtype=None`` in a unit without a ``reduce_dtype``:
-                zeros have no dtype there. (The first forward says so if it is set later.)
+            ConfigError: not a bool; or a parameter has ``grad_dtype=None`` in a unit without a
+                ``reduce_dtype``: zeros would have no dtype. (If ``grad_dtype`` is set later, the
+                first forward raises it.)
         """
         flag = _flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for group in groups_in(self, recurse):
@@ -280,16 +372,17 @@ class ControlSurface:
         """Call ``hook(reduced)`` on each flat reduced gradient of this unit, before it is stored.
 
         Args:
-            hook: changes ``reduced`` in place: this rank's part of the reduce-scatter, after the
-                all-reduce over the replicate axis if there is one. 1-D, in the reduce dtype; a
-                unit whose parameters lie on several meshes calls it once for each. While a hook
-                is set, a parameter that no rank used gets a gradient and not None.
+            hook: changes ``reduced`` in place. ``reduced`` is 1-D, in the reduce dtype: this rank's
+                part of the reduce-scatter, after the all-reduce over the replicate axis if there is
+                one. A unit whose parameters lie on several meshes calls the hook once for each.
+                While a hook is set, a parameter that no rank used gets a gradient and not None.
             stream: the device stream to run the hook in, of any class (``torch.Stream``,
-                ``torch.cuda.Stream``). What the hook puts there may use ``reduced`` as long as it
-                runs: the memory is held until then. On a CPU the hook runs at once.
+                ``torch.cuda.Stream``). Work that the hook puts there may use ``reduced`` until it
+                is done: the memory is held for so long. On a CPU the hook runs at once.
 
         Raises:
-            ConfigError: a stream together with a replicate axis, whose stream the hook runs in.
+            ConfigError: not a function; not a stream; or a stream together with a replicate axis:
+                the hook then runs in the stream of the all-reduce.
         """
         who = "set_all_reduce_hook"
         if not callable(hook):
@@ -309,9 +402,15 @@ class ControlSurface:
     # How it is sent.
 
     def set_custom_all_gather(self, comm: CustomComm) -> None:
-        """Gather this unit's parameters by ``comm(output, input, group, async_op)``.
+        """Gather this unit's parameters by ``comm``, called as ``AllGather.__call__`` says.
 
         A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
+
+        Args:
+            comm: an ``AllGather``, or any object with ``allocate`` that can be called alike.
+
+        Raises:
+            ConfigError: ``comm`` is a class, cannot be called, or has no ``allocate``.
         """
         check_comm("set_custom_all_gather", comm)
         for group in groups_in(self):
@@ -319,9 +418,16 @@ class ControlSurface:
             group.rewire()
 
     def set_custom_reduce_scatter(self, comm: CustomComm) -> None:
-        """Reduce this unit's gradients by ``comm(output, input, group, op, async_op)``.
+        """Reduce this unit's gradients by ``comm``, called as ``ReduceScatter.__call__`` says.
 
         A unit whose parameters lie on several meshes calls it for each, with that mesh's group.
+
+        Args:
+            comm: a ``ReduceScatter``, or any object with ``allocate`` that can be called alike.
+
+        Raises:
+            ConfigError: ``comm`` is a class, cannot be called, or has no ``allocate``; or
+                ``set_gradient_wire_dtype`` was given a dtype.
         """
         check_comm("set_custom_reduce_scatter", comm)
         groups = groups_in(self)
@@ -339,7 +445,7 @@ class ControlSurface:
         """Say whether this unit's buffers come from the process group's own allocator, if any.
 
         Raises:
-            ConfigError: a custom collective is set, which allocates for itself.
+            ConfigError: not a bool; or a custom collective is set, which allocates for itself.
         """
         check_flag("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         groups = groups_in(self)
@@ -353,11 +459,11 @@ class ControlSurface:
             group.rewire()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gather this unit's parameters through symmetric memory.
+        """Gather this unit's parameters through symmetric memory: memory that ranks read directly.
 
         Raises:
             UnsupportedError: the process group's backend is not NCCL.
-            ConfigError: another ``backend``, or a custom collective is set.
+            ConfigError: ``backend`` is not ``"NCCL"``, or a custom collective is set.
         """
         groups = groups_in(self)
         _refuse_custom("set_symm_mem_for_comm", groups)
@@ -375,8 +481,15 @@ class ControlSurface:
     ) -> None:
         """Say whether gradients are reduced over a process group of their own.
 
-        Then an all-gather and a reduce-scatter can be on the wire at a time. Collective: every rank
-        calls it. Units over the same ranks share one more process group.
+        Then an all-gather and a reduce-scatter can be on the wire at the same time. Collective:
+        every rank calls it. Units over the same ranks share one more process group.
+
+        Args:
+            enable: False reduces over the process group of the all-gathers again.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: not a bool.
         """
         check_flag("set_separate_reduce_scatter_group", "enable", enable)
         with operation("set_separate_reduce_scatter_group"), carrying():
@@ -386,9 +499,17 @@ class ControlSurface:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Say how many reductions may hold their inputs at a time, instead of ``set_memory``.
+        """Say how many reductions may hold their input buffers at a time.
 
-        The next one waits for the oldest before it packs its gradients.
+        This counts more than ``set_memory``. One more reduction waits for the oldest before it
+        packs its gradients.
+
+        Args:
+            max_input_buffers: an int of at least 1.
+            recurse: for the units below this one too.
+
+        Raises:
+            ConfigError: ``max_input_buffers`` is not an int of at least 1.
         """
         count = check_count(
             "set_reduce_scatter_max_input_buffers", "max_input_buffers", max_input_buffers
@@ -398,15 +519,17 @@ class ControlSurface:
     def set_copy_free_min_bytes(self, min_bytes: int | None, *, recurse: bool = True) -> None:
         """Say how large a parameter must be to travel in collectives of its own.
 
-        Such a one is gathered from its shard right into the memory where it is used, and reduced
-        right from its gradient if its rows divide evenly over the ranks. Smaller ones share one
-        collective, which costs copies. Every rank sets the same.
+        Such a parameter is gathered from its shard straight into the memory where it is used. If
+        the ranks divide its rows evenly, it is also reduced straight from its gradient. Smaller
+        parameters share one collective, which costs copies. Every rank sets the same.
 
         Args:
             min_bytes: bytes of the whole parameter in the dtype that it is computed in. ``None``:
-                all parameters of a unit share one collective, as they do with collectives of the
-                user's own. The default is 131072 on a CPU and ``None`` on a device.
+                all parameters of a unit share one collective, as they do with custom collectives.
+                The default is 131072 on a CPU and ``None`` on a device.
             recurse: for the units below this one too.
+
+        torch has no such method.
 
         Raises:
             ConfigError: ``min_bytes`` is neither None nor an int of at least 1.
@@ -417,18 +540,20 @@ class ControlSurface:
             group.send_zero_copy(min_bytes)
 
     def set_gradient_wire_dtype(self, dtype: torch.dtype | None, *, recurse: bool = True) -> None:
-        """Say in which dtype gradients travel in the reduce-scatter; their sum stays as it is.
+        """Say in which dtype gradients travel in the reduce-scatter. Their sum keeps its dtype.
 
-        The sum is made in the reduce dtype, from parts in ``dtype``: an all-to-all and a local sum,
-        on every backend. So bf16 halves what fp32 sends, and loses one rounding for each rank's
-        part, none in the sum. The all-reduce over a replicate axis stays in the reduce dtype.
+        The sum is made in the reduce dtype from parts in ``dtype``, by an all-to-all and a local
+        sum, on every backend. So bf16 sends half the bytes of fp32. Each rank's part is rounded
+        once, and the sum is not. The all-reduce over a replicate axis stays in the reduce dtype.
 
         Args:
-            dtype: a floating dtype; ``None``: the reduce dtype, as it is by default.
+            dtype: a floating dtype; ``None``, the default, is the reduce dtype.
             recurse: for the units below this one too.
 
+        torch has no such method.
+
         Raises:
-            ConfigError: ``dtype`` is not one, or a custom reduce-scatter is set.
+            ConfigError: ``dtype`` is no floating dtype, or a custom reduce-scatter is set.
         """
         check_dtype("set_gradient_wire_dtype", "dtype", dtype)
         groups = groups_in(self, recurse)
@@ -443,13 +568,17 @@ class ControlSurface:
             group.rewire()
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
-        """Let the next forward's all-gathers wait for ``event`` only, not for all that compute
-        was given before it. Record it after the optimizer step, each time anew. On a CPU the host
-        waits: anything with a method ``synchronize`` will do, and None, which is what
-        ``torch.cpu.current_stream().record_event()`` returns, is nothing to wait for.
+        """Let the all-gathers of the next forward wait for ``event`` alone.
+
+        Without it they wait for all work that was given to the compute stream before.
+
+        Args:
+            event: recorded after the optimizer step, anew in each step. On a CPU the host waits:
+                ``event`` may be anything with a method ``synchronize``, or None, which is nothing
+                to wait for (``torch.cpu.current_stream().record_event()`` returns it).
 
         Raises:
-            ConfigError: ``event`` has no such method; None on a device.
+            ConfigError: ``event`` lacks ``synchronize``, or on a device ``wait``; None on a device.
         """
         unit = own_unit(self)
         is_nothing = event is None and unit.device.type == "cpu"
@@ -466,10 +595,15 @@ class ControlSurface:
 def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
     """Let several roots use the same streams, as the stages of a pipeline on one rank should.
 
-    On a CPU there are no streams, and this changes nothing that can be seen.
+    On a CPU there are no streams, and the call has no effect.
+
+    Args:
+        modules: roots that were given to ``fully_shard``.
 
     Raises:
         ConfigError: something in the list was not given to ``fully_shard``.
+
+    Source: the meaning of the same function in ``torch.distributed.fsdp``.
     """
     units = _units_of("share_comm_ctx", modules)
     if not units:

@@ -10,7 +10,7 @@
                                     a thing that a user may expect and that does not exist here
 
 A message has three parts: which parameter or module, what was found, what to do about it. It ends
-with a code, as ``[FS104]``: a heading in ``fsdp2/errors``, which says more than a message can.
+with a code, as ``[FS104]``: a heading in ``fsdp2/_errors``, which says more than a message can.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def coded(code: str, text: str) -> str:
 class FSDPError(Exception):
     """Catch every deliberate error of this package with one class.
 
-    Args:
-        code: what to look up, with ``python -m fsdp2 explain`` or in the manual: ``"FS104"``. It
-            keeps its meaning in later versions.
-        text: the message without the code.
+    ``code`` is a word such as ``"FS104"``, which keeps its meaning in later versions.
+    ``python -m fsdp2 explain FS104`` explains it, and so does the manual. ``text`` is the message
+    without the code; ``str(error)`` has both.
     """
 
     def __init__(self, code: str, text: str) -> None:
@@ -43,7 +42,10 @@ class FSDPError(Exception):
 
 
 class ConfigError(FSDPError, ValueError):
-    """An argument, or a model, cannot be sharded as asked. Nothing was changed."""
+    """An argument or a model cannot be used as asked. Nothing was changed. Also a ``ValueError``.
+
+    An argument of a wrong type is a ``TypeError`` besides.
+    """
 
 
 class ConfigTypeError(ConfigError, TypeError):
@@ -54,8 +56,11 @@ class ConfigTypeError(ConfigError, TypeError):
 
 
 class StateError(FSDPError, RuntimeError):
-    """A call came at a moment when it is not legal. Nothing was changed."""
+    """A call came at the wrong moment, or the ranks do not agree. Also a ``RuntimeError``.
+
+    The documentation of each function says whether something was changed.
+    """
 
 
 class UnsupportedError(FSDPError, NotImplementedError):
-    """A request that is well defined but that this package does not do."""
+    """A request is well defined, but cannot be met here. Also a ``NotImplementedError``."""

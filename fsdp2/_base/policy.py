@@ -53,39 +53,39 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
     """Choose dtypes for compute, reduction and outputs of a unit.
 
     Args:
-        param_dtype: dtype of the unsharded floating-point parameters, and so of the compute and of
-            the all-gather. ``None`` keeps the dtype of each parameter. The sharded parameters, and
-            the optimizer, always keep their own dtype.
-        reduce_dtype: dtype in which gradients are reduced, and accumulated while gradient sync is
-            off. ``None`` follows each parameter: its ``grad_dtype``, if that was set before the
-            first forward (``None`` there takes what backward computes), else its own dtype. It does
-            not follow ``param_dtype``. A group with several reduces in the one that holds them all
-            (``torch.promote_types``), and each gradient is stored in its own. Up to 0.1, and in
-            torch up to 2.14, ``None`` meant ``param_dtype``: name that dtype to have it so.
+        param_dtype: dtype of the whole floating-point parameters, and so of the compute and of the
+            all-gather. ``None`` keeps the dtype of each parameter. The shards, and with them the
+            optimizer, always keep their own dtype.
+        reduce_dtype: dtype in which gradients are reduced, and added up while gradient sync is off.
+            ``None`` follows each parameter: its ``grad_dtype``, if that was set before the first
+            forward, else its own dtype. (A ``grad_dtype`` of None takes the dtype that backward
+            computes.) It does not follow ``param_dtype``, as it does in torch up to 2.14: name that
+            dtype here to have it so. A group with several dtypes reduces in one that holds them all
+            (``torch.promote_types``), and stores each gradient in its own.
         output_dtype: dtype to which floating-point outputs of the forward are cast.
-        cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, inside
-            lists, tuples, named tuples, dicts and dataclasses too.
+        cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``, also
+            inside lists, tuples, named tuples, dicts and dataclasses.
         cast_root_forward_inputs: cast them at the root, whatever ``cast_forward_inputs`` says.
         buffer_dtype: dtype in which floating-point buffers of the unit are registered. A state dict
-            has them in their own dtype, with their own values unless somebody wrote to them since,
-            and loading fills these.
+            has them in their own dtype, and with the values that they had, unless somebody wrote to
+            them since. Loading fills them again.
         keep_low_precision_grads: leave sharded gradients in the dtype that they were reduced in,
-            instead of their parameter's. The optimizer has to take that.
-        full_precision_in_eval: while every module of the unit is in evaluation mode, do not cast
-            parameters, inputs and buffers. ``train()`` and ``eval()`` plan the unit again then.
-
+            not in that of their parameter. The optimizer must take such gradients.
+        full_precision_in_eval: do not cast parameters, inputs and buffers while every module of the
+            unit is in evaluation mode. ``train()`` and ``eval()`` then switch the unit.
         param_dtype_override_fn: called once with each parameter, by ``fully_shard``. ``None`` or
-            ``param_dtype`` lets the parameter be as ``param_dtype`` says; its own dtype keeps it in
-            that. Inputs are cast to ``param_dtype`` in any case. Return the same on every rank.
+            ``param_dtype`` changes nothing. The parameter's own dtype keeps the parameter in that
+            dtype. Nothing else may be returned, and every rank returns the same. Inputs are cast to
+            ``param_dtype`` in any case.
 
-    The last five are keywords. All but ``param_dtype_override_fn`` are not in torch's class.
-
-    Raises:
-        ConfigError: a dtype that is not of floating-point numbers; a flag that is no bool; no
-            function.
+    The last five are keywords. Of these, torch's class has ``param_dtype_override_fn`` only.
 
     Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
     gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
+
+    Raises:
+        ConfigError: a dtype that is not of floating-point numbers; a flag that is not a bool; a
+            ``param_dtype_override_fn`` that cannot be called.
 
     Source: the meaning of the same class in ``torch.distributed.fsdp``, torch 2.15; the other four
     keywords are those of FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
@@ -135,21 +135,27 @@ def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> 
 
 @dataclass(unsafe_hash=True)
 class OffloadPolicy(_Frozen, torch_modules.OffloadPolicy):
-    """Keep shards where they are: no offloading."""
+    """Keep shards on the device of the mesh: no offloading. It has no arguments.
+
+    Source: the meaning of the same class in ``torch.distributed.fsdp``.
+    """
 
 
 @dataclass(unsafe_hash=True)
 class CPUOffloadPolicy(OffloadPolicy, torch_modules.CPUOffloadPolicy):
     """Keep shards, their gradients and so the optimizer's state in CPU memory.
 
-    A group's shards are copied to the device before each all-gather (the next unit's beside the
-    compute of this one), and its gradients back after each reduction, before backward returns.
+    A group's shards are copied to the device before each all-gather; those of the next unit while
+    this one computes. Its gradients are copied back after each reduction, before backward returns.
+    On a CPU mesh nothing is copied.
 
     Args:
         pin_memory: keep them in pinned memory, where there is an accelerator, so that copies run
-            beside the compute.
+            while the device computes.
 
-    On a CPU mesh everything is in CPU memory as it is, and nothing is copied.
+    Raises:
+        ConfigError: ``pin_memory`` is not a bool.
+
     Source: the meaning of the same class in ``torch.distributed.fsdp``.
     """
 
@@ -184,12 +190,15 @@ class Residence:
 
 @dataclass(unsafe_hash=True)
 class DataParallelMeshDims(_Frozen, torch_modules.DataParallelMeshDims):
-    """Name the dims of a full mesh that data parallelism uses; see ``dp_mesh_dims``.
+    """Name the dims of a full mesh that data parallelism uses: ``fully_shard(dp_mesh_dims=...)``.
 
     Args:
         shard: the dim, or dims, over which parameters are sharded; several act as one, flattened.
         replicate: the dim, or dims, over which they are replicated. Without ``shard`` this is plain
             data parallelism (DDP).
+
+    Raises:
+        ConfigError: a name that is not a string; no dim at all; a dim that is in both.
 
     Source: the meaning of the same class in ``torch.distributed.fsdp``.
     """

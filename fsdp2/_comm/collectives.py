@@ -42,7 +42,10 @@ class Comm(ABC):
 
 
 class AllGather(Comm):
-    """What ``set_custom_all_gather`` takes."""
+    """A custom all-gather: ``set_custom_all_gather`` takes an instance of a class derived from it.
+
+    Source: the interface of the same name in torch 2.13 (``torch.distributed.fsdp``).
+    """
 
     @abstractmethod
     def __call__(
@@ -54,14 +57,21 @@ class AllGather(Comm):
     ) -> dist.Work | None:
         """Fill ``output_tensor`` ``[W * C]`` with every rank's ``input_tensor`` ``[C]``.
 
-        ``input_tensor`` is this rank's slice of ``output_tensor``. With ``async_op`` the result may
-        be a ``Work``, which is waited for. None, with ``async_op`` or without: the output is ready,
-        or what fills it is ordered on the current stream.
+        W is the number of ranks in ``group``, and C is a number of elements. Both tensors are 1-D
+        and have the same dtype. ``input_tensor`` is this rank's slice of ``output_tensor``.
+
+        Returns:
+            With ``async_op`` a ``Work``, which is waited for; or None, with ``async_op`` or
+            without: then the output is ready, or the work that fills it is ordered on the current
+            stream.
         """
 
 
 class ReduceScatter(Comm):
-    """What ``set_custom_reduce_scatter`` takes."""
+    """A custom reduce-scatter: ``set_custom_reduce_scatter`` takes an instance of a derived class.
+
+    Source: the interface of the same name in torch 2.13 (``torch.distributed.fsdp``).
+    """
 
     @abstractmethod
     def __call__(
@@ -74,9 +84,14 @@ class ReduceScatter(Comm):
     ) -> dist.Work | None:
         """Fill ``output_tensor`` ``[S]`` with this rank's part of all ``input_tensor`` ``[W * S]``.
 
-        ``op`` says how parts are joined: ``AVG``, or ``SUM`` where the group scales by hand. With
-        ``async_op`` the result may be a ``Work``, which is waited for. None, with ``async_op`` or
-        without: the output is ready, or what fills it is ordered on the current stream.
+        W is the number of ranks in ``group``, and S is a number of elements. Both tensors are 1-D,
+        in the reduce dtype. ``op`` says how parts are joined: ``AVG``, or ``SUM`` where the group
+        scales the gradients itself.
+
+        Returns:
+            With ``async_op`` a ``Work``, which is waited for; or None, with ``async_op`` or
+            without: then the output is ready, or the work that fills it is ordered on the current
+            stream.
         """
 
 

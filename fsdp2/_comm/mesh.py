@@ -254,8 +254,8 @@ def require_process_group(who: str) -> None:
             raise ConfigError(
                 "FS218",
                 f"{who} needs a process group, and none could be initialised "
-                f"({error}). Start the program with torchrun, call init_process_group first, or "
-                "pass mesh=init_device_mesh(...).",
+                f"({error}). Start the program with torchrun --nproc-per-node=N, or call "
+                "torch.distributed.init_process_group first.",
             ) from error
 
 

@@ -7,9 +7,10 @@ failures are told. It must not know parameters or modules.
 What one rank meets alone (a full disk, a file that is missing, an ``init`` that raises) would leave
 the others in a collective. So work of one rank is done inside ``Grid.together``: at its end ranks
 exchange whether it failed, and all of them raise what the first one met; one that was interrupted
-(Ctrl-C, ``sys.exit``) tells the others, and goes on with that. Ctrl-C at another moment of an
-``operation`` waits for the next such exchange (``_base.interrupts``). Who leaves a stream of
-tensors early tells it in the others' next exchange (``Grid.leave``).
+(Ctrl-C, ``sys.exit``) tells the others, and goes on with that. In the same exchange they compare
+what has to be the same on all of them: arguments that say which collectives follow. Ctrl-C at
+another moment of an ``operation`` waits for the next such exchange (``_base.interrupts``). Who
+leaves a stream of tensors early tells it in the others' next exchange (``Grid.leave``).
 
 [Note: a rank that is gone]
 A rank that is killed, or stopped, tells nothing: the others' next collective fails, with a text of
@@ -20,8 +21,10 @@ were for says so on the way up (``named``): the parameter, the operation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,6 +43,7 @@ from fsdp2._base.interrupts import kept_interrupts, take_interrupt
 from fsdp2._comm.mesh import MeshAxis
 
 T = TypeVar("T")
+NOTHING: Mapping[str, object] = MappingProxyType({})
 
 _KINDS: dict[str, type[FSDPError]] = {
     kind.__name__: kind for kind in (ConfigError, ConfigTypeError, StateError, UnsupportedError)
@@ -167,21 +171,32 @@ class Grid:
 
     def any_is(self, flag: bool) -> bool:
         """True if the flag is set on some rank: one number for each axis travels."""
+        return bool(self._highest(int(flag))[0])
+
+    def _highest(self, *numbers: int) -> list[int]:
+        """Return the highest of all ranks for each number."""
+        highest = list(numbers)
         for axis in self.axes:
             if axis.size > 1:
                 assert axis.pg is not None
-                sent = torch.tensor([int(flag)], device=wire_device(axis.pg))
+                sent = torch.tensor(highest, device=wire_device(axis.pg))
                 with carrying():
                     dist.all_reduce(sent, dist.ReduceOp.MAX, group=axis.pg)
-                flag = bool(sent.item())
-        return flag
+                highest = sent.tolist()
+        return highest
 
-    def raise_together(self, error: BaseException | None, what: str) -> None:
-        """Raise on every rank if some rank has an error. See [Note: a failure is everybody's]."""
+    def raise_together(
+        self, error: BaseException | None, what: str, same: Mapping[str, object] = NOTHING
+    ) -> None:
+        """Raise on every rank if some rank has an error. See [Note: a failure is everybody's].
+
+        Args:
+            same: arguments by name that all ranks must give alike; their ``repr`` is compared.
+        """
         error = error or take_interrupt()
         try:
             with named(what):
-                told = self._tell(error)
+                told = self._tell(error, what, same)
         finally:
             if error is not None and not isinstance(error, Exception):
                 raise error  # KeyboardInterrupt, SystemExit
@@ -191,10 +206,15 @@ class Grid:
             raise _KINDS[told.kind](told.code, told.text) from error
         raise StateError("FS403", f"{what}: rank {told.rank} failed with {told.text}") from error
 
-    def _tell(self, error: BaseException | None) -> _Told | None:
-        """Return the first rank's error, if any has one."""
-        if not self.any_is(error is not None):
-            return None
+    def _tell(
+        self, error: BaseException | None, what: str, same: Mapping[str, object]
+    ) -> _Told | None:
+        """Return the first rank's error, if any has one; or in what their arguments differ."""
+        given = {name: repr(value) for name, value in same.items()}
+        digest = zlib.crc32(repr(given).encode())
+        failed, most, least = self._highest(int(error is not None), digest, -digest)
+        if not failed:
+            return None if most == -least else self._difference(what, given)
         mine = None
         if error is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
@@ -206,6 +226,21 @@ class Grid:
         found: list[_Told] = [told for told in self.collect(mine) if told is not None]
         return found[0]
 
+    def _difference(self, what: str, given: dict[str, str]) -> _Told:
+        """Say which argument of a call is not the same on all ranks, and what two of them gave."""
+        rank = dist.get_rank()
+        ranks: list[tuple[int, dict[str, str]]] = self.collect((rank, given))
+        first, one = ranks[0]
+        other, two = next(told for told in ranks if told[1] != one)
+        name = next(name for name in (*one, *two) if one.get(name) != two.get(name))
+        error = ConfigError(
+            "FS409",
+            f"{what}: ranks called it with different arguments. Found {name}={one.get(name)} on "
+            f"rank {first}, and {name}={two.get(name)} on rank {other}. Pass the same on every "
+            "rank. Nothing was done.",
+        )
+        return _Told(ConfigError.__name__, error.code, error.text, first)
+
     def leave(self, error: BaseException, what: str) -> None:
         """Tell the others, who go on to ``raise_together``, why this rank does not.
 
@@ -216,14 +251,18 @@ class Grid:
                 self.raise_together(error, what)
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Run work of this rank alone (no collectives inside); raise on all ranks if one failed."""
+    def together(self, what: str) -> Iterator[dict[str, object]]:
+        """Run work of this rank alone (no collectives inside); raise on all ranks if one failed.
+
+        What is put into the dict that it gives has to be the same on all ranks, else they raise.
+        """
         error: BaseException | None = None
+        same: dict[str, object] = {}
         try:
-            yield
+            yield same
         except BaseException as caught:
             error = caught
-        self.raise_together(error, what)
+        self.raise_together(error, what, same)
 
 
 def wire_device(

@@ -85,7 +85,10 @@ class Choices:
 
 
 class CompiledModel(FSDPModule):
-    """What ``compile`` returns: the model, but for what a call of it does."""
+    """What ``compile`` returns: the model, whose calls run the compiled step.
+
+    Attributes, parameters and the state dict are those of the model. ``fsdp2.compile`` makes it.
+    """
 
     def __new__(cls, *_args: Any) -> Any:
         """Make one: of sharded modules' classes a call makes plain modules."""

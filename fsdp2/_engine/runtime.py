@@ -618,7 +618,8 @@ def attach(root: Unit) -> Runtime:
         raise StateError(
             "FS208",
             f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "
-            "model.to_empty(device=...) and initialise them before the first forward.",
+            "fsdp2.materialize(model, device), or model.to_empty(device=...) and load a "
+            "checkpoint, before the first forward.",
         )
     owned = _owning_units(root, names)
     runtime = Runtime(root, list(names))

@@ -32,11 +32,12 @@ class Fact:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do, with the number that says why.
+    """One thing to do, with the number that says why. ``print`` it to read it.
 
-    ``severity``: ``refused`` (it will not run), ``slow``, ``memory`` or ``note``. ``about``: the
-    unit or parameter. ``found``: what is, with its number. ``change``: what to do, as code where
-    that is possible. ``gain``: what that is predicted to bring, with its number; may be empty.
+    ``severity`` says what is lost: ``slow`` or ``memory``.
+    ``about`` names the unit, the parameter or the step. ``found`` says what was seen, with its
+    number. ``change`` says what to do, as code where that is possible. ``gain`` says what the
+    change is predicted to bring, with its number; it may be empty.
     """
 
     severity: str
@@ -44,6 +45,11 @@ class Advice:
     found: str
     change: str
     gain: str = ""
+
+    def __str__(self) -> str:
+        answer = f"{self.change}: {self.gain}" if self.gain else self.change
+        text = f"{self.severity}, {self.about}: {self.found}"
+        return f"{text}\n    {answer}" if answer else text
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2._pages import content
+from fsdp2._pages.files import write_whole
 
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "echarts" / "echarts.min.js"
@@ -76,15 +77,7 @@ def write_page(path: str | os.PathLike[str], page: content.Page) -> None:
     Raises:
         OSError: it cannot be written; a file that was there is as it was.
     """
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        beside.write_text(render(page), encoding="utf-8")
-        beside.replace(target)
-    except OSError as error:  # of the file that was asked for, not of the one beside it
-        raise OSError(error.errno, error.strerror, str(target)) from error
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(Path(path), render(page))
 
 
 @cache

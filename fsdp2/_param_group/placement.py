@@ -255,7 +255,9 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
         )
     if data == tensor_parallel:
         raise ConfigError(
-            "FS202", f"{fqn}: is already sharded on {data}. Leave it to the call that did so."
+            "FS202",
+            f"{fqn}: is already a DTensor on {data}, the mesh to shard over. Leave it to the call "
+            "that divided it, or register a plain parameter (full_tensor()).",
         )
     try:
         return torch_dtensor.join_meshes([data, tensor_parallel])

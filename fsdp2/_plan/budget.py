@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from fsdp2._base.arguments import wrong_type, wrong_value
 from fsdp2._base.containers import map_tensors, visit_tensors
 from fsdp2._base.policy import CPUOffloadPolicy
+from fsdp2._base.sizes import nbytes_text
+from fsdp2._plan.table import seconds_text
 from fsdp2._plan.values import StepPlan
 
 UNITS = {
@@ -54,19 +56,31 @@ def size_of(who: str, name: str, value: object) -> int:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Settings to plan or train with, and what they are predicted to give.
+    """Settings to plan or train with, and what they are predicted to give. ``print`` shows one.
 
-    ``changes``: as keywords of ``plan``; ``code``: the same to read. ``seconds`` of a step, if
-    hardware was given. ``batch``: of the best one that fits, the largest first dim of the batch
-    with which it still does; None if nothing in the batch has rows.
+    ``changes`` are keywords: ``plan.changed(**suggestion.changes)`` is that plan. ``code`` says
+    the same as code. ``peak_nbytes`` is the most memory of a step, in bytes. ``seconds`` is the
+    time of a step, or None if the plan has no hardware. ``fits``: the peak is within the budget.
+    ``batch`` is set on the first suggestion alone, if that fits: the largest first dim of the
+    batch that still fits, looked for up to 65536. It is None elsewhere, and if the tensors of
+    the batch do not share their first dim.
     """
 
-    changes: Mapping[str, Any]
+    changes: Mapping[str, Any] = field(repr=False)
     code: str
     peak_nbytes: int
     seconds: float | None
     fits: bool
     batch: int | None = None
+
+    def __str__(self) -> str:
+        verdict = "fits" if self.fits else "does not fit"
+        words = [f"{verdict}: {self.code}, peak {nbytes_text(self.peak_nbytes)}"]
+        if self.seconds is not None:
+            words.append(f"{seconds_text(self.seconds)} a step")
+        if self.batch is not None:
+            words.append(f"up to a batch of {self.batch}")
+        return ", ".join(words)
 
 
 Predict = Callable[[dict[str, Any]], StepPlan]
@@ -79,11 +93,12 @@ def suggest(batch: object, budget: int, predict: Predict, may_offload: bool) -> 
     only while nothing fits. ``may_offload``: the model's policies can still be chosen.
     """
     tried: list[Suggestion] = []
+    steps: dict[str, StepPlan] = {}
     ways: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}]
     for dearer in [*ways, _offloaded()] if may_offload else ways:
         for memory in MEMORY:
             changes = {**dearer, "memory": memory}
-            step = predict(changes)
+            step = steps[code_of(changes)] = predict(changes)
             peak, fits = step.highest_nbytes, step.highest_nbytes <= budget
             tried.append(Suggestion(changes, code_of(changes), peak, step.seconds, fits))
         if any(one.fits for one in tried):
@@ -93,7 +108,7 @@ def suggest(batch: object, budget: int, predict: Predict, may_offload: bool) -> 
     )
     best = tried[0]
     if best.fits:
-        rows = largest_batch(batch, best.peak_nbytes, budget, predict, dict(best.changes))
+        rows = largest_batch(batch, steps[best.code], budget, predict, dict(best.changes))
         tried[0] = replace(best, batch=rows)
     return tried
 
@@ -131,30 +146,44 @@ def with_rows(batch: Any, rows: int) -> Any:
 
 
 def largest_batch(
-    batch: object, peak: int, budget: int, predict: Predict, changes: dict[str, Any]
+    batch: object, step: StepPlan, budget: int, predict: Predict, changes: dict[str, Any]
 ) -> int | None:
-    """Return the most rows with which a step fits: guessed from two sizes, and then tried.
+    """Return the most rows with which a step fits, as ``step`` does with those of the batch.
 
-    ``peak``: with the batch as it is, which fits.
+    What is held at a moment grows evenly with the rows, so the peak does between moments. Two sizes
+    tell where each event would leave the budget; the first of them is tried. Then a line between
+    what fits and what does not leads to the next size. Every third is in the middle, whatever the
+    line says, so that the search ends soon for a model whose memory grows in another way.
     """
     rows = rows_of(batch)
     if rows is None:
         return None
 
-    def peak_with(number: int) -> int:
-        return predict({**changes, "batch": with_rows(batch, number)}).highest_nbytes
+    def with_batch(number: int) -> StepPlan:
+        return predict({**changes, "batch": with_rows(batch, number)})
 
-    double = peak_with(2 * rows)
-    of_a_row = max((double - peak) / rows, 1.0)
-    low, high = (2 * rows, MOST + 1) if double <= budget else (rows, 2 * rows)
-    guess, is_near = int(rows + (budget - peak) / of_a_row), False
+    double = with_batch(2 * rows)
+    leaves = [
+        rows + (budget - one) * rows // (two - one)
+        for one, two in zip(_peaks(step), _peaks(double), strict=False)  # it may run other events
+        if two > one
+    ]
+    known = {rows: step.highest_nbytes, 2 * rows: double.highest_nbytes}
+    low, high = (2 * rows, MOST + 1) if known[2 * rows] <= budget else (rows, 2 * rows)
+    guess, turn = min(leaves, default=MOST), 0
     while high - low > 1:
-        if not low < guess < high:
+        turn += 1
+        guess = min(max(guess, low + 1), high - 1)
+        known[guess] = with_batch(guess).highest_nbytes
+        low, high = (guess, high) if known[guess] <= budget else (low, guess)
+        if turn % 3 == 0:
             guess = (low + high) // 2
-        if peak_with(guess) <= budget:
-            low, step = guess, 1
+        elif high in known:
+            guess = low + (budget - known[low]) * (high - low) // (known[high] - known[low])
         else:
-            high, step = guess, -1
-        guess = guess + step if not is_near else (low + high) // 2
-        is_near = True
+            guess = low + 2**turn
     return low
+
+
+def _peaks(step: StepPlan) -> list[int]:
+    return [*(point.peak_nbytes for point in step.memory), step.highest_nbytes]

@@ -34,13 +34,24 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 class Hardware:
     """What one rank can do. Peak figures: a real step reaches a part of them; see ``scaled``.
 
-    ``flops``: floating-point operations a second in products of matrices, by the dtype of what is
-    multiplied (one that is not named takes float32's). ``memory_bandwidth``: bytes a second that
-    are read and written. ``memory_nbytes``: of one device; None if it is not known. ``near`` and
-    ``far``: bytes a second that one rank sends, and at the same time receives, inside a node of
-    ``ranks_per_node`` and between nodes. ``latency``: seconds of one hop; a collective over N
-    ranks takes as many as N has binary digits. ``source``: where the figures are from.
-    ``device_type``: as ``torch.device`` has it; the engine sends what is large as it does there.
+    Args:
+        name: what pages call it.
+        flops: floating-point operations a second in products of matrices, by the dtype of what is
+            multiplied. ``torch.float32`` must be there, and stands for what is not.
+        memory_bandwidth: bytes a second that are read and written.
+        near: bytes a second that one rank sends, and at the same time receives, inside a node.
+        far: the same between nodes.
+        ranks_per_node: ranks that share a node.
+        latency: seconds of one hop. A collective over N ranks takes as many hops as N has binary
+            digits.
+        memory_nbytes: bytes of one device; None if it is not known.
+        device_type: as ``torch.device`` has it. The engine sends large parameters as it does on
+            such a device.
+        source: where the figures are from.
+
+    Raises:
+        ConfigError: a figure is not a number above 0 (``latency`` may be 0); ``flops`` without
+            float32; no such kind of device.
     """
 
     name: str
@@ -79,10 +90,15 @@ class Hardware:
         check_key("Hardware", "source", self.source)
 
     def scaled(self, *, compute: float = 1.0, memory: float = 1.0, links: float = 1.0) -> Hardware:
-        """Return it with parts of its figures: what share of a peak your own kernels reach.
+        """Return a copy with parts of its figures: what share of a peak your own kernels reach.
+
+        Args:
+            compute: factor on ``flops``.
+            memory: factor on ``memory_bandwidth``.
+            links: factor on ``near`` and ``far``.
 
         Raises:
-            ConfigError: a factor is no number above 0.
+            ConfigError: a factor is not a number above 0.
         """
         for name, factor in (("compute", compute), ("memory", memory), ("links", links)):
             check_number("Hardware.scaled", name, factor, "a number above 0", _LEAST)

@@ -36,9 +36,12 @@ OF_A_STEP = Setup.__dataclass_fields__.keys() - {"mesh", "policy", "fully_shard_
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``plan`` found. ``print`` it for a table; ``step`` is None without a batch.
+    """What ``plan`` found. ``print`` shows it as a table.
 
-    It keeps a copy of the model without memory, to answer what another setting would give.
+    ``mesh`` is the shape, ``ranks`` the number of ranks, ``rank`` the rank that is told. ``groups``
+    has a ``GroupPlan`` for each group. ``step`` is a ``StepPlan``, or None without a batch. A plan
+    keeps a copy of the model without memory, to answer what another setting would give. Everything
+    in it is computed on the rank that asks: nothing is communicated.
     """
 
     mesh: tuple[int, ...]
@@ -91,17 +94,23 @@ class Plan:
         return self.template.is_sharded
 
     def suggest(self, budget: str | int | None = None) -> list[Suggestion]:
-        """Look for settings with which a step fits into the memory of a rank, the fastest first.
+        """Look for settings with which a step fits into the memory of a rank.
 
-        Memory settings are tried; if none fits, activation checkpointing around each unit; if that
-        does not do, and the model is not sharded yet, CPU offload too. Of the best one the largest
-        batch that fits is looked for.
+        Memory settings are tried first. If none fits, activation checkpointing around each unit is
+        tried, then CPU offload too, unless the model is sharded already. Of the best one the
+        largest batch that fits is looked for. Each trial is a plan, so this takes as long as
+        several.
 
         Args:
             budget: bytes of one rank, or ``"70GB"``, ``"64GiB"``. None: the hardware's memory.
 
+        Returns:
+            What was tried. What fits comes first: the fastest first, or without hardware the
+            smallest peak first. Then what does not fit, the smallest peak first.
+
         Raises:
-            ConfigError: no batch, no budget, or one that cannot be read.
+            ConfigError: the plan has no batch; no budget and no hardware whose memory is known; a
+                budget that cannot be read.
         """
         batch, nbytes = self._batch_for("suggest"), self._budget("suggest", budget, True)
         assert nbytes is not None  # it was needed
@@ -115,13 +124,20 @@ class Plan:
         Args:
             budget: as for ``suggest``; None, and no hardware whose memory is known: no limit.
 
+        Returns:
+            The advice, the most urgent first; empty if nothing is wrong.
+
         Raises:
             ConfigError: a budget that cannot be read.
         """
         return tuple(advise(self, self._budget("advice", budget, False)))
 
     def page(self, budget: str | int | None = None) -> Page:
-        """Return what ``html`` shows, as plain values."""
+        """Return what ``html`` shows, as plain values. For programs that draw it in another way.
+
+        Raises:
+            ConfigError: a budget that cannot be read.
+        """
         steps = {} if self.step is None else {self._memory_name: self.step}
         if self.step is not None:
             for name in MEMORY:
@@ -134,14 +150,15 @@ class Plan:
     def html(self, path: str | os.PathLike[str], budget: str | int | None = None) -> None:
         """Write a page to look at: units, memory over a step by setting, time line, advice.
 
-        One file that needs no server and no network.
+        One file that needs no server and no network. It is written whole or not at all. Let one
+        rank write it: ranks that write to one path replace each other's page.
 
         Args:
             path: of the file; one that is there is replaced.
             budget: as for ``advice``.
 
         Raises:
-            ConfigError: a budget that cannot be read.
+            ConfigError: a path or a budget that cannot be read.
             OSError: the file cannot be written; one that was there is as it was.
         """
         write_page(check_path("Plan.html", "path", path), self.page(budget))
@@ -227,28 +244,31 @@ def plan(
 ) -> Plan:
     """Tell what sharding a model over ranks gives, without ranks, a process group, or memory.
 
-    The engine runs on tensors that have shapes and no values, over ranks that only have numbers:
-    what it would gather, reduce, keep and free is what it does there.
+    The engine itself runs, on tensors that have shapes and no values. Its ranks are numbers without
+    processes. What it gathers, reduces, keeps and frees there is what it would do in a real step.
 
     Args:
-        model: as before ``fully_shard``, on any device (``meta`` too); or a sharded one, on a CPU:
-            then its units, mesh and settings are those that it has. It is not changed.
-        mesh: ranks to shard over, or ``(replicate, shard)``. Up to 2**20 ranks.
-        policy: what becomes a unit below the root; as ``fsdp2.wrap.shard_model`` takes it. None:
+        model: the model before ``fully_shard``, on any device, ``meta`` included. Or a sharded
+            model on a CPU, which keeps its units, mesh and settings. The model is not changed.
+        mesh: number of ranks to shard over, or ``(replicate, shard)``. Up to 2**20 ranks.
+        policy: what becomes a unit below the root, as ``fsdp2.wrap.shard_model`` takes it. None:
             nothing.
         batch: what one rank's forward is given: a tensor, a tuple of arguments, or a dict of
-            keywords; of tensors only shapes and dtypes count. None: no step is predicted.
-        loss: makes a scalar of the output. None: its ``loss``, or the mean of all its tensors.
-        optimizer: makes an optimizer of parameters, as ``torch.optim.AdamW`` does; its state is
-            counted from its first step on, and its step on this rank's shards is part of the step.
+            keywords. Of tensors only shapes and dtypes count. None: no step is predicted.
+        loss: a function that makes a scalar of the output. None: the ``loss`` of the output, or the
+            mean of all its tensors.
+        optimizer: a class or function that makes an optimizer of parameters, as
+            ``torch.optim.AdamW``. Its state counts from its first step on. Its step, on the shards
+            of one rank, is part of the planned step.
         memory: what ``set_memory`` is given.
-        hardware: a machine that ``fsdp2.plan.hardware`` lists, by name, or a ``fsdp2.Hardware``:
-            the step gets a time line. None: no time is told.
+        hardware: the name of a machine in ``fsdp2.plan.hardware``, or a ``fsdp2.Hardware``. With it
+            the plan has times, without it none.
         activation_checkpointing: compute activations of the units below the root again in backward,
             as ``torch.utils.checkpoint`` around each of them does.
-        rank: whose shards and memory are told; None: the first rank's, which has the most (of a
-            sharded model, this one's).
-        fully_shard_kwargs: as ``mp_policy``, ``offload_policy``, ``reshard_after_forward``.
+        rank: the rank whose shards and memory the plan tells. None: the first rank, which has the
+            most; for a sharded model, this rank.
+        fully_shard_kwargs: more keywords of ``fully_shard``, such as ``mp_policy``,
+            ``offload_policy`` and ``reshard_after_forward``.
 
     Returns:
         A ``Plan``: groups, and for a step its collectives, events, memory and time, in order.
@@ -258,8 +278,8 @@ def plan(
         UnsupportedError: a parameter is tensor-parallel and no unit has it; a sharded model
             computes on a device.
 
-    Memory counts tensors: an allocator's rounding, libraries' work space and what a device's
-    streams hold back come on top. Ranks are those of a CPU mesh.
+    Memory counts tensors only. What an allocator rounds, what libraries need, and what a device's
+    streams hold back is not counted. The ranks are on a CPU mesh.
     """
     check_module("plan", "model", model)
     given = {"mesh": mesh, "policy": policy, **fully_shard_kwargs}

@@ -15,9 +15,11 @@ from fsdp2._pages.content import COMPUTE, Span
 
 @dataclass(frozen=True)
 class ParamPlan:
-    """One parameter of a group, whole: ``dim`` is what it is sharded along, None: by none.
+    """One parameter of a group, whole.
 
-    ``padding_nbytes``: what padding adds over all ranks of the shard axis.
+    ``dim`` is the dim along which it is sharded; None: every rank holds it whole. ``nbytes`` is its
+    size in bytes, without padding, in the dtype of the shards. ``padding_nbytes`` is what padding
+    adds over all ranks of the shard axis, in bytes.
     """
 
     name: str
@@ -30,17 +32,21 @@ class ParamPlan:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Parameters that are gathered and reduced together.
+    """Parameters that are gathered and reduced together. All sizes are bytes on one rank.
 
-    ``name``: full name of the unit, or of the large part of a root that is a group of its own. All
-    sizes in bytes. ``shard_nbytes``: of the shards that this rank keeps, with their padding;
-    ``padding_nbytes``: what padding adds over all ranks of the shard axis; ``whole_nbytes``: of the
-    unsharded parameters; ``gather_nbytes``: what a rank has when it has gathered;
-    ``regather_nbytes``: the same in backward, where it may gather over fewer ranks;
-    ``reduce_nbytes``: what it gives to a reduce-scatter; ``all_reduce_nbytes``: to the all-reduce
-    over the replicate axis; ``grad_nbytes``: of its sharded gradients. ``parameters`` and
-    ``numel``: how many there are, and elements in them, whole. ``alone``: names of the parameters
-    that travel in collectives of their own. ``params``: each of them.
+    - ``name``: full name of the unit, or of the large part of a root that is a group of its own.
+    - ``parameters``, ``numel``: how many parameters there are, and elements in them, whole.
+    - ``dtypes``: of the shards.
+    - ``shard_nbytes``: the shards that this rank keeps, with their padding.
+    - ``padding_nbytes``: what padding adds, over all ranks of the shard axis.
+    - ``whole_nbytes``: the whole parameters in the dtype of compute, and what aligns them.
+    - ``gather_nbytes``: what a rank has when it has gathered.
+    - ``regather_nbytes``: the same in backward, where it may gather over fewer ranks.
+    - ``reduce_nbytes``: what it gives to a reduce-scatter.
+    - ``all_reduce_nbytes``: what it gives to the all-reduce over the replicate axis.
+    - ``grad_nbytes``: its sharded gradients.
+    - ``alone``: names of the parameters that travel in collectives of their own.
+    - ``params``: each parameter.
     """
 
     name: str
@@ -61,7 +67,12 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step: ``phase`` is forward or backward, ``kind`` as torch calls it."""
+    """One collective of a step.
+
+    ``phase`` is ``forward`` or ``backward``. ``kind`` is ``all_gather``, ``reduce_scatter`` or
+    ``all_reduce``. ``unit`` is the name of its group. ``nbytes`` counts the larger of its two
+    buffers: the output of a gather, the input of a reduction.
+    """
 
     phase: str
     kind: str
@@ -73,8 +84,9 @@ class Collective:
 class MemoryPoint:
     """Bytes that are alive on a rank after something happened, and the most since the last point.
 
-    ``label`` says what happened. ``time``: in seconds from the step's start, 0 if no hardware was
-    given. ``by_kind`` and ``peak_by_kind``: the same bytes by what they are for, in the order of
+    ``label`` says what happened. ``time`` is in seconds from the step's start, or 0 without
+    hardware. ``nbytes`` is what is alive now, ``peak_nbytes`` the most since the point before.
+    ``by_kind`` and ``peak_by_kind`` divide the same bytes by purpose, in the order of
     ``StepPlan.kinds``.
     """
 
@@ -90,11 +102,17 @@ class MemoryPoint:
 class StepPlan:
     """What one rank does in a step, in order, the memory that it takes, and the time.
 
-    ``start_nbytes``: before the forward, with the optimizer's state if an optimizer was given;
-    gradients are cleared, but their memory stays, for the next ones. ``peak_nbytes``: the most in
-    forward and backward, all included; ``optimizer_peak_nbytes``: the most in the optimizer's step
-    (0 without an optimizer).
-    ``seconds`` of a whole step, and ``spans`` of its time line, are there if hardware was given.
+    ``collectives``, ``events`` and ``memory`` are in the order of the step. ``kinds`` names what
+    memory is for. All sizes are bytes:
+
+    - ``start_nbytes``: before the forward, with the optimizer's state if an optimizer was given.
+      Gradients are cleared, but on a CPU their memory stays for the next ones, and counts.
+    - ``peak_nbytes``: the most in forward and backward, all included.
+    - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the most in its
+      step (0 without an optimizer).
+
+    ``seconds`` of a whole step, and the ``spans`` of its time line, need hardware. Without it they
+    are None and empty.
     """
 
     kinds: tuple[str, ...]
@@ -110,12 +128,12 @@ class StepPlan:
 
     @property
     def highest_nbytes(self) -> int:
-        """The most bytes of the whole step."""
+        """The most bytes of the whole step, the optimizer's included."""
         return max(self.peak_nbytes, self.optimizer_peak_nbytes)
 
     @property
     def waiting_seconds(self) -> float:
-        """How long compute waits for links."""
+        """Seconds that compute waits for links; 0 without hardware."""
         return sum(s.end - s.begin for s in self.spans if s.lane == COMPUTE and s.cause)
 
     @property

@@ -39,7 +39,8 @@ Key = tuple[Any, ...]
 class ClockOffset:
     """How far a rank's clock is ahead of the first rank's, on average, and how well that is known.
 
-    ``accuracy_s`` is infinite if nothing that was recorded connects the rank with the first one.
+    ``ahead_s`` and ``accuracy_s`` are seconds. ``accuracy_s`` is infinite if nothing that was
+    recorded connects the rank with the first one.
     """
 
     rank: int
@@ -49,12 +50,12 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """How a rank came to its collectives: last in ``last`` of ``counted``.
+    """How a rank came to its collectives: it was the last rank in ``last`` of ``counted``.
 
-    Counted are those whose last rank came later than clocks are uncertain, and at least 0.1 ms;
-    ``expected``: in how many of them it would be last if chance decided.
-    ``late_s``: by how much it came after the last but one, summed; ``median_late_s``: typically;
-    ``longest_late_s``: once.
+    A collective counts if its last rank came later than clocks are uncertain, and at least 0.1 ms.
+    ``expected`` is in how many of them the rank would be last by chance. Lateness is in seconds
+    after the last but one: ``late_s`` is the sum, ``median_late_s`` the median, ``longest_late_s``
+    the most.
     """
 
     rank: int

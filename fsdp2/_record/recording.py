@@ -51,17 +51,20 @@ def record(
 ) -> Recording:
     """Record what a model's units do on this rank, while the ``with`` block runs.
 
-    Each rank that records writes ``rank<N>.jsonl`` into the folder ``path``, as it goes; nothing is
-    communicated, so ranks may differ in what they record. Read all of them with
-    ``fsdp2.read_recordings(path)``. While a ``torch.profiler`` runs, units and collectives are
-    ranges on its time line.
+    Each rank that records writes ``rank<N>.jsonl`` into the folder ``path``. Nothing is
+    communicated, so ranks may differ in what they record. ``fsdp2.read_recordings(path)`` reads all
+    of them. While a ``torch.profiler`` runs, units and collectives are ranges on its time line.
+
+    On a device, times come from events in its streams, and no step waits for them. So steps and
+    scalars appear one or two steps late. The host waits for the device when a recording begins and
+    when it ends.
 
     Args:
         model: what ``fully_shard`` was applied to, or contains it. It need not have run yet.
         path: a folder. It is made if it is not there.
         scalars: called with the number of each step (from 1) and its figures by name, see
-            ``RecordedStep``. Once it raised, a warning says so and it is not called again.
-        tokens: of one step on this rank, for ``tokens_per_s``.
+            ``RecordedStep``. If it raises, there is a warning, and it is not called again.
+        tokens: number of tokens of one step on this rank, for ``tokens_per_s``.
 
     Returns:
         A context manager, to be entered between steps.
@@ -71,9 +74,6 @@ def record(
             folder has this rank's file of an earlier recording.
         StateError: (when entered) during a step, or a second time.
         UnsupportedError: ``model`` is what ``fsdp2.compile`` returned: compiled steps run no hooks.
-
-    On a device times come from events of its streams, for which no step waits: steps and scalars
-    appear one or two steps late. The host waits for the device when recording begins and ends.
     """
     check_path("record", "path", path)
     check_function("record", "scalars", scalars)
@@ -93,7 +93,9 @@ def record(
 class Recording:
     """What ``record`` returns: a context manager, and afterwards this rank's recording.
 
-    ``steps`` are those that are complete, as ``RecordedStep``; ``path`` is this rank's file.
+    ``steps`` are the complete ones, as ``RecordedStep``. ``path`` is this rank's file, and ``rank``
+    its number. The methods read the file: they work during the ``with`` block too, on what is
+    written. Errors are those of the same methods of ``Recordings``.
     """
 
     def __init__(
@@ -108,6 +110,9 @@ class Recording:
         self._last_end_ns: int | None = None  # of the step before
         self._recorder: Recorder | None = None
         self._ledger: Ledger | None = None
+
+    def __repr__(self) -> str:
+        return f"Recording(path={str(self.path)!r}, steps={len(self.steps)})"
 
     def __enter__(self) -> Recording:
         if self._ledger is not None:
@@ -179,7 +184,11 @@ class Recording:
     # What can be done with it afterwards, or meanwhile.
 
     def read(self) -> Recordings:
-        """Return this rank's recording alone, as far as it is written."""
+        """Return this rank's recording alone, as far as it is written.
+
+        Raises:
+            ConfigError: nothing was recorded yet.
+        """
         return read_recordings(self.path)
 
     def trace(self, path: str | os.PathLike[str], *, profiles: Sequence[Any] = ()) -> None:
@@ -201,7 +210,10 @@ class Recording:
         step: int | None = None,
         planned: Planned | None = None,
     ) -> None:
-        """Write a page about this rank; see ``Recordings.html``."""
+        """Write a page about this rank; see ``Recordings.html``.
+
+        Give each rank a path of its own.
+        """
         self.read().html(path, step=step, planned=planned)
 
 

@@ -19,7 +19,7 @@ from fsdp2._pages.content import Page, Planned
 from fsdp2._pages.page import render
 from fsdp2._record import summary, trace
 from fsdp2._record.align import Aligned, Arrivals, ClockOffset, align, arrivals
-from fsdp2._record.rows import RankFile, files_in, read_file, write_whole
+from fsdp2._record.rows import RankFile, files_in, read_file, write_beside
 
 
 def read_recordings(*paths: str | os.PathLike[str]) -> Recordings:
@@ -49,15 +49,19 @@ def read_recordings(*paths: str | os.PathLike[str]) -> Recordings:
 
 
 class Recordings:
-    """Recordings of some or all ranks of a run. ``ranks`` says which.
+    """Recordings of some or all ranks of a run. ``read_recordings`` makes it.
 
-    ``clocks``: how far each rank's clock is ahead of the first rank's, and how well collectives
-    tell that. ``arrivals``: who comes last to collectives, the worst rank first; ``stragglers``
-    are the ranks among them that the others wait for.
+    ``ranks`` says of which ranks. ``clocks`` has a ``ClockOffset`` for each rank. ``arrivals`` has
+    an ``Arrivals`` for each rank, the worst first. ``stragglers`` has those of the ranks that the
+    others wait for.
     """
 
     def __init__(self, files: tuple[RankFile, ...]) -> None:
         self._files = files
+
+    def __repr__(self) -> str:
+        counts = tuple(len(steps) for steps in self.steps.values())
+        return f"Recordings(ranks={self.ranks}, steps={counts})"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -81,7 +85,10 @@ class Recordings:
 
     @property
     def steps(self) -> dict[int, tuple[dict[str, Any], ...]]:
-        """The figures of each complete step, by rank."""
+        """The figures of each complete step by rank, as dicts with the names of ``RecordedStep``.
+
+        A dict has the number of the step as ``step``, and its ``begin_ns`` and ``end_ns``.
+        """
         return {
             file.rank: tuple(
                 row for row in file.rows if row["kind"] == "step" and not row["failed"]
@@ -128,7 +135,7 @@ class Recordings:
         for rank, profile in self._profiles(profiles):
             events += trace.merged(profile, rank, time)
         found = {"displayTimeUnit": "ms", "baseTimeNanoseconds": base, "traceEvents": events}
-        write_whole(target, json.dumps(found), self._paths(), "trace")
+        write_beside(target, json.dumps(found), self._paths(), "trace")
 
     def _profiles(self, given: object) -> list[tuple[int, dict[str, Any]]]:
         if isinstance(given, str | bytes | os.PathLike) or not isinstance(
@@ -156,8 +163,11 @@ class Recordings:
 
         Each row has its ``rank``, and times in nanoseconds since the first recording began.
 
+        Args:
+            path: of the file; one that is there is replaced.
+
         Raises:
-            ConfigError: the path cannot be used.
+            ConfigError: the path cannot be written, or is one of the recordings.
         """
         target = Path(check_path("rows", "path", path))
         base = self._start
@@ -171,17 +181,17 @@ class Recordings:
                     if name in ("begin_ns", "end_ns", "host_ns") and value is not None
                 }
                 lines.append(json.dumps({"rank": file.rank, **row, **moved}) + "\n")
-        write_whole(target, "".join(lines), self._paths(), "rows")
+        write_beside(target, "".join(lines), self._paths(), "rows")
 
     def page(self, *, step: int | None = None, planned: Planned | None = None) -> Page:
-        """Return what a page about the recordings shows, as values.
+        """Return what ``html`` shows, as plain values. For programs that draw it in another way.
 
         Args:
             step: whose time line and memory are shown; default: the last complete one.
             planned: what ``Plan.planned()`` returned, to be laid over what was measured.
 
         Raises:
-            ConfigError: there is no such step.
+            ConfigError: there is no such step; ``planned`` is something else.
         """
         if step is not None:
             check_count("page", "step", step)
@@ -195,13 +205,22 @@ class Recordings:
         step: int | None = None,
         planned: Planned | None = None,
     ) -> None:
-        """Write a page that shows the recordings: one file that needs nothing else.
+        """Write a page that shows the recordings: one file that needs no server and no network.
 
-        Args and errors are those of ``page``; ``path`` is replaced if it is there.
+        It is written whole or not at all. Let one rank write it: ranks that write to one path
+        replace each other's page.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            step: as for ``page``.
+            planned: as for ``page``.
+
+        Raises:
+            ConfigError: as ``page``; the path cannot be written, or is one of the recordings.
         """
         target = Path(check_path("html", "path", path))
         text = render(self.page(step=step, planned=planned))
-        write_whole(target, text, self._paths(), "html")
+        write_beside(target, text, self._paths(), "html")
 
 
 def _checked(planned: object) -> Planned | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp2._base.errors import ConfigError, coded
+from fsdp2._pages.files import write_whole
 
 FORMAT = 1
 MANY = 1024
@@ -162,8 +163,8 @@ def files_in(folders: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def write_whole(path: Path, text: str, inputs: Sequence[Path], who: str) -> None:
-    """Write a file at once or not at all: never a half, never in the place of a recording.
+def write_beside(path: Path, text: str, inputs: Sequence[Path], who: str) -> None:
+    """Write a file, whole or not at all, and never in the place of a recording.
 
     Raises:
         ConfigError: it is one of the recordings, or cannot be written.
@@ -174,12 +175,9 @@ def write_whole(path: Path, text: str, inputs: Sequence[Path], who: str) -> None
             f"{who}: expected path to be a new file, found {path}, which is what was recorded. "
             "Pass another name.",
         )
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text)
-        os.replace(beside, path)
+        write_whole(path, text)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(
             "FS915",
             f"{who}: {path} cannot be written ({error}). Pass a name in a folder that is there.",

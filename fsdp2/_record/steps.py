@@ -18,14 +18,18 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 class RecordedStep:
     """A step of one rank: from its first forward until its reductions were waited for.
 
-    ``seconds`` is ``compute_s`` and the waits (in forwards and backwards), and ``between_s`` (the
-    loss, the caller's own code). Waits are *exposed*: compute stood still. ``prefetch_hits``:
-    gathers that were over when they were needed; ``prefetch_late``: that were begun ahead, and not
-    over; ``prefetch_none``: that nobody began ahead. ``peak_nbytes``: most bytes of shards,
-    unsharded parameters and buffers of collectives. ``rss_nbytes``: the process' memory at the end,
-    0 where the system does not tell; ``allocated_nbytes``: the device's, 0 without one.
-    ``tokens_per_s``: from the end of the step before, so the optimizer counts; 0 if ``tokens`` was
-    not given.
+    Times are seconds, sizes are bytes. ``seconds`` is the sum of ``compute_s``, of ``between_s``
+    (the loss, the caller's own code) and of the three waits. A wait is *exposed*: compute stood
+    still.
+
+    - ``gathered_nbytes``, ``reduced_nbytes``: the buffers of all all-gathers and reduce-scatters.
+    - ``prefetch_hits``: all-gathers that were over when they were needed; ``prefetch_late``: those
+      that were begun ahead and not over; ``prefetch_none``: those that nobody began ahead.
+    - ``peak_nbytes``: the most bytes of shards, unsharded parameters and buffers of collectives.
+    - ``rss_nbytes``: the process' memory at the end, 0 where the system does not tell.
+    - ``allocated_nbytes``: what the device's allocator has given out, 0 without a device.
+    - ``tokens_per_s``: counted from the end of the step before, so that the optimizer is included;
+      0 if ``tokens`` was not given.
     """
 
     number: int
@@ -47,7 +51,7 @@ class RecordedStep:
 
     @property
     def scalars(self) -> dict[str, float]:
-        """All figures but the number, by name."""
+        """All figures but the number, by name: what ``record(scalars=...)`` is called with."""
         values = dataclasses.asdict(self)
         del values["number"]
         return values

@@ -14,9 +14,10 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._base.arguments import check_count, check_dtype, check_flag, check_function
+from fsdp2._base.interrupts import kept_interrupts
 from fsdp2._base.names import cleaned, named_parameters
 from fsdp2._engine.between_steps import require_idle
-from fsdp2._transfer.redistribute import Grids, Target, gather
+from fsdp2._transfer.redistribute import Grids, Target, checked_together, gather
 
 Transform = Callable[[str, Tensor], "Tensor | None"]
 
@@ -68,18 +69,21 @@ def full_params(
             left the loop, its callback raised, or it had no memory.
         UnsupportedError: a partial sum, or a tensor subclass without bytes of its own.
     """
-    check_count("full_params", "max_bytes", max_bytes)
-    check_dtype("full_params", "dtype", dtype)
-    check_function("full_params", "callback", callback)
-    check_function("full_params", "names", names)
-    check_flag("full_params", "buffers", buffers)
-    require_idle(module, "full_params")
-    found: dict[str, Tensor] = {**named_parameters(module)}
-    if buffers:
-        found |= cleaned(dict(module.named_buffers()))
-    chosen = {name: found[name] for name in found if names is None or names(name)}
-    grids = Grids(list(chosen.values()))
-    helds = [grids.hold(name, tensor) for name, tensor in chosen.items()]
+    # Ctrl-C here is told in the exchange of the first bucket, where the others go on to
+    with kept_interrupts(leave_pending=True), checked_together("full_params", module) as same:
+        check_count("full_params", "max_bytes", max_bytes)
+        check_dtype("full_params", "dtype", dtype)
+        check_function("full_params", "callback", callback)
+        check_function("full_params", "names", names)
+        check_flag("full_params", "buffers", buffers)
+        require_idle(module, "full_params")
+        found: dict[str, Tensor] = {**named_parameters(module)}
+        if buffers:
+            found |= cleaned(dict(module.named_buffers()))
+        chosen = {name: found[name] for name in found if names is None or names(name)}
+        grids = Grids(list(chosen.values()))
+        helds = [grids.hold(name, tensor) for name, tensor in chosen.items()]
+        same.update(max_bytes=max_bytes, dtype=dtype, names=[*chosen])
     tensors = gather(helds, max_bytes, Target(dtype=dtype), grids.main, "full_params")
     return _iterate(tensors, list(chosen), callback)
 

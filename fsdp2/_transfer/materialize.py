@@ -34,7 +34,15 @@ from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.between_steps import require_idle, units_below
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._transfer.chunk_plan import Blocks
-from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, LocalShard, Target, gather, scatter
+from fsdp2._transfer.redistribute import (
+    STAGED_NBYTES,
+    Grids,
+    LocalShard,
+    Target,
+    checked_together,
+    gather,
+    scatter,
+)
 from fsdp2._transfer.sync import require_replicas
 
 Init = Callable[[nn.Module], Any]
@@ -85,18 +93,20 @@ def materialize(
             else than a constant (with ``sync_from_rank0``: anything); or a parameter on meta has
             an all-gather extension, or wraps other tensors.
     """
-    device = check_device("materialize", "device", device)
-    check_function("materialize", "init", init, "a function of a module or None")
-    check_flag("materialize", "sync_from_rank0", sync_from_rank0)
-    units = require_idle(model, "materialize")
-    for unit in units:
-        for group in unit.own_groups:
-            if group.device.type != device.type:
-                raise ConfigError(
-                    "FS226",
-                    f"materialize: expected device to be {group.device.type}, where "
-                    f"{unit.fqn or 'the module'} was sharded, found {device}.",
-                )
+    with checked_together("materialize", model) as same:
+        device = check_device("materialize", "device", device)
+        check_function("materialize", "init", init, "a function of a module or None")
+        check_flag("materialize", "sync_from_rank0", sync_from_rank0)
+        units = require_idle(model, "materialize")
+        for unit in units:
+            for group in unit.own_groups:
+                if group.device.type != device.type:
+                    raise ConfigError(
+                        "FS226",
+                        f"materialize: expected device to be {group.device.type}, where "
+                        f"{unit.fqn or 'the module'} was sharded, found {device}.",
+                    )
+        same.update(sync_from_rank0=sync_from_rank0)
     grids = Grids([*model.parameters(), *model.buffers()])
     params = model.named_parameters(remove_duplicate=False)
     tensors = [*params, *model.named_buffers(remove_duplicate=False)]

@@ -11,12 +11,14 @@ travel as bytes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -26,6 +28,7 @@ from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.interrupts import kept_interrupts, take_interrupt
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import Grid, carrying, named, wire_device
+from fsdp2._engine.between_steps import units_below
 from fsdp2._param_group.layout import dense_stride
 from fsdp2._transfer.chunk_plan import Blocks, Bucket, Item, Region, part_of, plan, within
 
@@ -104,7 +107,7 @@ class Grids:
                 "FS624",
                 f"{name}: found a local tensor of shape {tuple(local.shape)} where "
                 f"{held.own.sizes} was expected from placements {tensor.placements} of "
-                f"{held.shape}. Redistribute it to Shard and Replicate placements.",
+                f"{held.shape}. Make it with distribute_tensor, which cuts it as Shard says.",
             )
         return held
 
@@ -225,6 +228,24 @@ class Target:
 
     def takes(self, grid: Grid) -> bool:
         return self.on_all or grid.is_first
+
+
+@contextlib.contextmanager
+def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
+    """Around the checks of a call's arguments: what one rank refuses, all ranks of the model do.
+
+    Else the others would wait for it. What decides which collectives follow is put into the dict
+    that this gives, and has to be the same on all ranks. Without a model, all ranks of the job are
+    taken to be there.
+    """
+    tensors: list[Tensor] = []
+    if isinstance(model, nn.Module):
+        tensors += [*model.parameters(), *model.buffers()]
+        # what is registered may be whole, on some ranks only; shards tell all ranks the same mesh
+        groups = (group for unit in units_below(model) for group in unit.own_groups)
+        tensors += [param.sharded for group in groups for param in group.params]
+    with Grids(tensors).main.together(what) as same:
+        yield same
 
 
 def gather(

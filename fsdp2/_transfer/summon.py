@@ -29,7 +29,14 @@ from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import Unit, unit_of
 from fsdp2._param_group.param import SUMMONED, OwnerMark, Site, own_attributes
-from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, LocalShard, Target, gather
+from fsdp2._transfer.redistribute import (
+    STAGED_NBYTES,
+    Grids,
+    LocalShard,
+    Target,
+    checked_together,
+    gather,
+)
 
 WHO = "summon_full_params"
 
@@ -73,6 +80,27 @@ class _Summoned:
             self.sharded.grad = torch_dtensor.placed_like(self.sharded, made)
         with torch.no_grad():
             torch_dtensor.local_tensor(self.sharded.grad).copy_(block)
+
+
+def _check(module: nn.Module, flags: dict[str, bool]) -> list[Unit]:
+    """Return the units of a module; raise what ``summon_full_params`` says of its arguments."""
+    for name, flag in flags.items():
+        check_flag("summon_full_params", name, flag)
+    rank0_only = flags["rank0_only"]
+    if rank0_only and flags["writeback"]:
+        raise ConfigError(
+            "FS307",
+            "summon_full_params: rank0_only=True with writeback=True cannot work: the other ranks "
+            "do not have what would be written. Pass writeback=False, or rank0_only=False.",
+        )
+    units = require_idle(module, "summon_full_params")
+    if any(unit.summoned_on == "first" or (rank0_only and unit.summoned_on) for unit in units):
+        raise StateError(
+            "FS307",
+            "summon_full_params: is nested in a context of the same parameters, and one of the two "
+            "has rank0_only. Leave the outer one first.",
+        )
+    return units
 
 
 @contextlib.contextmanager
@@ -120,14 +148,15 @@ def summon_full_params(
         "offload_to_cpu": offload_to_cpu,
         "with_grads": with_grads,
     }
-    for name, flag in flags.items():
-        check_flag("summon_full_params", name, flag)
-    if rank0_only and writeback:
-        raise ConfigError(
-            "FS307",
-            "summon_full_params: rank0_only=True with writeback=True cannot work: the other ranks "
-            "do not have what would be written. Pass writeback=False, or rank0_only=False.",
-        )
+    with operation("summon_full_params"):
+        with checked_together("summon_full_params", module) as same:
+            units = _check(module, flags)
+            same.update((name, flags[name]) for name in ("recurse", "rank0_only", "with_grads"))
+        summoned = (param.__dict__.get(SUMMONED) for param in module.parameters())
+        outer = [item for item in summoned if isinstance(item, _Summoned)]
+        found = _find(module, units if recurse else None)
+        grids = Grids([item.sharded for item in found])
+        _gather(found, grids, rank0_only, offload_to_cpu, with_grads)
     if offload_to_cpu and not rank0_only and torch.accelerator.is_available():
         warnings.warn(
             coded(
@@ -137,19 +166,6 @@ def summon_full_params(
             ),
             stacklevel=3,
         )
-    units = require_idle(module, "summon_full_params")
-    if any(unit.summoned_on == "first" or (rank0_only and unit.summoned_on) for unit in units):
-        raise StateError(
-            "FS307",
-            "summon_full_params: is nested in a context of the same parameters, and one of the two "
-            "has rank0_only. Leave the outer one first.",
-        )
-    summoned = (param.__dict__.get(SUMMONED) for param in module.parameters())
-    outer = [item for item in summoned if isinstance(item, _Summoned)]
-    found = _find(module, units if recurse else None)
-    grids = Grids([item.sharded for item in found])
-    with operation("summon_full_params"):
-        _gather(found, grids, rank0_only, offload_to_cpu, with_grads)
     top = unit_of(module)
     own = [unit for unit in units if not unit.summoned_on and (recurse or unit is top)]
     parts = [part for unit in own for part in unit.modules]

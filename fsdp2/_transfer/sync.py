@@ -15,7 +15,7 @@ from fsdp2._base.errors import ConfigError
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import units_below
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, scatter
+from fsdp2._transfer.redistribute import STAGED_NBYTES, Grids, checked_together, scatter
 
 
 @operation("sync_from_rank0")
@@ -31,7 +31,8 @@ def sync_from_rank0(model: nn.Module) -> nn.Module:
         ConfigError: not a module; a parameter that is sharded already, or on meta; ranks have other
             names, shapes or dtypes. Every rank raises it, and nothing was changed.
     """
-    check_module("sync_from_rank0", "model", model)
+    with checked_together("sync_from_rank0", model):
+        check_module("sync_from_rank0", "model", model)
     tensors: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     grids, helds = Grids([]), []
     with grids.main.together("sync_from_rank0"):  # ranks may have different models

@@ -45,7 +45,13 @@ from fsdp2.checkpoint._state import is_extra, model_tensors
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names that a load with ``strict=False`` passed over."""
+    """Names that a load with ``strict=False`` passed over. With ``strict=True`` both are empty.
+
+    ``missing_keys`` are names of the model that the state lacks. ``unexpected_keys`` are names of
+    the state that the model lacks.
+
+    Source: what ``nn.Module.load_state_dict`` returns.
+    """
 
     missing_keys: list[str]
     unexpected_keys: list[str]

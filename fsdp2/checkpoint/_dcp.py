@@ -34,7 +34,7 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.names import clean, named_parameters
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
-from fsdp2._transfer.redistribute import Grids, LocalShard
+from fsdp2._transfer.redistribute import Grids, LocalShard, checked_together
 from fsdp2.checkpoint._change import StateManifest
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2.checkpoint._load import Source, load_full
@@ -64,18 +64,21 @@ def save(
 ) -> None:
     """Write a sharded checkpoint with ``torch.distributed.checkpoint``: all of it, or nothing.
 
-    It is written to a folder beside ``path``, which takes the name once every rank has finished, so
-    a save that fails, or is interrupted, leaves the checkpoint before it whole. If the program ends
-    between the two renames, ``load`` finds the one before under its other name. All ranks must see
-    the same file system. Two jobs may save to one path: the last one's checkpoint stays, whole.
+    It is written to a folder beside ``path``. That folder takes the name ``path`` once every rank
+    has finished. So a save that fails, or is interrupted, leaves the checkpoint before it whole. If
+    the program ends between the two renames, ``load`` finds the checkpoint before under its other
+    name. All ranks must see the same file system. If two jobs save to one path, the checkpoint of
+    the last one stays, whole.
 
     Args:
         path: a folder that is empty, has a checkpoint, or does not exist. The checkpoint is
-            replaced, other files beside it stay.
-        extra: any object that pickles (a step, a scheduler's state); the first rank's is kept, and
-            comes back as it was, with tensors on the CPU. DTensors in it (of an ``EMA``) are
-            saved in shards and come back whole. What is more than plain data is loaded with
-            ``trust=True`` only.
+            replaced; other files in the folder stay.
+        model: sharded, or any other.
+        optimizer: one over the model's parameters.
+        extra: any object that pickles (a step, a scheduler's state). The first rank's is saved.
+            ``load`` returns it, with tensors on the CPU. DTensors in it (of an ``EMA``) are saved
+            in shards and come back whole. What is more than plain data needs ``trust=True`` in
+            ``load``.
 
     Raises:
         ConfigError: ``path`` is a file, the working directory, or a folder with other files only.
@@ -84,13 +87,15 @@ def save(
         StateError: a rank could not write, or not where the first rank looks; the message says
             which one and why.
     """
-    check("save", model, optimizer)
-    check_path("save", "path", path)
+    with checked_together("save", model) as same:
+        check("save", model, optimizer)
+        check_path("save", "path", path)
+        state = sharded_state(model)  # a hook of the user's may raise
+        same.update(has_optimizer=optimizer is not None)
     # it imports torch.distributed.checkpoint, which is heavy
     from fsdp2.checkpoint._summing import write
 
     place = Path(path).resolve()
-    state = sharded_state(model)
     state["model"] = {k: v for k, v in state["model"].items() if v is not None}
     grids = Grids([*state["model"].values()])
     main = grids.main
@@ -99,9 +104,10 @@ def save(
             state["optimizer"] = named = named_state(model, optimizer)
             named["state"] = _without_tuples(named["state"])
         _require_loadable(state, grids)
-    if extra is not None:
-        with main.together("save"):
-            state |= packed(extra, main.is_first)
+    with main.together("save") as same:  # the others may pass no extra
+        entries = packed(extra, main.is_first) if extra is not None else {}
+        same["DTensors in extra"] = [*entries.get(EXTRA_TENSORS, ())]
+    state |= entries
     workspace = Workspace(place, main.broadcast(uuid.uuid4().hex[:8]))
     try:
         with main.together("save"):
@@ -285,12 +291,16 @@ def load(
     """Load a sharded checkpoint, written on any mesh; return its ``extra``.
 
     It takes what ``save`` wrote, and what ``torch.distributed.checkpoint`` wrote for torch's FSDP1
-    or FSDP2: say under which keys of the saved dict the two states are (``model_key=None``: the
-    model's was saved by itself). Parameters on the meta device get memory.
-
-    Values are read beside the model's: while it loads, a rank holds the room of its shards again.
+    or FSDP2. Parameters on the meta device get memory. While it loads, a rank needs as much memory
+    again as its shards take.
 
     Args:
+        path: the folder.
+        model: sharded, or any other.
+        optimizer: one over the model's parameters, if its state is to be loaded.
+        model_key: under which key of the saved dict the model's state is. None: the state was saved
+            by itself.
+        optim_key: under which key the optimizer's state is.
         strict: every name of the model must be in the checkpoint, and the other way round.
         verify: check the checksums of all that is read (those that ``save`` wrote).
         trust: execute what the files say, where they hold more than plain data. Only for files
@@ -301,12 +311,15 @@ def load(
             is no plain data. Nothing was changed.
         StateError: a file is missing or damaged. Nothing was changed.
     """
-    check("load", model, optimizer, strict=strict, verify=verify, trust=trust)
-    check_path("load", "path", path)
-    if model_key is not None:
-        check_key("load", "model_key", model_key)
-    check_key("load", "optim_key", optim_key)
-    require_idle(model, "load")
+    with checked_together("load", model) as same:
+        check("load", model, optimizer, strict=strict, verify=verify, trust=trust)
+        check_path("load", "path", path)
+        if model_key is not None:
+            check_key("load", "model_key", model_key)
+        check_key("load", "optim_key", optim_key)
+        require_idle(model, "load")
+        same.update(has_optimizer=optimizer is not None, strict=strict)
+        same.update(model_key=model_key, optim_key=optim_key)
     main = Grids([*model_tensors(model)[0].values()]).main
     with main.together("load"):
         saved = read(find(path), verify=verify, trust=trust)

@@ -24,7 +24,7 @@ from fsdp2._base.names import clean, cleaned, named_parameters
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import original_buffers
-from fsdp2._transfer.redistribute import Grids, LocalShard, scatter
+from fsdp2._transfer.redistribute import Grids, LocalShard, checked_together, scatter
 from fsdp2.checkpoint._change import (
     IncompatibleKeys,
     StateManifest,
@@ -83,7 +83,10 @@ def load_full_state(
         StateError: inside a forward or a backward; reading a value failed. Nothing was changed.
     """
     what = "load_full_state"
-    check(what, model, optimizer, max_bytes=max_bytes, from_rank0=from_rank0, strict=strict)
+    with checked_together(what, model) as same:
+        check(what, model, optimizer, max_bytes=max_bytes, from_rank0=from_rank0, strict=strict)
+        same.update(has_optimizer=optimizer is not None, strict=strict)
+        same.update(from_rank0=from_rank0, max_bytes=max_bytes)
     given = _Given(model, state, optimizer)
     return load_full(
         what, model, optimizer, given, from_rank0=from_rank0, strict=strict, max_bytes=max_bytes
@@ -290,7 +293,9 @@ def load_sharded_state(
         ConfigError: as ``load_full_state``, or another placement; nothing was changed.
         StateError: inside a forward or a backward.
     """
-    check("load_sharded_state", model, optimizer, strict=strict)
+    with checked_together("load_sharded_state", model) as same:
+        check("load_sharded_state", model, optimizer, strict=strict)
+        same.update(has_optimizer=optimizer is not None, strict=strict)
     return _load_parts("load_sharded_state", model, state, optimizer, strict, is_local=False)
 
 
@@ -304,7 +309,9 @@ def load_local_state(
         ConfigError: as ``load_full_state``, or some rank's parts lie elsewhere now; nothing was
             changed.
     """
-    check("load_local_state", model, optimizer)
+    with checked_together("load_local_state", model) as same:
+        check("load_local_state", model, optimizer)
+        same.update(has_optimizer=optimizer is not None)
     _load_parts("load_local_state", model, state, optimizer, True, is_local=True)
 
 

@@ -29,7 +29,7 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.names import clean
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
-from fsdp2._transfer.redistribute import Grids, Target
+from fsdp2._transfer.redistribute import Grids, Target, checked_together
 from fsdp2.checkpoint._change import IncompatibleKeys, StateManifest
 from fsdp2.checkpoint._checksums import sum_of_tensor
 from fsdp2.checkpoint._load import Source, load_full
@@ -259,22 +259,24 @@ def save_safetensors(
 
     Args:
         dtype: floating-point tensors are cast to it.
-        max_file_bytes: most bytes of tensors in a file (one tensor may be larger).
+        max_bytes: bytes of the buffers that tensors travel in; 256 MiB by default.
+        max_file_bytes: most bytes of tensors in a file, 5 GB by default (one tensor may be larger).
 
     Raises:
         ConfigError: the package ``safetensors`` is not installed.
         StateError: the first rank could not write.
     """
     what = "save_safetensors"
-    check(what, model, max_bytes=max_bytes)
-    check_path(what, "folder", folder)
-    check_dtype(what, "dtype", dtype)
-    check_count(what, "max_file_bytes", max_file_bytes)
-    require_idle(model, what)
-    given = [*model_tensors(model)[0].items()]
-    grids = Grids([tensor for _, tensor in given])
-    with grids.main.together(what):
+    with checked_together(what, model) as same:
+        check(what, model, max_bytes=max_bytes)
+        check_path(what, "folder", folder)
+        check_dtype(what, "dtype", dtype)
+        check_count(what, "max_file_bytes", max_file_bytes)
+        require_idle(model, what)
+        given = [*model_tensors(model)[0].items()]
         _require_safetensors()
+        same.update(dtype=dtype, max_bytes=max_bytes)
+    grids = Grids([tensor for _, tensor in given])
     writer = _Writer(Path(folder), max_file_bytes)
     target = Target(on_all=False, dtype=dtype, device=torch.device("cpu"), counted=False)
 
@@ -369,11 +371,11 @@ def load_safetensors(
 ) -> IncompatibleKeys:
     """Load a full model from safetensors: the first rank reads, tensor by tensor, and scatters.
 
-    Values are read beside the model's: while it loads, a rank holds the room of its shards again.
+    While it loads, a rank needs as much memory again as its shards take.
 
     Args:
         strict: every name of the model must be in the files, and the other way round.
-        max_bytes: bytes of the buffers that tensors travel in.
+        max_bytes: bytes of the buffers that tensors travel in; 256 MiB by default.
         verify: check the checksums that ``save_safetensors`` wrote.
         trust: follow links that leave the folder.
 
@@ -383,8 +385,10 @@ def load_safetensors(
         StateError: a file is missing or damaged. Nothing was changed.
     """
     flags = {"strict": strict, "verify": verify, "trust": trust}
-    check("load_safetensors", model, max_bytes=max_bytes, **flags)
-    check_path("load_safetensors", "folder", folder)
+    with checked_together("load_safetensors", model) as same:
+        check("load_safetensors", model, max_bytes=max_bytes, **flags)
+        check_path("load_safetensors", "folder", folder)
+        same.update(strict=strict, max_bytes=max_bytes)
     with _Files(Path(folder), verify=verify, trust=trust) as files:
         return load_full(
             "load_safetensors",

@@ -23,7 +23,7 @@ from fsdp2._base.arguments import check_count, check_flag, check_module, check_o
 from fsdp2._base.names import cleaned
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
-from fsdp2._transfer.redistribute import Grids, Target, gather
+from fsdp2._transfer.redistribute import Grids, Target, checked_together, gather
 from fsdp2.checkpoint._optimizer_state import Keys, check_keys, map_state, named_state, rekey
 
 MAX_BYTES = 256 << 20
@@ -84,7 +84,7 @@ def full_state(
         optimizer: one over the model's parameters.
         rank0_only: only the first rank of the mesh gets the state, the others an empty dict.
         cpu_offload: the tensors are in host memory.
-        max_bytes: bytes of the buffers that tensors travel in.
+        max_bytes: bytes of the buffers that tensors travel in; 256 MiB by default.
         optim_keys: ``"name"`` calls parameters by name, as torch's FSDP1 and DCP helpers do,
             ``"id"`` as ``optimizer.state_dict()`` of one process does.
 
@@ -95,12 +95,15 @@ def full_state(
             is a tensor subclass without bytes of its own.
     """
     flags = {"rank0_only": rank0_only, "cpu_offload": cpu_offload}
-    check("full_state", model, optimizer, max_bytes=max_bytes, **flags)
-    check_keys("full_state: optim_keys", optim_keys)
+    with checked_together("full_state", model) as same:
+        check("full_state", model, optimizer, max_bytes=max_bytes, **flags)
+        check_keys("full_state: optim_keys", optim_keys)
+        require_idle(model, "full_state")
+        tensors, extra = model_tensors(model)  # a hook of the user's may raise
+        same.update(has_optimizer=optimizer is not None)
+        same.update(rank0_only=rank0_only, max_bytes=max_bytes)
     device = torch.device("cpu") if cpu_offload else None
     target = Target(on_all=not rank0_only, device=device, counted=False)
-    require_idle(model, "full_state")
-    tensors, extra = model_tensors(model)
     given = [*tensors.items()]
     named: dict[str, Any] = {}
     if optimizer is not None:
@@ -160,8 +163,14 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return the state as it lies on the ranks: DTensors that share memory with the model.
 
+    The dict has ``"model"``, and ``"optimizer"`` if one was given. Nothing is sent.
+
+    Args:
+        optimizer: one over the model's parameters.
+        optim_keys: as for ``full_state``.
+
     Raises:
-        ConfigError: the optimizer holds other parameters.
+        ConfigError: not a module; the optimizer holds other parameters; another ``optim_keys``.
         StateError: inside a forward or a backward.
     """
     check("sharded_state", model, optimizer)
@@ -179,8 +188,13 @@ def sharded_state(
 def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Return this rank's own parts as plain tensors, and under ``"layout"`` where they lie.
 
-    Tensors share memory with the model. ``torch.save`` of it is the fastest checkpoint there is,
-    and loads on the same ranks of the same meshes only.
+    The dict has ``"model"``, ``"layout"``, and ``"optimizer"`` if one was given. Tensors share
+    memory with the model: save them before the next step. ``torch.save`` of the dict is the fastest
+    checkpoint there is. It loads on the same ranks of the same meshes only.
+
+    Raises:
+        ConfigError: not a module; the optimizer holds other parameters.
+        StateError: inside a forward or a backward.
     """
     check("local_state", model, optimizer)
     require_idle(model, "local_state")

@@ -163,10 +163,10 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Let the model's parameters hold the averages inside the context: to evaluate, or save.
+        """Let the model's parameters hold the averages inside the context: to evaluate, or to save.
 
-        Each rank keeps its own shards aside meanwhile. Afterwards the parameters have their values
-        again, whatever was written to them inside.
+        Meanwhile each rank keeps its own shards aside. At the end the parameters have their values
+        again; what was written to them inside is lost.
 
         Raises:
             StateError: as ``update``.
@@ -206,7 +206,7 @@ class EMA:
         Collective if an average is sharded. All of it is taken, or nothing, on every rank.
 
         Raises:
-            StateError: other names than the model's.
+            StateError: names that the model does not have, or too few.
             ConfigError: not such a state; a value of another shape, or one that its dtype cannot
                 hold. It names the value, and nothing was changed.
         """

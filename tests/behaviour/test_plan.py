@@ -332,6 +332,8 @@ def test_what_a_sharded_model_has_already_is_not_given_again() -> None:
     assert found.changed(memory="low").step is not None
     tried = found.suggest(1)  # nothing fits
     assert [one.fits for one in tried] == [False] * 6
+    told = f"does not fit: {tried[0].code}, peak "
+    assert [str(tried[0]).startswith(told), "changes" in repr(tried[0])] == [True, False]
     assert not any("offload_policy" in one.changes for one in tried)
     with pytest.raises(ConfigError, match=r"expected mesh to be a number of ranks"):
         fsdp2.plan(nn.Linear(13, 3))

@@ -14,7 +14,8 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from fsdp2 import ConfigError
 from fsdp2._pages.content import Advice
-from fsdp2._plan.budget import size_of
+from fsdp2._plan.budget import largest_batch, size_of
+from fsdp2._plan.values import StepPlan
 from tests._meshes import shared_mesh
 from tests._models import seeded
 from tests._pool import ranks
@@ -152,6 +153,31 @@ def test_an_embedding_in_a_block() -> None:
     assert max(g.whole_nbytes for g in better.groups) < max(g.whole_nbytes for g in plan.groups)
 
 
+@pytest.mark.parametrize("spare", [0.001, 0.1, 1.0, 30.0])
+def test_the_largest_batch_is_found_in_few_plans(spare: float) -> None:
+    """A plan of a large model takes seconds: two sizes tell the third, whatever the budget."""
+    batch = torch.zeros(1, LENGTH, dtype=torch.long)
+    plan = fsdp2.plan(Model(), mesh=8, policy={Block}, batch=batch, optimizer=torch.optim.AdamW)
+    assert plan.step is not None
+    sizes: list[int] = []
+
+    def predict(changes: dict[str, Any]) -> StepPlan:
+        sizes.append(len(changes["batch"]))
+        step = plan.changed(**changes).step
+        assert step is not None
+        return step
+
+    def fits(rows: int) -> bool:
+        return predict({"batch": batch.expand(rows, -1)}).highest_nbytes <= budget
+
+    budget = int((1 + spare) * plan.step.highest_nbytes)
+    most = largest_batch(batch, plan.step, budget, predict, {})
+    assert len(sizes) <= 5, sizes
+    assert most is not None
+    assert fits(most)
+    assert not fits(most + 1)
+
+
 @ranks(2)
 def test_a_budget_that_does_not_fit() -> None:
     """What is suggested fits, and takes on real ranks what it says; one row more does not fit."""
@@ -162,8 +188,11 @@ def test_a_budget_that_does_not_fit() -> None:
     budget = int(0.97 * plan.step.highest_nbytes)
     one = only(plan.advice(budget), "memory", "the step")
     assert one.found.startswith("does not fit: it takes ")
+    assert str(one) == f"memory, the step: {one.found}\n    {one.change}: {one.gain}"
     best = plan.suggest(budget)[0]
     assert best.fits
+    assert str(best).startswith(f"fits: {best.code}, peak ")
+    assert str(best).endswith(f"up to a batch of {best.batch}")
     assert one.change == best.code
     assert best.peak_nbytes <= budget
     assert best.batch is not None

@@ -146,6 +146,8 @@ def test_every_event_is_a_row(name: str, tmp_path: Path) -> None:
     rows = rows_of(recording)
     assert told(rows) == heard(seen)
     assert len(recording.steps) == 3
+    assert repr(recording) == f"Recording(path={str(recording.path)!r}, steps=3)"
+    assert repr(recording.read()) == f"Recordings(ranks=({dist.get_rank()},), steps=(3,))"
     check_rows(rows)
     check_steps(recording)
 

@@ -10,7 +10,8 @@ the block, and a comment in the line above it says where that is not so, and why
 - ``{name}`` is a directive of the generator, which checks it.
 
 Comments: ``<!-- fragment: reason -->``: python that is parsed and not run. ``<!-- not run: reason
--->``: a command that is not run. ``<!-- ranks: 4 -->``: the page's program runs on so many.
+-->``: a command that is not run. ``<!-- file: path -->``: the python is that file, whole, which
+commands run. ``<!-- ranks: 4 -->``: the page's program runs on so many.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DOCS = ROOT / "docs"
 
 FENCE = re.compile(r"^(?P<ticks>`{3,})(?P<language>\{?[\w-]*\}?)(?P<argument>.*)$")
-MARK = re.compile(r"^<!-- (?P<name>fragment|not run): (?P<reason>.+) -->$")
+MARK = re.compile(r"^<!-- (?P<name>fragment|not run|file): (?P<reason>.+) -->$")
 RANKS = re.compile(r"^<!-- ranks: (\d+) -->$", re.MULTILINE)
 
 LANGUAGES = {"python", "output", "console", "text"}
@@ -32,7 +33,10 @@ LANGUAGES = {"python", "output", "console", "text"}
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. `mark` is `fragment`, `not run` or nothing; `line` is that of its fence."""
+    """A fenced block. `line` is that of its fence.
+
+    `mark` is `fragment`, `not run`, `file` or nothing; `reason` is what the comment says after it.
+    """
 
     page: str
     line: int

@@ -319,11 +319,26 @@ def test_every_block_is_checked_or_says_why_not(page: str) -> None:
         if block.mark == "fragment":
             assert block.language == "python", block.place
             ast.parse(block.text)
+        elif block.mark == "file":
+            assert block.language == "python", block.place
         elif block.mark:
             assert block.language == "console", block.place
         if block.language == "output":
             assert after_python, f"{block.place}: output of nothing"
         after_python = after_python or block.runs
+
+
+FILES = [block for page in MANUAL for block in read_blocks(page) if block.mark == "file"]
+
+
+@pytest.mark.parametrize("block", FILES, ids=lambda block: block.reason.rpartition("/")[2])
+def test_a_page_shows_a_program_as_it_is(block: Block) -> None:
+    """The site reads the file itself; who reads Markdown has to see the same."""
+    program = (ROOT / block.page).parent.joinpath(block.reason).read_text()
+    if program != block.text and os.environ.get(ACCEPT) == "1":
+        accept(block, program)
+        return
+    assert program == block.text, f"{block.place} is not {block.reason}; {ACCEPT}=1 renews it"
 
 
 def test_every_page_with_python_is_known() -> None:
@@ -349,7 +364,7 @@ def test_count(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
         print(
             f"\nmanual: {len(MANUAL)} pages, {len(manual)} blocks. "
-            f"Run: {kinds['python']} of python, {len(run)} commands. "
+            f"Run: {kinds['python']} of python, {kinds['file']} programs, {len(run)} commands. "
             f"Compared: {kinds['output'] + len(run)} outputs. "
             f"Not run: {kinds['fragment']} fragments, {kinds['not run']} commands. "
             f"Left to the generator: {sum(block.is_directive for block in manual)}\n"

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from fsdp2._base.paragraphs import read_paragraphs
 from tests._browser import Browser, find_chromium
 from tests.docs._blocks import ROOT
 
@@ -123,6 +124,14 @@ def test_every_link_leads_somewhere(site: Path, capsys: pytest.CaptureFixture[st
         print(f"\n{len(pages)} pages, {count} links within the site, {len(outside)} to outside")
 
 
+def test_every_error_is_listed_with_its_title(site: Path) -> None:
+    listed = (site / "fsdp2/_errors/README.html").read_text()
+    found = dict(re.findall(r'href="(?:\w+\.html)#(fs\d{3})">(.+?)</a>', listed))
+    assert set(found) == {paragraph.code.lower() for paragraph in read_paragraphs()}
+    for code, words in found.items():
+        assert words.startswith(f"{code.upper()}: "), words
+
+
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     for path, page in read_site(site).items():
         assert not [link for link in page.loaded if urllib.parse.urlsplit(link).netloc], path
@@ -211,7 +220,7 @@ def test_a_wide_table_scrolls(narrow: Browser, served: str) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("word", ["no_sync", "accumulation", "hang"])
+@pytest.mark.parametrize("word", ["no_sync", "accumulation", "hang", "FS402"])
 def test_search_finds(window: Browser, served: str, word: str) -> None:
     window.open(f"{served}/docs/index.html")
     window.open(f"{served}/search.html?q={word}")

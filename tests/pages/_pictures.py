@@ -93,8 +93,14 @@ def recording_page() -> Page:
     return page
 
 
-SITE = ROOT / "build" / "site" / "docs"
-SITE_PAGES = {"first": "index", "guide": "guides/memory", "reference": "reference/plan"}
+SITE = ROOT / "build" / "site"
+SITE_PAGES = {
+    "first": "docs/index",
+    "tutorial": "docs/tutorial/step1",
+    "guide": "docs/guides/memory",
+    "reference": "docs/reference/plan",
+    "error": "fsdp2/_errors/ranks",
+}
 
 
 def site_pictures(browser: Browser) -> Iterator[tuple[str, bytes]]:

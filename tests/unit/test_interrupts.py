@@ -45,7 +45,7 @@ def test_it_is_raised_when_the_outermost_operation_is_done() -> None:
 
 def test_ranks_are_told_at_their_next_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(Grid, "_tell", lambda self, error: told.append(error))
+    monkeypatch.setattr(Grid, "_tell", lambda self, error, *_: told.append(error))
     done = []
 
     @operation("save")

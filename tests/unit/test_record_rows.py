@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp2._base.errors import ConfigError
-from fsdp2._record.rows import FORMAT, Writer, files_in, read_file, write_whole
+from fsdp2._record.rows import FORMAT, Writer, files_in, read_file, write_beside
 from fsdp2._record.taps import Taps
 from fsdp2._record.time_line import pieces_of
 
@@ -145,11 +146,26 @@ def test_files_are_found(tmp_path: Path) -> None:
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    write_whole(path, "one", [], "trace")
-    write_whole(path, "two", [], "trace")
+    write_beside(path, "one", [], "trace")
+    write_beside(path, "two", [], "trace")
     assert path.read_text() == "two"
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_whole(tmp_path / "nowhere" / "trace.json", "x", [], "trace")
+        write_beside(tmp_path / "nowhere" / "trace.json", "x", [], "trace")
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_whole(tmp_path, "x", [], "trace")
+        write_beside(tmp_path, "x", [], "trace")
     assert [one.name for one in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_many_writers_of_one_file(tmp_path: Path) -> None:
+    """Ranks on several machines may have one process id: threads stand for them."""
+    path = tmp_path / "run.html"
+
+    def write(word: str) -> None:
+        for _ in range(200):
+            write_beside(path, word * 1000, [], "html")
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(write, word) for word in "abcd"]:
+            done.result()
+    assert len(set(path.read_text())) == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["run.html"]
