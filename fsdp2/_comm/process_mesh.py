@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp2._base.arguments import described
 from fsdp2._base.errors import (
     ConfigError,
     ConfigTypeError,
@@ -107,6 +108,11 @@ class _Told(NamedTuple):
     code: str
     text: str
     rank: int
+
+
+def _compared(value: object) -> str:
+    """Return an argument's text. Python writes no int of more than 4300 digits: those by size."""
+    return described(value) if isinstance(value, int) else repr(value)
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,7 @@ class Grid:
         """Raise on every rank if some rank has an error. See [Note: a failure is everybody's].
 
         Args:
-            same: arguments by name that all ranks must give alike; their ``repr`` is compared.
+            same: arguments by name that all ranks must give alike; their texts are compared.
         """
         error = error or take_interrupt()
         try:
@@ -210,7 +216,7 @@ class Grid:
         self, error: BaseException | None, what: str, same: Mapping[str, object]
     ) -> _Told | None:
         """Return the first rank's error, if any has one; or in what their arguments differ."""
-        given = {name: repr(value) for name, value in same.items()}
+        given = {name: _compared(value) for name, value in same.items()}
         digest = zlib.crc32(repr(given).encode())
         failed, most, least = self._highest(int(error is not None), digest, -digest)
         if not failed:
