@@ -40,4 +40,5 @@ for step in range(begin, steps):
 # Not under `if rank == 0:`. Every rank writes its part.
 if steps > begin:
     fsdp2.checkpoint.save(folder, model, optimizer, extra={"step": steps})
+    say(f"saved {sum(name.endswith('.distcp') for name in os.listdir(folder))} files")
 dist.destroy_process_group()

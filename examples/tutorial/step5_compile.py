@@ -33,4 +33,10 @@ for step in range(30):
         mean = mean_over_ranks(loss)
         say(f"step {step}: loss {mean:.2f}")
 say(f"graphs compiled: {counters['stats']['unique_graphs']}")
+
+with torch.profiler.profile() as seen:  # torch's: what one more forward and backward call
+    loss_of(compiled, make_batch(30, rank, ranks)).backward()
+sent = [event.name for event in seen.events() if event.name.startswith("c10d::")]
+say(f"all_gather: {sum('allgather' in name for name in sent)} times")
+say(f"reduce_scatter: {sum('reduce_scatter' in name for name in sent)} times")
 dist.destroy_process_group()

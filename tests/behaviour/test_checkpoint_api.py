@@ -36,6 +36,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fsdp2
 from fsdp2 import checkpoint
@@ -422,6 +424,38 @@ def test_save_and_load(tmp_path: Path, rank: int, world_size: int) -> None:
     fsdp2.fully_shard(narrow, mesh=make_mesh())
     with pytest.raises(fsdp2.ConfigError, match=r"missing names: weight"):
         checkpoint.load(path, narrow)
+
+
+class Sent(TorchDispatchMode):
+    """The bytes of each tensor that a collective is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            found = tree_leaves((args, kwargs))
+            self.nbytes += [each.nbytes for each in found if isinstance(each, Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(2)
+def test_a_save_sends_no_parameters(tmp_path: Path) -> None:
+    """The tutorial says so. What travels is who writes what: names and shapes."""
+    model = fsdp2.fully_shard(nn.Linear(400, 400), mesh=make_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 400)).sum().backward()
+    optimizer.step()
+    with Sent() as sent:
+        checkpoint.save(tmp_path / "saved", model, optimizer)
+    files = [file.stat().st_size for file in (tmp_path / "saved").glob("*.distcp")]
+    assert len(files) == dist.get_world_size()
+    whole_nbytes = 3 * 4 * 400 * 401  # the parameters, and two moments
+    assert min(files) > 0.49 * whole_nbytes
+    assert 0 < sum(sent.nbytes) < 0.05 * whole_nbytes
 
 
 @pytest.mark.parametrize("failing", with_slow([0, 1], [1]))
