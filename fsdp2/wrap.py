@@ -18,6 +18,7 @@ import contextlib
 import inspect
 import os
 import socket
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ from fsdp2._base.arguments import (
     wrong_type,
     wrong_value,
 )
-from fsdp2._base.errors import ConfigError, ConfigTypeError
+from fsdp2._base.errors import ConfigError, ConfigTypeError, coded
 from fsdp2._base.names import children_first
 from fsdp2._comm.mesh import default_device_type, default_mesh, require_process_group
 from fsdp2._comm.process_mesh import Grid, operation
@@ -98,7 +99,7 @@ def shard_model(
     A module with several names is one unit. Parameters that are tied over several units belong to
     the first unit that contains them all. A container without a ``forward`` (``ModuleList``) passes
     what was said of it on to its modules. Modules without parameters are not picked, nor is what
-    ``fully_shard`` was applied to before.
+    ``fully_shard`` was applied to before. Classes that pick nothing are a warning.
 
     Raises:
         ConfigError: not a policy; keywords that ``fully_shard`` does not have; what ``fully_shard``
@@ -184,6 +185,16 @@ def _run(policy: object, model: nn.Module, ignored: Ignored) -> Chosen:
                 "FS101",
                 f"shard_model: expected classes of modules as policy, found {found}. Pass for "
                 "example {TransformerBlock}.",
+            )
+        if not any(isinstance(module, classes) for module in model.modules()):
+            names = ", ".join(sorted(cls.__name__ for cls in classes))
+            warnings.warn(
+                coded(
+                    "FS228",
+                    f"shard_model: no module of the {type(model).__name__} is of class {names}, so "
+                    "all of it becomes one unit. Pass the classes of the model's blocks.",
+                ),
+                stacklevel=4,
             )
         return _ask(lambda module: isinstance(module, classes), model, ignored)
     if isinstance(policy, type | nn.Module) or not callable(policy):

@@ -129,8 +129,25 @@ def collect(
             f"fully_shard: found parameters on meta ({', '.join(on_meta)}) beside real ones in "
             "one group. Materialise all of them, or none, or shard their modules separately.",
         )
+    if not collected.own and not collected.tied:
+        _refuse_inside(collected.shared)
     _find_escaped(collected, modules)
     return collected
+
+
+def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]]) -> None:
+    """Raise ConfigError for a module whose parameters a call for a module around it has taken."""
+    for param, users in shared.items():
+        for outer in param.tops:
+            inside = set(outer.modules())
+            for module in users:
+                if module is not outer and module in inside:
+                    raise ConfigError(
+                        "FS202",
+                        f"fully_shard: the parameters of this {type(module).__name__} are taken: "
+                        f"fully_shard was applied to the {type(outer).__name__} around it before. "
+                        "Apply it to inner modules first, and to the outermost one last.",
+                    )
 
 
 def refuse_extensions(collected: Collected) -> None:
@@ -142,8 +159,8 @@ def refuse_extensions(collected: Collected) -> None:
         raise ConfigError("FS211", smaller_mesh_refused(names[0]))
 
 
-def take_ties(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
-    """Add sites to tied parameters; return those that the new unit takes over, by mesh.
+def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMesh, list[FSDPParam]]:
+    """Add sites to tied parameters; return those that the new unit, of ``tops``, takes over.
 
     See [Note: ties].
     """
@@ -155,6 +172,8 @@ def take_ties(collected: Collected) -> dict[DataMesh, list[FSDPParam]]:
     for param, users in collected.shared.items():
         param.uses.extend(users)
     for unit, params in collected.escaped.items():
+        for param in params:
+            param.tops = tops
         for data, released in unit.release(params):
             escaped.setdefault(data, []).extend(released)
     return escaped

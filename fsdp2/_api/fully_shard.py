@@ -156,7 +156,7 @@ def fully_shard(
     unit = Unit(tuple(modules), precision, settings, device, conditional)
     if any(taken.placement.annotation is not None for taken in collected.own.values()):
         torch_spmd.leave_unchecked((fully_shard, *STEPS_OF_OURS))
-    params = _make_params(collected, kept)
+    params = _make_params(collected, kept, unit.modules)
     hooked: list[tuple[nn.Module, Readers]] = []
     names = {part: name for top in modules for name, part in top.named_modules()}
 
@@ -177,7 +177,7 @@ def fully_shard(
             hooked.append((part, group.early.become_part(names[part])))
         taken = {param for members in parts.values() for param in members}
         params[used] = [param for param in params[used] if param not in taken]
-    for used, tied in take_ties(collected).items():
+    for used, tied in take_ties(collected, unit.modules).items():
         params.setdefault(used, []).extend(tied)
     for used, members in params.items():
         if members:
@@ -251,10 +251,13 @@ def _state(module: nn.Module) -> Unit | None:
 fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor
 
 
-def _make_params(collected: Collected, kept: set[nn.Parameter]) -> dict[DataMesh, list[FSDPParam]]:
+def _make_params(
+    collected: Collected, kept: set[nn.Parameter], tops: tuple[nn.Module, ...]
+) -> dict[DataMesh, list[FSDPParam]]:
     params: dict[DataMesh, list[FSDPParam]] = {}
     for original, taken in collected.own.items():
         param = FSDPParam(taken.fqn, taken.sites, taken.placement, original)
+        param.tops = tops
         param.chosen.keeps_dtype = original in kept
         param.releases_gathered = taken.releases_gathered
         params.setdefault(taken.data, []).append(param)

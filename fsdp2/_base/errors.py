@@ -15,6 +15,7 @@ with a code, as ``[FS104]``: a heading in ``fsdp2/_errors``, which says more tha
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -35,6 +36,8 @@ class FSDPError(Exception):
         super().__init__(coded(code, text))
         self.code = code
         self.text = text
+        if sys.version_info >= (3, 11):  # shown below a traceback, and no part of the message
+            self.add_note(f"`python -m fsdp2 explain {code}` says more.")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by what ``__init__`` takes, which is not ``args``."""

@@ -64,9 +64,9 @@ class LostRank(StateError):  # noqa: N818  # a StateError, by another cause
 
     def __str__(self) -> str:
         text = (
-            f"{': '.join(self.where) or 'a collective'}: another rank did not take part "
-            f"({self.cause}). It was killed or stopped, or it called something else: look at what "
-            "it printed, and start all ranks again."
+            f"{': '.join(self.where) or 'a collective'}: another rank did not take part. It has "
+            "ended, or it called something else: is this call under `if rank == 0:`? Look at what "
+            f"the others printed, and start all ranks again. The backend said: {self.cause}"
         )
         return coded(self.code, text)
 

@@ -179,6 +179,7 @@ class FSDPParam:
         self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
         self.found_dtype: torch.dtype | None = None  # of a gradient that may have any
         self.machine = StateMachine()  # the group's
+        self.tops: tuple[nn.Module, ...] = ()  # that the call which took it was given
         self.uses: list[nn.Module] = []  # modules of other units that contain its module, too
         self.attributes = own_attributes(original)
         original.__dict__[_MARK] = original.__dict__[_STANDS_FOR] = OwnerMark(self)

@@ -251,7 +251,16 @@ def _join(fqn: str, data: DeviceMesh, tensor_parallel: DeviceMesh) -> DeviceMesh
         raise ConfigError(
             "FS219",
             f"{fqn}: expected names on the data-parallel and the tensor-parallel mesh, found "
-            f"{names} and {own}. Pass mesh_dim_names to init_device_mesh.",
+            f"{names} and {own}. Make one mesh of named dims, init_device_mesh(..., "
+            "mesh_dim_names=...); give parallelize_module one of them, as mesh['tensor'], and "
+            "fully_shard another, as mesh=mesh['data'].",
+        )
+    if set(names) & set(own) and data != tensor_parallel:
+        raise ConfigError(
+            "FS219",
+            f"{fqn}: expected a data-parallel mesh without the dims of the tensor-parallel one, "
+            f"found {names} and {own}. Pass fully_shard the other dims only, as "
+            f"mesh=mesh[{next((name for name in names if name not in own), 'data')!r}].",
         )
     if data == tensor_parallel:
         raise ConfigError(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._base import torch_modes
 from fsdp2._base.arguments import (
@@ -116,7 +117,9 @@ def check_mesh(mesh: object) -> tuple[int, ...]:
     """
     sizes = (mesh,) if isinstance(mesh, int) else mesh
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) not in (1, 2):
-        raise wrong_type("plan", "mesh", "a number of ranks, or (replicate, shard)", mesh)
+        is_mesh = isinstance(mesh, DeviceMesh)
+        hint = f"Pass mesh={tuple(mesh.shape)}: a plan needs no ranks." if is_mesh else ""
+        raise wrong_type("plan", "mesh", "a number of ranks, or (replicate, shard)", mesh, hint)
     shape = tuple(check_count("plan", "mesh", size) for size in sizes)
     if not 0 < math.prod(shape) <= MAX_RANKS:
         raise wrong_value("plan", "mesh", f"of 1 to {MAX_RANKS} ranks", mesh)

@@ -71,8 +71,8 @@ def test_a_message_ends_with_its_code() -> None:
     assert (error.code, error.text) == ("FS301", "save: called during a backward.")
     lost = LostRank("Connection closed")
     assert lost.code == "FS402"
-    assert str(lost).startswith("a collective: another rank did not take part (Connection closed).")
-    assert str(lost).endswith(" [FS402]")
+    assert str(lost).startswith("a collective: another rank did not take part. It has ended")
+    assert str(lost).endswith("The backend said: Connection closed [FS402]")
 
 
 def test_an_error_without_a_code_cannot_be_made() -> None:

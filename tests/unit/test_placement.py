@@ -201,7 +201,7 @@ def test_a_tensor_parallel_mesh_of_all_ranks_is_refused(root: DeviceMesh) -> Non
 
 def test_a_mesh_without_names_is_refused(line: DataMesh) -> None:
     param = distribute_tensor(torch.zeros(8, 2), line.mesh, [Shard(0)])
-    with pytest.raises(ConfigError, match=r"weight: .*Pass mesh_dim_names"):
+    with pytest.raises(ConfigError, match=r"weight: .*mesh_dim_names="):
         place(param, "weight", line, 0)
 
 
