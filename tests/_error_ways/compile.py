@@ -1,0 +1,68 @@
+"""Ways to the messages of ``fsdp2/_errors/compile.md``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
+
+import fsdp2
+from tests._error_ways._programs import build, x
+from tests._error_ways._way import way
+from tests._meshes import DEVICE
+
+
+@way("FS804", "overlap", "eager")
+def _(mended: bool) -> None:
+    fsdp2.compile(build(), backend="aot_eager" if mended else "eager", overlap=True)
+
+
+def compiled() -> tuple[Any, Any]:
+    model = build()
+    return model, fsdp2.compile(model, backend="aot_eager")
+
+
+@way("FS806", "functional_call")
+def _(mended: bool) -> None:
+    model, fast = compiled()
+    params = {name: p.full_tensor() for name, p in model.named_parameters()}
+    if mended:
+        functional_call(model, params, (x(),))
+    else:
+        names = {name: params[name.removeprefix("model.")] for name, _ in fast.named_parameters()}
+        functional_call(fast, names, (x(),))
+
+
+@way("FS807", "second backward")
+def _(mended: bool) -> None:
+    model = build()
+    fast = fsdp2.compile(model, backend="aot_eager", fullgraph=True)
+    with fsdp2.no_sync(model):
+        fast(x()).sum().backward()
+    loss = fast(x()).sum()
+    loss.backward(retain_graph=not mended)
+    (fast(x()).sum() if mended else loss).backward()
+
+
+@way("FS808", "replicas")
+def _(mended: bool) -> None:
+    mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = build(mesh=mesh)
+    fast = fsdp2.compile(model, backend="aot_eager")
+    model.set_requires_all_reduce(False)
+    model(x()).sum().backward()
+    model.set_requires_all_reduce(True)
+    (model if mended else fast)(x()).sum().backward()
+
+
+@way("FS805", "inside a forward or backward")
+def _(mended: bool) -> None:
+    model = build()
+    fast = fsdp2.compile(model, backend="aot_eager")
+    if not mended:
+        model[0].register_forward_hook(lambda module, args, output: fast(output))
+    with torch.no_grad():
+        model(x())
+        fast(x())

@@ -1,0 +1,72 @@
+"""Ways to the messages of ``fsdp2/_errors/ranks.md``."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2 import debug
+from tests._error_ways._programs import Net, build, train, x
+from tests._error_ways._way import way
+from tests._meshes import DEVICE
+
+
+@way("FS401", "rank")
+def _(mended: bool) -> None:
+    model = build()
+    debug.check_order(model)
+    layers = list(model)
+    if dist.get_rank() == 1 and not mended:
+        layers.reverse()
+    model.forward = lambda value: layers[1](layers[0](value))
+    train(model)
+
+
+@way("FS404", "sync_from_rank0", "more")
+def _(mended: bool) -> None:
+    model = Net()
+    if dist.get_rank() == 0 or mended:
+        model.register_parameter("more", nn.Parameter(torch.ones(1)))
+    fsdp2.sync_from_rank0(model)
+
+
+@way("FS405", "init")
+def _(mended: bool) -> None:
+    def init(module: nn.Module) -> None:
+        for count in range(2 if dist.get_rank() == 1 and not mended else 1):
+            for param in module.parameters(recurse=False):
+                nn.init.normal_(param, std=count + 1.0)
+
+    with torch.device("meta"):
+        model = fsdp2.fully_shard(Net())
+    fsdp2.materialize(model, DEVICE, init=init)
+    train(model)
+
+
+@way("FS406", "0.weight", "gradient")
+def _(mended: bool) -> None:
+    model = build()
+    train(model)
+    if mended:
+        model.zero_grad()
+    elif dist.get_rank() == 0:
+        model[0].weight.grad = None
+    with fsdp2.summon_full_params(model, with_grads=True):
+        pass
+    model.zero_grad()
+    train(model)
+
+
+@way("FS408", "runs where")
+def _(mended: bool) -> None:
+    model = build()
+    debug.check_order(model, 1)
+    layers = list(model)
+    model.forward = lambda value: layers[1](layers[0](value))
+    with torch.no_grad():
+        for _ in range(3):
+            model(x())
+            if not mended:
+                layers.reverse()
