@@ -244,7 +244,10 @@ def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
         # what is registered may be whole, on some ranks only; shards tell all ranks the same mesh
         groups = (group for unit in units_below(model) for group in unit.own_groups)
         tensors += [param.sharded for group in groups for param in group.params]
-    with Grids(tensors).main.together(what) as same:
+    placed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    shared = [tensor for tensor in placed if tensor.device_mesh.get_coordinate() is not None]
+    with Grids(shared or placed).main.together(what) as same:
+        Grids(placed)  # this rank lacks the mesh of a tensor: those of the others wait for it
         yield same
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import fsdp2
 from fsdp2 import checkpoint
@@ -148,6 +149,17 @@ def test_a_hook_that_raises_on_one_rank(rank: int) -> None:
         with pytest.raises(fsdp2.StateError, match="rank 1 failed with ArithmeticError") as caught:
             function(model)
         assert caught.value.code == "FS403"
+
+
+@ranks(2, limit_s=20)
+def test_a_tensor_on_a_mesh_that_one_rank_lacks(rank: int) -> None:
+    model = fsdp2.fully_shard(nn.Linear(WIDTH, WIDTH))
+    alone = distribute_tensor(torch.ones(WIDTH), DeviceMesh("cpu", [0]), [Replicate()])
+    model.register_buffer("kept", alone)
+    with pytest.raises(fsdp2.ConfigError, match="rank 1 holds a DTensor") as caught:
+        checkpoint.full_state(model)
+    assert caught.value.code == "FS625"
+    model(torch.ones(2, WIDTH)).sum().backward()
 
 
 @ranks(4, limit_s=20)
