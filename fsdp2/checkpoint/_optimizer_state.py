@@ -153,11 +153,12 @@ def rekey(
         new = {name: number for number, name in new.items()}
     unknown = [key for key in (*listed, *optim_state["state"]) if key not in new]
     if unknown:
+        lacking = "its param groups do" if keys == "id" else "the model does"
+        lacking = lacking if model is None or optimizer is None else "the optimizer does"
         raise ConfigError(
             "FS604",
-            f"rekey: found {unknown[:5]} in the optimizer's state, which "
-            f"{'the model does' if keys == 'name' else 'its param groups do'} not have. Pass the "
-            "model and the optimizer that the state is of.",
+            f"rekey: found {unknown[:5]} in the optimizer's state, which {lacking} not have. Pass "
+            "the model and the optimizer that the state is of.",
         )
     return renamed(optim_state, new)
 
