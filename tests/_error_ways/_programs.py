@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +59,14 @@ def shared_folder() -> Path:
     dist.broadcast_object_list(found, src=0)
     MADE.append(Path(found[0]))
     return MADE[-1]
+
+
+@contextlib.contextmanager
+def full_disk(most_nbytes: int = 200) -> Iterator[None]:
+    """Let the system refuse to write more than this to a file, as a full disk or a quota does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -12,21 +12,37 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Way:
+    """``on``: the ranks that the message comes on; ``alone``: it needs no ranks."""
+
     code: str
     words: tuple[str, ...]
     program: Callable[[bool], object]
+    on: tuple[int, ...]
+    alone: bool
+    slow: bool
 
 
 WAYS: dict[str, Way] = {}
 
 
-def way(code: str, *words: str, name: str = "") -> Callable[[Callable[[bool], object]], Any]:
-    """Register a program that ends in ``code``, with each of ``words`` in the message."""
+def way(
+    code: str,
+    *words: str,
+    name: str = "",
+    on: tuple[int, ...] = (0, 1),
+    alone: bool = False,
+    slow: bool = False,
+) -> Callable[[Callable[[bool], object]], Any]:
+    """Register a program that ends in ``code``, with each of ``words`` in the message.
+
+    It is run on two ranks, and ``on`` these it gets the message; with ``alone``, in one process
+    without any. What is ``slow`` is for the long matrix.
+    """
 
     def register(program: Callable[[bool], object]) -> Callable[[bool], object]:
         key = f"{code} {name}".strip()
         assert key not in WAYS, key
-        WAYS[key] = Way(code, words, program)
+        WAYS[key] = Way(code, words, program, on, alone, slow)
         return program
 
     return register

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import fsdp2
-from tests._error_ways._programs import build, x
+from tests._error_ways._programs import Net, build, train, x
 from tests._error_ways._way import way
 from tests._meshes import DEVICE
 
@@ -66,3 +68,28 @@ def _(mended: bool) -> None:
     with torch.no_grad():
         model(x())
         fast(x())
+
+
+@way("FS801", "different graphs", slow=True)
+def _(mended: bool) -> None:
+    class Branches(Net):
+        def forward(self, value: Tensor) -> Tensor:
+            return self[0 if mended else dist.get_rank()](value)  # type: ignore[no-any-return]
+
+    model = Branches()
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    fast = fsdp2.compile(fsdp2.fully_shard(model), backend="aot_eager")
+    fast(x()).sum().backward()
+
+
+@way("FS802", "0", "hook", "blocks")
+def _(mended: bool) -> None:
+    model = build()
+    fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16))
+    if mended:
+        for block in model:
+            block.compile(backend="aot_eager")
+        train(model)
+    else:
+        fsdp2.compile(model, backend="aot_eager")

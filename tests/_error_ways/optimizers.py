@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 import fsdp2
-from tests._error_ways._programs import WIDTH, build, x
+from fsdp2 import checkpoint
+from tests._error_ways._programs import WIDTH, Net, build, x
 from tests._error_ways._way import way
 
 
@@ -29,3 +32,102 @@ def _(mended: bool) -> None:
     if mended:
         average = fsdp2.optim.EMA(model)
     average.update()
+
+
+@way("FS701", "SGD", "after fully_shard")
+def _(mended: bool) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fsdp2.fully_shard(model)
+    if mended:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x()).sum().backward()
+    optimizer.step()
+
+
+@way("FS701", "SGD", "reshard()", name="while unsharded")
+def _(mended: bool) -> None:
+    model = fsdp2.fully_shard(Net())
+    model.unshard()
+    if mended:
+        model.reshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.reshard()
+    model(x()).sum().backward()
+    optimizer.step()
+
+
+@way("FS702", "Muon", "no elementwise=True changes that")
+def _(mended: bool) -> None:
+    model = build()
+    params, kind = [layer.weight for layer in model], torch.optim.Muon
+    optimizer = kind(params) if mended else fsdp2.optim.local(kind, params)
+    model(x()).sum().backward()
+    optimizer.step()
+
+
+class Signs(torch.optim.Optimizer):
+    """Element-wise, and not of torch."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= 0.1 * param.grad.sign()
+
+
+@way("FS702", "Signs", "elementwise=True", name="own class")
+def _(mended: bool) -> None:
+    model = build()
+    optimizer = fsdp2.optim.local(Signs, model.parameters(), elementwise=mended)
+    model(x()).sum().backward()
+    optimizer.step()
+
+
+@way("FS703", "Adam", "differentiable=True")
+def _(mended: bool) -> None:
+    model = build()
+    flags = {} if mended else {"differentiable": True}
+    optimizer = fsdp2.optim.local(torch.optim.Adam, model.parameters(), **flags)
+    model(x()).sum().backward()
+    optimizer.step()
+
+
+class Scaled(torch.optim.SGD):
+    """Keeps a scale for each row, as 8-bit optimizers keep one for each block."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["scales"] = param.detach().flatten(1).amax(1) + 1.0
+
+
+@way("FS704", "Scaled", "scales", "local_state")
+def _(mended: bool) -> None:
+    model = fsdp2.fully_shard(nn.Linear(WIDTH, WIDTH, bias=False))
+    optimizer: Any = fsdp2.optim.local(Scaled, model.parameters(), lr=0.1, elementwise=True)
+    model(x()).sum().backward()
+    optimizer.step()
+    if mended:
+        state = checkpoint.local_state(model, optimizer)
+        checkpoint.load_local_state(model, state, optimizer)
+    else:
+        optimizer.state_dict()
+
+
+@way("FS705", "nan", "error_if_nonfinite")
+def _(mended: bool) -> None:
+    model = build()
+    (model(x()).sum() * float("inf")).backward()
+    fsdp2.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=not mended)
+
+
+@way("FS708", "EMA.load_state_dict", "updates")
+def _(mended: bool) -> None:
+    model = build()
+    average = fsdp2.optim.EMA(model)
+    average.load_state_dict(average.state_dict() if mended else model.state_dict())

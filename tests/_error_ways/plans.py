@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import fsdp2
-from tests._error_ways._programs import build, shared_folder, train
+from tests._error_ways._programs import WIDTH, Net, build, full_disk, shared_folder, train, x
 from tests._error_ways._way import way
+from tests._meshes import DEVICE
 
 
 @way("FS914", "read_recordings")
@@ -63,3 +73,218 @@ def _(mended: bool) -> None:
     dist.barrier()
     profiles: Any = {0: path} if mended else [path]
     fsdp2.read_recordings(folder).trace(folder / f"trace{dist.get_rank()}.json", profiles=profiles)
+
+
+@way("FS901", "without a batch", alone=True)
+def _(mended: bool) -> None:
+    found = fsdp2.plan(Net(), mesh=2, batch=x() if mended else None)
+    found.suggest("1GB")
+
+
+@way("FS901", "no budget", name="budget", alone=True)
+def _(mended: bool) -> None:
+    fsdp2.plan(Net(), mesh=2, batch=x()).suggest("1GB" if mended else None)
+
+
+@way("FS901", "no budget", name="hardware", alone=True)
+def _(mended: bool) -> None:
+    hardware = "h100-nvlink-ib" if mended else None
+    fsdp2.plan(Net(), mesh=2, batch=x(), hardware=hardware).suggest()
+
+
+@way("FS902", "RuntimeError", alone=True)
+def _(mended: bool) -> None:
+    fsdp2.plan(Net(), mesh=2, batch=torch.ones(2, WIDTH if mended else WIDTH + 1))
+
+
+@way("FS902", "DataDependent", name="values", alone=True)
+def _(mended: bool) -> None:
+    class Capped(Net):
+        def forward(self, value: Tensor) -> Tensor:
+            norm = value.norm()
+            if mended:
+                return super().forward(value / norm.clamp(min=1.0))
+            return super().forward(value / norm if norm > 1.0 else value)
+
+    fsdp2.plan(Capped(), mesh=2, batch=x())
+
+
+@way("FS902", "mixed torch.Tensor and DTensor", name="attention", alone=True)
+def _(mended: bool) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, 1)
+
+        def forward(self, value: Tensor) -> Tensor:
+            return self.attention(value, value, value)[0]  # type: ignore[no-any-return]
+
+    model = Attends()
+    unit = model.attention if mended else model.attention.out_proj
+    fsdp2.plan(model, mesh=2, policy={type(unit)}, batch=x())
+
+
+class Out:
+    """An output of a class of one's own, whose tensors are not found by themselves."""
+
+    __slots__ = ("logits",)
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+@way("FS903", "loss", alone=True)
+def _(mended: bool) -> None:
+    class Returns(Net):
+        def forward(self, value: Tensor) -> Any:
+            return Out(super().forward(value))
+
+    def loss(out: Out) -> Tensor:
+        return out.logits.sum()
+
+    fsdp2.plan(Returns(), mesh=2, batch=x(), loss=loss if mended else None)
+
+
+@way("FS903", "loss", name="no gradient", alone=True)
+def _(mended: bool) -> None:
+    class Chooses(Net):
+        def forward(self, value: Tensor) -> Tensor:
+            logits = super().forward(value)
+            return logits if mended else logits.argmax(-1)
+
+    fsdp2.plan(Chooses(), mesh=2, batch=x())
+
+
+@way("FS904", "which raised AttributeError", alone=True)
+def _(mended: bool) -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        params = list(params) if mended else params.values()
+        return torch.optim.SGD(params, lr=0.1)
+
+    fsdp2.plan(Net(), mesh=2, batch=x(), optimizer=make)
+
+
+@way("FS904", "LBFGS", name="values", alone=True)
+def _(mended: bool) -> None:
+    optimizer = None if mended else torch.optim.LBFGS
+    fsdp2.plan(Net(), mesh=2, batch=x(), optimizer=optimizer)
+
+
+@way("FS905", "mesh", "sharded already")
+def _(mended: bool) -> None:
+    fsdp2.plan(build(), **({} if mended else {"mesh": 2}))
+
+
+@way("FS906", "one dim of each role", alone=True)
+def _(mended: bool) -> None:
+    several = fsdp2.DataParallelMeshDims(shard=("replicate", "shard"))
+    if mended:
+        fsdp2.plan(Net(), mesh=8)
+    else:
+        fsdp2.plan(Net(), mesh=(2, 4), dp_mesh_dims=several)
+
+
+@way("FS907", "0.weight", "parallelize_module")
+def _(mended: bool) -> None:
+    mesh = init_device_mesh(DEVICE, (1, 2), mesh_dim_names=("data", "tensor"))
+    styles = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(Net(), mesh["tensor"], styles)
+    if mended:
+        fsdp2.fully_shard(model, mesh=mesh["data"])
+    fsdp2.plan(model, mesh=None if mended else 2, batch=x())
+
+
+@way("FS908", "torch's own fully_shard")
+def _(mended: bool) -> None:
+    model = Net()
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    with fsdp2.replace_torch() if mended else contextlib.nullcontext():
+        train(torch.distributed.fsdp.fully_shard(model))
+
+
+@way("FS909", "Net", "before anything is sharded")
+def _(mended: bool) -> None:
+    with fsdp2.replace_torch() if mended else contextlib.nullcontext():
+        model = torch.distributed.fsdp.fully_shard(Net())
+        with fsdp2.replace_torch():
+            train(model)
+
+
+@way("FS910", "'_fsdp_param_group'", "fsdp2.units")
+def _(mended: bool) -> None:
+    model = build()
+    if mended:
+        assert [unit.names for unit in fsdp2.units(model)] == [("",), ("0",), ("1",)]
+    else:
+        list(fsdp2.fully_shard.state(model)._fsdp_param_group.fsdp_params)
+
+
+@way("FS911", "torch.profiler")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    fast = fsdp2.compile(model, backend="aot_eager")
+    with fsdp2.record(model if mended else fast, folder):
+        train(model)
+
+
+@way("FS912", "another folder")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    recording = fsdp2.record(model, folder / "first")
+    with recording:
+        train(model)
+    with fsdp2.record(model, folder / "second") if mended else recording:
+        train(model)
+
+
+@way("FS913", "new folder")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    for again in (False, True):
+        with fsdp2.record(model, folder / "again" if again and mended else folder):
+            train(model)
+
+
+@way("FS915", "what was recorded")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    with fsdp2.record(model, folder) as recording:
+        train(model)
+    recording.rows(folder / f"rows{recording.rank}.jsonl" if mended else recording.path)
+
+
+@way("FS915", "cannot be written", name="folder")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    with fsdp2.record(model, folder) as recording:
+        train(model)
+    recording.trace((folder if mended else folder / "missing") / f"{recording.rank}.json")
+
+
+@way("FS916", "from 1 to 1")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    with fsdp2.record(model, folder) as recording:
+        train(model)
+    recording.page(step=1 if mended else 2)
+
+
+@way("FS918", "KeyError", "step 1")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    seen = []
+
+    def scalars(step: int, figures: dict[str, float]) -> None:
+        seen.append(figures["seconds" if mended else "loss"])
+
+    with fsdp2.record(model, folder, scalars=scalars):
+        train(model)
+
+
+@way("FS919", "too large")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    recording = fsdp2.record(model, folder)
+    with recording, contextlib.nullcontext() if mended else full_disk():
+        train(model)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2 import debug
-from tests._error_ways._programs import Net, build, train, x
+from fsdp2 import checkpoint, debug
+from tests._error_ways._programs import Net, build, full_disk, shared_folder, train, x
 from tests._error_ways._way import way
 from tests._meshes import DEVICE
 
@@ -70,3 +73,39 @@ def _(mended: bool) -> None:
             model(x())
             if not mended:
                 layers.reverse()
+
+
+@way("FS402", "did not take part", on=(0,))
+def _(mended: bool) -> None:
+    """The other process has ended."""
+    group = dist.new_group()
+    if dist.get_rank() == 1 and not mended:
+        dist.destroy_process_group(group)
+        return
+    checkpoint.full_state(build(mesh=DeviceMesh.from_group(group, DEVICE)))
+
+
+@way("FS403", "rank 0", "pickle")
+def _(mended: bool) -> None:
+    model, path = build(), shared_folder() / "saved"
+    factor = 0.5 if mended else lambda step: 0.5
+    checkpoint.save(path, model, extra={"factor": factor})
+
+
+@way("FS403", "rank 1", "too large", name="full disk")
+def _(mended: bool) -> None:
+    model, path = build(), shared_folder() / "saved"
+    with contextlib.nullcontext() if mended or dist.get_rank() == 0 else full_disk():
+        checkpoint.save(path, model)
+
+
+@way("FS407", "rank 1", on=(0,))
+def _(mended: bool) -> None:
+    for name, _weight in fsdp2.full_params(build(), max_bytes=64):
+        if name == "0.weight" and dist.get_rank() == 1 and not mended:
+            break
+
+
+@way("FS409", "full_state", "rank0_only=True on rank 0", "rank0_only=False on rank 1")
+def _(mended: bool) -> None:
+    checkpoint.full_state(build(), rank0_only=True if mended else dist.get_rank() == 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -351,3 +352,16 @@ def _(mended: bool) -> None:
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     run(of_class(Plain))
+
+
+@way("FS220", "0.weight", "dp_mesh_dims")
+def _(mended: bool) -> None:
+    spmd = pytest.importorskip("spmd_types")
+    mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("data", "tensor"))
+    model = Net()
+    for param in model.parameters():
+        spmd.assert_type(param, {mesh.get_group(name): spmd.R for name in ("data", "tensor")})
+    if mended:
+        fsdp2.fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp2.DataParallelMeshDims(shard="data"))
+    else:
+        fsdp2.fully_shard(model, mesh=mesh["data"])

@@ -7,15 +7,20 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
+from torch.nn.functional import mse_loss
 
 import fsdp2
 from fsdp2 import checkpoint
 from tests._error_ways._programs import WIDTH, Net, build, train, x
 from tests._error_ways._way import way
 from tests._error_ways.compile import compiled
+from tests._meshes import DEVICE
 
 
 @way("FS301", "full_state", "<root>", "forward")
@@ -223,3 +228,20 @@ def _(mended: bool) -> None:
     fsdp2.fully_shard(model, mp_policy=policy)
     model.set_reduce_scatter_unused_params(True)
     train(model)
+
+
+@way("FS315", "reshard_after_forward=False", on=(1,))
+def _(mended: bool) -> None:
+    """The first stage's inputs need no gradient, so its backward is not split."""
+    mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("pipeline", "data"))
+    part = Net()
+    reshard = False if mended else None
+    for module in (*part, part):
+        fsdp2.fully_shard(module, mesh=mesh["data"], reshard_after_forward=reshard)
+    rank, group = dist.get_rank(), mesh["pipeline"].get_group()
+    stage = PipelineStage(part, rank, 2, torch.device(DEVICE), group=group)
+    schedule = ScheduleInterleavedZeroBubble([stage], n_microbatches=2, loss_fn=mse_loss)
+    try:
+        schedule.step(*([] if rank else [x()]), **({"target": x()} if rank else {}))
+    finally:
+        dist.barrier()  # the error holds what is being sent, and the other stage has it now

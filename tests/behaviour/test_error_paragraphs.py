@@ -5,9 +5,13 @@ The programs are in `tests/_error_ways`, a file for each of `fsdp2/_errors`.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,37 +19,74 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from tests._error_ways import WAYS
+from fsdp2._base.paragraphs import read_paragraphs
+from tests._error_ways import ELSEWHERE, WAYS, Way
 from tests._error_ways._programs import MADE, Net
 from tests._meshes import DEVICE
 from tests._pool import ranks
+from tests._slow import with_slow
+
+ROOT = Path(__file__).parents[2]
+PARAGRAPHS = {p.code: p for p in read_paragraphs() if not p.is_retired}
+ALONE = [key for key, chosen in WAYS.items() if chosen.alone]
+ON_RANKS = [key for key in WAYS if key not in ALONE]
+IN_DEFAULT = [key for key in ON_RANKS if not WAYS[key].slow]
 
 
-@pytest.mark.parametrize("key", WAYS)
-@ranks(2)
-def test_a_way_leads_there_and_its_remedy_elsewhere(key: str) -> None:
-    chosen = WAYS[key]
-    if DEVICE != "cpu" and (chosen.code.startswith("FS8") or "compiled" in key):
-        pytest.skip("gloo has no functional collectives for memory of a device")
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        text, code = "", ""
+def message_of(chosen: Way) -> str:
+    """Run a program as it is wrong, and return the error or the warning that it ends in."""
+    text, code = "", chosen.code
+    with noted_warnings(code) as warned:
         try:
             chosen.program(False)
         except fsdp2.FSDPError as error:
             text, code = str(error), error.code
-        else:
-            ours = [str(w.message) for w in warned if f"[{chosen.code}]" in str(w.message)]
-            assert ours, f"no error, and no warning with {chosen.code}"
-            text, code = ours[0], chosen.code
-    assert f"[{chosen.code}]" in text, text  # or inside of another: which ranks failed, and why
-    assert text.endswith(f"[{code}]")
-    for word in chosen.words:
-        assert word in text, f"{word!r} is not in {text!r}"
-    chosen.program(True)
+        except AttributeError as error:  # what Python wants for a name that is not there
+            text = str(error)
+    text = text or next(iter(warned), "")
+    assert not text or text.endswith(f"[{code}]"), text
+    return text
+
+
+@contextlib.contextmanager
+def noted_warnings(code: str) -> Iterator[list[str]]:
+    """Give a list that has the warnings with a code when the context ends."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(w.message) for w in warned if code in str(w.message)]
+
+
+def check(chosen: Way, gets_it: bool = True) -> None:
+    text = message_of(chosen)
+    if gets_it:
+        assert text, f"no error, and no warning with {chosen.code}"
+        assert f"[{chosen.code}]" in text, text  # or inside of another: which ranks failed, and why
+        for word in chosen.words:
+            assert word in text, f"{word!r} is not in {text!r}"
+    else:
+        assert not text
+    with noted_warnings(chosen.code) as warned:
+        chosen.program(True)
+    assert not warned
+
+
+@pytest.mark.parametrize("key", with_slow(ON_RANKS, IN_DEFAULT))
+@ranks(2, limit_s=200)
+def test_a_way_leads_there_and_its_remedy_elsewhere(key: str, rank: int) -> None:
+    chosen = WAYS[key]
+    if DEVICE != "cpu" and (chosen.code.startswith("FS8") or "compiled" in key):
+        pytest.skip("gloo has no functional collectives for memory of a device")
+    check(chosen, rank in chosen.on)
     dist.barrier()
     while MADE:
         shutil.rmtree(MADE.pop(), ignore_errors=True)
+
+
+@pytest.mark.parametrize("key", ALONE)
+def test_a_way_without_ranks(key: str) -> None:
+    check(WAYS[key])
 
 
 @pytest.mark.parametrize("mended", [False, True])
@@ -64,3 +105,30 @@ def test_no_process_group(mended: bool) -> None:
         assert caught.value.code == "FS218"
         with pytest.raises(ValueError, match="environment variable"):
             init_device_mesh(DEVICE, (1,))
+
+
+def test_every_code_has_a_way_or_a_test_elsewhere() -> None:
+    covered = {chosen.code for chosen in WAYS.values()}
+    assert not covered & set(ELSEWHERE), "a way is enough"
+    missing = sorted(set(PARAGRAPHS) - covered - set(ELSEWHERE))
+    assert not missing, (
+        f"{missing} have no way. Write the shortest program that ends in each, and does what its "
+        "paragraph says where `mended`, into tests/_error_ways. If none can, name the test that "
+        "raises it in tests/_error_ways/_elsewhere.py"
+    )
+    unknown = sorted((covered | set(ELSEWHERE)) - set(PARAGRAPHS))
+    assert not unknown, f"no paragraph, or a retired one, has the codes {unknown}"
+
+
+def test_ways_stand_in_the_file_of_their_paragraphs_name() -> None:
+    for key, chosen in WAYS.items():
+        found = chosen.program.__module__.rpartition(".")[2]
+        assert f"{found}.md" == PARAGRAPHS[chosen.code].file, key
+
+
+@pytest.mark.parametrize("code", ELSEWHERE)
+def test_the_test_elsewhere_exists(code: str) -> None:
+    path, name = ELSEWHERE[code].test.split("::")
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    assert name.startswith("test_")
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

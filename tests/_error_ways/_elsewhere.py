@@ -1,0 +1,28 @@
+"""Codes without a way: why, and which test raises each of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Elsewhere(NamedTuple):
+    """``test``: a file and a function."""
+
+    why: str
+    test: str
+
+
+ELSEWHERE = {
+    "FS218": Elsewhere(
+        "the program must have no process group, and ranks have one",
+        "tests/behaviour/test_error_paragraphs.py::test_no_process_group",
+    ),
+    "FS313": Elsewhere(
+        "no public call is known that leads there: the package checks itself",
+        "tests/unit/test_param.py::test_moves",
+    ),
+    "FS803": Elsewhere(
+        "only models on a GPU record CUDA graphs",
+        "tests/behaviour/test_traced.py::test_cuda_graphs_are_refused",
+    ),
+}
