@@ -2,9 +2,9 @@
 
 A *way* is the shortest program that ends in a code. It takes ``mended``: then it does what the
 paragraph's "What to do" says, and ends well. The ways to the messages of a file of
-``fsdp2/_errors`` are in the file of its name here, in the order of their codes, and are all called
-``_``. Codes that such a program cannot come to are in ``_elsewhere``.
-``tests/behaviour/test_error_paragraphs.py`` runs the ways, and finds codes that have none.
+``fsdp2/_errors`` are in the file of its name here, and are all called ``_``. Codes that such a
+program cannot come to are in ``_elsewhere``. ``tests/behaviour/test_error_paragraphs.py`` runs the
+ways, and finds codes that have none.
 """
 
 import importlib

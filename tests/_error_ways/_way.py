@@ -19,7 +19,6 @@ class Way:
     program: Callable[[bool], object]
     on: tuple[int, ...]
     alone: bool
-    slow: bool
 
 
 WAYS: dict[str, Way] = {}
@@ -31,18 +30,17 @@ def way(
     name: str = "",
     on: tuple[int, ...] = (0, 1),
     alone: bool = False,
-    slow: bool = False,
 ) -> Callable[[Callable[[bool], object]], Any]:
     """Register a program that ends in ``code``, with each of ``words`` in the message.
 
     It is run on two ranks, and ``on`` these it gets the message; with ``alone``, in one process
-    without any. What is ``slow`` is for the long matrix.
+    without any.
     """
 
     def register(program: Callable[[bool], object]) -> Callable[[bool], object]:
         key = f"{code} {name}".strip()
         assert key not in WAYS, key
-        WAYS[key] = Way(code, words, program, on, alone, slow)
+        WAYS[key] = Way(code, words, program, on, alone)
         return program
 
     return register

@@ -70,7 +70,7 @@ def _(mended: bool) -> None:
         fast(x())
 
 
-@way("FS801", "different graphs", slow=True)
+@way("FS801", "different graphs")
 def _(mended: bool) -> None:
     class Branches(Net):
         def forward(self, value: Tensor) -> Tensor:

@@ -24,13 +24,11 @@ from tests._error_ways import ELSEWHERE, WAYS, Way
 from tests._error_ways._programs import MADE, Net
 from tests._meshes import DEVICE
 from tests._pool import ranks
-from tests._slow import with_slow
 
 ROOT = Path(__file__).parents[2]
 PARAGRAPHS = {p.code: p for p in read_paragraphs() if not p.is_retired}
 ALONE = [key for key, chosen in WAYS.items() if chosen.alone]
 ON_RANKS = [key for key in WAYS if key not in ALONE]
-IN_DEFAULT = [key for key in ON_RANKS if not WAYS[key].slow]
 
 ON_CPU = ("FS8", "FS905", "FS907", "FS911")
 """Codes, or how they begin, whose ways compile or plan a sharded model."""
@@ -75,7 +73,7 @@ def check(chosen: Way, gets_it: bool = True) -> None:
     assert not warned
 
 
-@pytest.mark.parametrize("key", with_slow(ON_RANKS, IN_DEFAULT))
+@pytest.mark.parametrize("key", ON_RANKS)
 @ranks(2, limit_s=200)
 def test_a_way_leads_there_and_its_remedy_elsewhere(key: str, rank: int) -> None:
     chosen = WAYS[key]
