@@ -21,6 +21,7 @@ were for says so on the way up (``named``): the parameter, the operation.
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -141,6 +142,26 @@ class Grid:
     @property
     def counts(self) -> tuple[int, ...]:
         return tuple(axis.size for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.counts)
+
+    @contextlib.contextmanager
+    def process_group(self) -> Iterator[dist.ProcessGroup | None]:
+        """Yield a process group of the grid's ranks; None if they are all of the job, or one."""
+        shared = [axis.pg for axis in self.axes if axis.size > 1]
+        if not shared or self.size == dist.get_world_size():
+            yield None
+        elif len(shared) == 1:
+            yield shared[0]
+        else:
+            ranks = sorted(self.collect(dist.get_rank()))
+            made = dist.new_group(ranks, use_local_synchronization=True)
+            try:
+                yield made
+            finally:
+                dist.destroy_process_group(made)
 
     @property
     def place(self) -> tuple[int, ...]:

@@ -27,12 +27,14 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2._base.arguments import check_key, check_path
+from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.names import clean, named_parameters
-from fsdp2._comm.process_mesh import operation
+from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._transfer.redistribute import Grids, LocalShard, checked_together
 from fsdp2.checkpoint._change import StateManifest
@@ -67,13 +69,15 @@ def save(
     It is written to a folder beside ``path``. That folder takes the name ``path`` once every rank
     has finished. So a save that fails, or is interrupted, leaves the checkpoint before it whole. If
     the program ends between the two renames, ``load`` finds the checkpoint before under its other
-    name. All ranks must see the same file system. If two jobs save to one path, the checkpoint of
-    the last one stays, whole.
+    name. All ranks of the model's mesh must see the same file system. Stages of a pipeline have
+    meshes of their own: each saves to a folder of its own. If two jobs save to one path, the
+    checkpoint of the last one stays, whole.
 
     Args:
         path: a folder that is empty, has a checkpoint, or does not exist. The checkpoint is
             replaced; other files in the folder stay.
-        model: sharded, or any other.
+        model: sharded, or any other. Of what is not sharded (buffers, ignored parameters) the
+            first rank's is saved.
         optimizer: one over the model's parameters.
         extra: any object that pickles (a step, a scheduler's state). The first rank's is saved.
             ``load`` returns it, with tensors on the CPU. DTensors in it (of an ``EMA``) are saved
@@ -104,6 +108,7 @@ def save(
             state["optimizer"] = named = named_state(model, optimizer)
             named["state"] = _without_tuples(named["state"])
         _require_loadable(state, grids)
+    _leave_to_the_first(state, main)
     with main.together("save") as same:  # the others may pass no extra
         entries = packed(extra, main.is_first) if extra is not None else {}
         same["DTensors in extra"] = [*entries.get(EXTRA_TENSORS, ())]
@@ -139,6 +144,38 @@ def _require_loadable(state: dict[str, Any], grids: Grids) -> None:
             grids.hold(name, tensor)
     if "optimizer" in state:
         map_state(lambda name, key, t: grids.hold(f"{name}.{key}", t), state["optimizer"]["state"])
+
+
+def _leave_to_the_first(state: dict[str, Any], main: Grid) -> None:
+    """Drop what the first rank saves for all: buffers, plain parameters, counters, param groups.
+
+    Ranks may have different ones (BatchNorm's running values), and DCP would take each from any
+    rank. What the first rank does not have, as of another stage of a pipeline, stays.
+    """
+    optimizer: dict[str, Any] = state.get("optimizer", {})
+    states: dict[str, dict[str, Any]] = optimizer.get("state", {})
+    holders = {("model",): state["model"], ("optimizer",): optimizer}
+    holders |= {("optimizer", "state", name): fields for name, fields in states.items()}
+    mine = {
+        (*path, key)
+        for path, holder in holders.items()
+        for key, value in holder.items()
+        if value is not states and not _has_shards(value)
+    }
+    by_the_first = main.broadcast(mine)
+    if main.is_first:
+        return
+    for *path, key in mine & by_the_first:
+        holder = holders[tuple(path)]
+        del holder[key]
+        if not holder and holder is states.get(path[-1]):
+            del states[path[-1]]
+
+
+def _has_shards(value: Any) -> bool:
+    found: list[Tensor] = []
+    visit_tensors(found.append, value)
+    return any(isinstance(tensor, DTensor) for tensor in found)
 
 
 def _require_room(place: Path) -> None:

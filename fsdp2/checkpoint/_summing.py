@@ -34,21 +34,25 @@ from fsdp2.checkpoint._saved import METADATA, SUMMED
 def write(state: dict[str, Any], folder: Path, main: Grid) -> dict[str, int]:
     """Write a checkpoint; return the sizes of its files, on the rank that wrote the metadata.
 
-    DCP tells its failures to all ranks itself; this makes sure of it.
+    DCP tells its failures to all ranks itself; this makes sure of it. Ranks that are not in
+    ``main`` take no part: they may be stages of a pipeline, with other models.
     """
     writer = SummingWriter(folder)
     error: BaseException | None = None
+    alone = main.size == 1
+    rank = 0
     try:
-        with warnings.catch_warnings():
+        with main.process_group() as group, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there, and deprecations
-            save_state_dict(state, storage_writer=writer)
+            rank = 0 if alone else dist.get_rank(group)
+            save_state_dict(state, storage_writer=writer, process_group=group, no_dist=alone)
     except CheckpointException as caught:  # the same on every rank
-        own = caught.failures.get(dist.get_rank() if dist.is_initialized() else 0)
+        own = caught.failures.get(rank)
         if own is not None and not isinstance(own[0], Exception):
             raise own[0] from None  # DCP has told the others of this interrupt
-        rank, (first, _) = next(iter(caught.failures.items()))
+        failed, (first, _) = next(iter(caught.failures.items()))
         raise StateError(
-            "FS403", f"checkpoint: rank {rank} failed with {type(first).__name__}: {first}"
+            "FS403", f"checkpoint: rank {failed} failed with {type(first).__name__}: {first}"
         ) from caught
     except Exception as caught:
         error = caught

@@ -25,7 +25,7 @@ import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -424,6 +424,72 @@ def test_save_and_load(tmp_path: Path, rank: int, world_size: int) -> None:
     fsdp2.fully_shard(narrow, mesh=make_mesh())
     with pytest.raises(fsdp2.ConfigError, match=r"missing names: weight"):
         checkpoint.load(path, narrow)
+
+
+class Running(nn.Module):
+    """Buffers, and a parameter that is not sharded: each rank has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.Sequential(*(nn.BatchNorm1d(5) for _ in range(4)))
+        self.own = nn.Parameter(torch.zeros(7))
+
+    def fill(self, value: float) -> None:
+        with torch.no_grad():
+            for tensor in (*self.buffers(), self.own):
+                tensor.fill_(value)
+
+
+@ranks(3)
+def test_a_save_keeps_what_the_first_rank_has(tmp_path: Path, rank: int) -> None:
+    """As ``full_state`` does. DCP took each buffer from another rank: a mean of one, a variance of
+    the next; and the moments of a plain parameter from a third.
+    """
+    model = Running()
+    fsdp2.fully_shard(model, ignored_params={model.own}, mesh=make_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + rank)
+    optimizer.step()
+    moment = optimizer.state[model.own]["exp_avg"].fill_(10.0 + rank)
+    model.fill(10.0 + rank)
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    model.fill(-1.0)
+    moment.fill_(-1.0)
+    checkpoint.load(tmp_path / "saved", model, optimizer)
+    for tensor in (*model.buffers(), model.own, optimizer.state[model.own]["exp_avg"]):
+        assert torch.equal(tensor, torch.full_like(tensor, 10.0))
+
+
+@ranks(4)
+def test_stages_of_a_pipeline_save_by_themselves(tmp_path: Path, rank: int) -> None:
+    """DCP took all ranks of the job for one model's: a stage's checkpoint had no metadata."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("pipe", "data"))
+    stage = mesh["pipe"].get_local_rank()
+    model = nn.ModuleDict({f"stage{stage}": nn.BatchNorm1d(5)})
+    fsdp2.fully_shard(model[f"stage{stage}"], mesh=mesh["data"])
+    for buffer in model.buffers():
+        buffer.fill_(rank)
+    checkpoint.save(tmp_path / f"stage{stage}", model)
+    for buffer in model.buffers():
+        buffer.fill_(-1)
+    checkpoint.load(tmp_path / f"stage{stage}", model)
+    assert {buffer.max().item() for buffer in model.buffers()} == {mesh["data"].mesh[0].item()}
+
+
+@ranks(4)
+def test_a_model_on_some_ranks_of_a_job(tmp_path: Path, rank: int) -> None:
+    """The other ranks take no part; one may have a mesh alone."""
+    three, alone = DeviceMesh(DEVICE, [0, 1, 2]), DeviceMesh(DEVICE, [3])
+    model = nn.Linear(3, 13)
+    fsdp2.fully_shard(model, mesh=three if rank < 3 else alone)
+    name = "three" if rank < 3 else "alone"
+    before = model.weight.full_tensor()
+    checkpoint.save(tmp_path / name, model)
+    with torch.no_grad():
+        model.weight.zero_()
+    checkpoint.load(tmp_path / name, model)
+    assert torch.equal(model.weight.full_tensor(), before)
 
 
 class Sent(TorchDispatchMode):
