@@ -122,7 +122,10 @@ def check_method(module: object, name: object) -> str:
 def check_policies(mp_policy: object, offload_policy: object) -> None:
     """What is in a policy was checked when it was made."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
-        raise wrong_type("fully_shard", "mp_policy", "a fsdp2.MixedPrecisionPolicy", mp_policy)
+        expected, hint = "a fsdp2.MixedPrecisionPolicy", ""
+        if isinstance(mp_policy, torch.dtype):
+            hint = f"Pass MixedPrecisionPolicy(param_dtype={mp_policy})."
+        raise wrong_type("fully_shard", "mp_policy", expected, mp_policy, hint)
     if not isinstance(offload_policy, OffloadPolicy):
         raise wrong_type("fully_shard", "offload_policy", "a fsdp2.OffloadPolicy", offload_policy)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -71,10 +72,12 @@ class Taken:
 class Collected:
     """What a call takes: own parameters by original, sites and parameters of ties, buffers.
 
-    ``meshes``: that of the call, and those that its parameters were given.
+    ``meshes``: that of the call, and those that its parameters were given. ``left_alone``: what the
+    call was told to ignore.
     """
 
     meshes: list[DataMesh]
+    left_alone: frozenset[Tensor]
     own: dict[nn.Parameter, Taken] = field(default_factory=dict)
     tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
     shared: dict[FSDPParam, list[nn.Module]] = field(default_factory=dict)
@@ -93,7 +96,7 @@ def collect(
     Raises:
         ConfigError: a parameter that cannot be sharded; the message names it.
     """
-    collected = Collected([data])
+    collected = Collected([data], ignored.tensors)
     found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
     for top, prefix, module in _managed(modules, ignored):
         for name, param in module._parameters.items():

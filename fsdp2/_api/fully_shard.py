@@ -41,7 +41,7 @@ from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, unit_of
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.optimizer_steps import watch_optimizers
-from fsdp2._param_group.param import FSDPParam
+from fsdp2._param_group.param import FSDPParam, leave_alone
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 STEPS_OF_OURS = (
@@ -195,6 +195,7 @@ def fully_shard(
         register_names(target, unit)
         target.__class__ = classes[target]
     register_hooks(unit)
+    leave_alone(collected.left_alone)
     watch_optimizers()
     for known in dict.fromkeys(unit_of(part) for part in names):
         if known is not None:

@@ -97,8 +97,8 @@ def _check_keys(
         raise ConfigError(
             "FS608",
             f"{what}: the state of {name} is not of {_class_of(optimizer).__name__}: it "
-            f"{' and '.join(parts)}. Load it into the optimizer that it was taken of. "
-            "Nothing was changed.",
+            f"{' and '.join(parts)}. Load it into an optimizer of the class that was saved, or "
+            "leave the optimizer out. Nothing was changed.",
         )
 
 
@@ -136,9 +136,10 @@ def check_options(what: str, optimizer: Optimizer, saved: Iterable[Mapping[str, 
         if lacking and foreign:
             raise ConfigError(
                 "FS608",
-                f"{what}: the state is not of {_class_of(optimizer).__name__}: its param groups "
-                f"have {', '.join(foreign[:4])} and lack {', '.join(lacking[:4])}. Load it into "
-                "the optimizer that it was taken of. Nothing was changed.",
+                f"{what}: the state is not of {_class_of(optimizer).__name__}, which has "
+                f"{', '.join(lacking[:4])}: it was saved from an optimizer with "
+                f"{', '.join(foreign[:4])}. Load it into one of that class, or leave the optimizer "
+                "out. Nothing was changed.",
             )
 
 

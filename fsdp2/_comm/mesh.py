@@ -285,6 +285,12 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
             mesh,
             "Make one with torch.distributed.device_mesh.init_device_mesh.",
         )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            "FS229",
+            f"fully_shard: rank {dist.get_rank()} is not on {mesh}. Call it on the ranks of the "
+            "mesh only, or pass each rank a mesh that it is on.",
+        )
     if dims is not None:
         _check_dims(mesh, dims)
         return mesh

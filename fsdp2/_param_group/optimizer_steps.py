@@ -11,13 +11,20 @@ or on its local tensor (seen with torch 2.13.0). So every step of any optimizer 
 An optimizer that was made at the wrong moment holds parameters that never get a gradient: those of
 before ``fully_shard``, or whole ones. It would train nothing, without a word, so its first step
 raises; every rank made it at the same moment.
+
+[Note: forgotten parameters]
+``fully_shard`` on the outermost module is easily forgotten. What is in no unit is trained, and
+nobody averages its gradients over ranks: they drift apart, without a word. An optimizer sees such
+parameters beside sharded ones; its first step warns.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -25,8 +32,8 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2._base import torch_compiler
-from fsdp2._base.errors import StateError
-from fsdp2._param_group.param import stand_in_of
+from fsdp2._base.errors import StateError, coded
+from fsdp2._param_group.param import OwnerMark, is_forgotten, stand_in_of
 
 _count = 0
 _is_watching = False
@@ -65,6 +72,25 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
                     "parameters() are the shards then.",
                 )
     _looked_at[optimizer] = len(groups)
+    _warn_of_forgotten(optimizer)
+
+
+def _warn_of_forgotten(optimizer: Optimizer) -> None:
+    """See [Note: forgotten parameters]."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    forgotten = [param for param in params if is_forgotten(param)]
+    is_sharded = any(OwnerMark.owner_of(param) is not None for param in params)
+    if forgotten and is_sharded and dist.get_world_size() > 1:
+        warnings.warn(
+            coded(
+                "FS709",
+                f"{type(optimizer).__name__}: {len(forgotten)} of its parameters are in no unit "
+                f"(the first has shape {tuple(forgotten[0].shape)}), so fsdp2 does not average "
+                "their gradients over ranks. Call fully_shard on the outermost module, after the "
+                "inner ones. If something else averages them, pass them as ignored_params.",
+            ),
+            stacklevel=3,
+        )
 
 
 @torch_compiler.always_eager

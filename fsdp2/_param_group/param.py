@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import math
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +114,20 @@ class OwnerMark:
         return mark.owner if isinstance(mark, OwnerMark) else None
 
 
+def leave_alone(tensors: Iterable[torch.Tensor]) -> None:
+    """Note that a user has these parameters ignored, and so looks after their gradients."""
+    for tensor in tensors:
+        tensor.__dict__[_LEFT_ALONE] = True
+
+
+def is_forgotten(param: torch.Tensor) -> bool:
+    """True for a plain parameter that is trained, and that nobody said to ignore."""
+    return (
+        param.requires_grad and not isinstance(param, DTensor) and _LEFT_ALONE not in param.__dict__
+    )
+
+
+_LEFT_ALONE = "_fsdp2_left_alone"
 _MARK = "_fsdp2_owner"
 _STANDS_FOR = "_fsdp2_stands_for"
 SUMMONED = "_fsdp2_summoned"

@@ -148,8 +148,8 @@ def refuse_assigned_data(param: FSDPParam) -> None:
     raise StateError(
         "FS316",
         f"{param.fqn}: found an assignment to .data, which a DTensor forgets: its shard still has "
-        "the old values, and the new ones are gone. Write in place (under no_grad: "
-        "param.copy_(new)), or register a new nn.Parameter.",
+        "the old values, and the new ones are gone. Register a new one with the whole values "
+        "(module.weight = nn.Parameter(new)), or write inside fsdp2.summon_full_params(model).",
     )
 
 

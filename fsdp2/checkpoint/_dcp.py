@@ -306,11 +306,12 @@ def find(path: str | os.PathLike[str]) -> Path:
     older = [old for old in neighbours(place, OLD) if (old / METADATA).exists()]
     if older:
         return max(older, key=lambda old: (old / METADATA).stat().st_mtime)
-    raise ConfigError(
-        "FS612",
-        f"load: no checkpoint at {place}. Pass the folder that fsdp2.checkpoint.save or "
-        "torch.distributed.checkpoint.save wrote.",
-    )
+    hint = "Pass the folder that fsdp2.checkpoint.save or torch.distributed.checkpoint.save wrote."
+    if place.is_file():
+        hint += " A file of torch.save is for load_full_state(model, {'model': torch.load(path)})."
+    elif any(place.glob("*.safetensors")):
+        hint += " For the safetensors files in it call load_safetensors."
+    raise ConfigError("FS612", f"load: no checkpoint at {place}. {hint}")
 
 
 @operation("load")
@@ -424,7 +425,8 @@ class _Content(Source):
             raise ConfigError(
                 "FS602",
                 "load: an optimizer was passed, and the checkpoint has none under "
-                f"{self._optim_key!r}. Found {found}. Pass optim_key=. Nothing was changed.",
+                f"{self._optim_key!r}. Found {found}. If one of these is an optimizer's state, "
+                "pass it as optim_key=; if none is, leave the optimizer out. Nothing was changed.",
             )
         params = named_parameters(model)
         on_meta: dict[int, tuple[Tensor, Entry]] = {}

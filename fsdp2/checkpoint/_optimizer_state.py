@@ -215,7 +215,7 @@ def matched_groups(
         raise ConfigError(
             "FS608",
             f"optimizer: the state has no param group with {', '.join(missing[:5])}. Load the "
-            "state of an optimizer over the same parameters.",
+            "state of an optimizer over the same parameters, or leave the optimizer out.",
         )
     groups = []
     number = 0

@@ -313,7 +313,7 @@ class _Files(Source, contextlib.ExitStack):
             raise ConfigError(
                 "FS612",
                 f"load_safetensors: neither {SINGLE} nor {INDEX} in {self._folder}. Pass the "
-                "folder that save_safetensors, or save_pretrained of transformers, wrote.",
+                "folder, not a file, that save_safetensors or transformers' save_pretrained wrote.",
             )
         shapes: dict[str, tuple[int, ...] | None] = {}
         where: dict[str, str] = {}

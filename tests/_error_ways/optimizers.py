@@ -131,3 +131,38 @@ def _(mended: bool) -> None:
     model = build()
     average = fsdp2.optim.EMA(model)
     average.load_state_dict(average.state_dict() if mended else model.state_dict())
+
+
+def first_step(model: nn.Module) -> None:
+    """With the seed of all ranks."""
+    model(x()).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@way("FS709", "SGD", "2 of its parameters", "(4, 4)")
+def _(mended: bool) -> None:
+    model = Net()
+    fsdp2.fully_shard(model[0])
+    if mended:
+        fsdp2.fully_shard(model)
+    first_step(model)
+
+
+@way("FS709", "1 of its parameters", "(4, 4)", name="a new layer")
+def _(mended: bool) -> None:
+    model = build()
+    model[1] = nn.Linear(WIDTH, WIDTH, bias=False)
+    if mended:
+        fsdp2.fully_shard(model[1])
+    first_step(model)
+
+
+@way("FS709", "2 of its parameters", name="ignored")
+def _(mended: bool) -> None:
+    model = Net()
+    ignored = set(model[1].parameters())
+    if mended:
+        fsdp2.fully_shard(model, ignored_params=ignored)
+    else:
+        fsdp2.fully_shard(model[0])
+    first_step(model)

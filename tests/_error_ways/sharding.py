@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -62,6 +63,14 @@ def _(mended: bool) -> None:
         {"0": ColwiseParallel(), "1": RowwiseParallel()},
     )
     train(fsdp2.fully_shard(model, mesh=mesh["data"]))
+
+
+@way("FS202", "Linear", "around it", name="the model before its layers")
+def _(mended: bool) -> None:
+    model = Net()
+    for module in (*model, model) if mended else (model, *model):
+        fsdp2.fully_shard(module)
+    train(model)
 
 
 @way("FS203", "Net", "replicate")
@@ -251,6 +260,25 @@ def _(mended: bool) -> None:
     fsdp2.fully_shard(model, mesh=both["data"])
 
 
+def tensor_parallel(chosen: str | None) -> None:
+    """Shard a tensor-parallel model over one dim of its mesh, all of it, or no mesh."""
+    mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(Net(), mesh["tensor"], plan)
+    given = {"": None, "all": mesh, "data": mesh["data"]}[chosen or ""]
+    train(fsdp2.fully_shard(model, mesh=given))
+
+
+@way("FS219", "0.weight", "mesh=mesh['data']", name="no mesh")
+def _(mended: bool) -> None:
+    tensor_parallel("data" if mended else None)
+
+
+@way("FS219", "0.weight", "mesh=mesh['data']", name="the whole mesh")
+def _(mended: bool) -> None:
+    tensor_parallel("data" if mended else "all")
+
+
 @way("FS222", "hybrid_mesh", "ranks_per_node=3")
 def _(mended: bool) -> None:
     mesh = fsdp2.wrap.hybrid_mesh(ranks_per_node=2 if mended else 3)
@@ -365,3 +393,23 @@ def _(mended: bool) -> None:
         fsdp2.fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp2.DataParallelMeshDims(shard="data"))
     else:
         fsdp2.fully_shard(model, mesh=mesh["data"])
+
+
+@way("FS228", "Conv2d")
+def _(mended: bool) -> None:
+    model = Net()
+    fsdp2.wrap.shard_model(model, {nn.Linear if mended else nn.Conv2d})
+    train(model)
+
+
+@way("FS228", "Conv2d", name="on purpose")
+def _(mended: bool) -> None:
+    policy = None if mended else {nn.Conv2d}
+    fsdp2.plan(Net(), mesh=8, policy=policy)
+
+
+@way("FS229", "rank 1", on=(1,))
+def _(mended: bool) -> None:
+    mesh = DeviceMesh(DEVICE, [0])
+    if dist.get_rank() == 0 or not mended:
+        train(fsdp2.fully_shard(Net(), mesh=mesh))

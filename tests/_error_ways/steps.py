@@ -167,12 +167,17 @@ def _(mended: bool) -> None:
 
 @way("FS316", "0.weight", ".data")
 def _(mended: bool) -> None:
-    model = build()
+    model, new = build(), torch.ones(WIDTH, WIDTH)
     if mended:
+        model[0].weight = nn.Parameter(new)
+        with fsdp2.summon_full_params(model), torch.no_grad():
+            model[1].weight.copy_(new)
         with torch.no_grad():
-            model[0].weight.copy_(torch.ones_like(model[0].weight))
+            model[0].bias.mul_(0.5)
+        assert torch.equal(model[0].weight.full_tensor(), new)
+        assert torch.equal(model[1].weight.full_tensor(), new)
     else:
-        model[0].weight.data = torch.ones_like(model[0].weight)
+        model[0].weight.data = new
     train(model)
 
 
