@@ -221,6 +221,8 @@ def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.startswith("FS402: Another rank did not take part")
     assert "How you get here. One rank alone called `save`" in told
     assert "**" not in told
+    main(["explain", "402"])
+    assert capsys.readouterr().out == told
     main(["explain", "StateError: a collective: ... start all ranks again. [fs402]"])
     assert capsys.readouterr().out == told
 

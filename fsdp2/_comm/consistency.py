@@ -80,8 +80,9 @@ LAST_WORDS = 4
 """How many operations a rank that gives up goes on with; more than others leave unchecked."""
 SAME_ON_EVERY_RANK = (
     "Every rank must run the same units in the same order. Did only some ranks run the model, or "
-    "call full_tensor, save or load, as under `if rank == 0:`? Do that on every rank. If some "
-    "ranks skip a unit on purpose, pass conditional=True to fully_shard for it."
+    "call full_tensor, clip_grad_norm_, save or load, as under `if rank == 0:`? Do that on every "
+    "rank. Has one fewer batches? Give all as many. If some ranks skip a unit on purpose, pass "
+    "conditional=True to fully_shard for it."
 )
 """What to ask and to do, the commonest mistake first."""
 
@@ -382,8 +383,8 @@ class Agreement:
     def lose(self, number: int, error: Exception, axis: MeshAxis) -> StateError:
         """Return the error for a collective that failed, the last one of this process group."""
         return self._give_up_everywhere(
-            f"{self.describe(number)}: waited for ranks that issued something else, or nothing "
-            f"({error}). {SAME_ON_EVERY_RANK}",
+            f"{self.describe(number)}: waited for ranks that issued something else, or nothing. "
+            f"{SAME_ON_EVERY_RANK} The backend said: {error}",
             axis,
             last_word(number, ()),
         )

@@ -117,8 +117,9 @@ def check_mesh(mesh: object) -> tuple[int, ...]:
     """
     sizes = (mesh,) if isinstance(mesh, int) else mesh
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or len(sizes) not in (1, 2):
-        is_mesh = isinstance(mesh, DeviceMesh)
-        hint = f"Pass mesh={tuple(mesh.shape)}: a plan needs no ranks." if is_mesh else ""
+        hint = ""
+        if isinstance(mesh, DeviceMesh):
+            hint = f"Pass mesh={tuple(mesh.shape)}: a plan needs no ranks."
         raise wrong_type("plan", "mesh", "a number of ranks, or (replicate, shard)", mesh, hint)
     shape = tuple(check_count("plan", "mesh", size) for size in sizes)
     if not 0 < math.prod(shape) <= MAX_RANKS:

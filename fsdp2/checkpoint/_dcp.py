@@ -154,7 +154,10 @@ def _leave_to_the_first(state: dict[str, Any], main: Grid) -> None:
     """
     optimizer: dict[str, Any] = state.get("optimizer", {})
     states: dict[str, dict[str, Any]] = optimizer.get("state", {})
-    holders = {("model",): state["model"], ("optimizer",): optimizer}
+    holders: dict[tuple[str, ...], dict[str, Any]] = {
+        ("model",): state["model"],
+        ("optimizer",): optimizer,
+    }
     holders |= {("optimizer", "state", name): fields for name, fields in states.items()}
     mine = {
         (*path, key)

@@ -9,6 +9,7 @@ import fsdp2
 from tests._error_ways._programs import Net, build, train, x
 from tests._error_ways._way import way
 from tests._meshes import DEVICE
+from tests._parity import make_mesh
 
 
 @way("FS101", "set_reduce_scatter_max_input_buffers", "'2'")
@@ -67,3 +68,15 @@ def _(mended: bool) -> None:
 @way("FS102", "hybrid_mesh", "'cpu:0'", name="kind of device")
 def _(mended: bool) -> None:
     fsdp2.wrap.hybrid_mesh("cpu" if mended else "cpu:0", ranks_per_node=2)
+
+
+@way("FS101", "MixedPrecisionPolicy(param_dtype=torch.bfloat16)", name="a dtype for a policy")
+def _(mended: bool) -> None:
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    build(mp_policy=policy if mended else torch.bfloat16)
+
+
+@way("FS101", "mesh=(2,)", name="a mesh for a plan")
+def _(mended: bool) -> None:
+    mesh = make_mesh(2)
+    fsdp2.plan(Net(), mesh=tuple(mesh.shape) if mended else mesh)

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +75,14 @@ def test_a_message_ends_with_its_code() -> None:
     assert lost.code == "FS402"
     assert str(lost).startswith("a collective: another rank did not take part. It has ended")
     assert str(lost).endswith("The backend said: Connection closed [FS402]")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from 3.11 on")
+def test_a_traceback_says_how_to_look_a_code_up() -> None:
+    error = StateError("FS301", "save: called during a backward.")
+    assert "explain FS301" not in str(error)
+    assert traceback.format_exception(error)[-1] == "`python -m fsdp2 explain FS301` says more.\n"
+    assert copy.copy(error).__notes__ == error.__notes__  # once
 
 
 def test_an_error_without_a_code_cannot_be_made() -> None:
