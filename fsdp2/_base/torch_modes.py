@@ -7,6 +7,7 @@ knows what a unit or a group is.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,6 +35,18 @@ def without_memory() -> AbstractContextManager[Any]:
     """Make fake tensors inside: shapes, dtypes and devices, but no values."""
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
     return mode
+
+
+@contextlib.contextmanager
+def without_traces_in_the_log() -> Iterator[None]:
+    """Keep back what fake tensors print: the traceback of every error, which is raised anyway."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    was_off = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = was_off
 
 
 def has_real_memory() -> bool:

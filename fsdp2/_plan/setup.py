@@ -48,7 +48,7 @@ class Template:
     def run(self, setup: Setup) -> Found:
         """Shard a copy as a setup says, if it is not yet, and take a few steps."""
         mesh = make_mesh(setup.mesh, setup.rank)
-        with self._mode:
+        with self._mode, torch_modes.without_traces_in_the_log():
             model = without_memory(self.model)
             if not self.is_sharded:
                 choice = setup.policy if setup.policy is not None else nothing_below

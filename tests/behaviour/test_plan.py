@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 from typing import Any
 
@@ -232,6 +233,21 @@ def test_what_makes_process_groups_is_refused_on_one_rank_too() -> None:
             fsdp2.plan(nn.Linear(13, 29), mesh=(2, 4), dp_mesh_dims=several)
         batch = torch.zeros(2, LENGTH, dtype=torch.long)
         assert fsdp2.plan(Model(), mesh=(2, 4), policy={Block}, batch=batch).step is not None
+
+
+def test_a_step_that_fails_says_so_once() -> None:
+    """torch's fake tensors log a traceback of their own for each failure."""
+    told: list[logging.LogRecord] = []
+    log, listener = logging.getLogger("torch._subclasses.fake_tensor"), logging.Handler()
+    listener.emit = told.append  # type: ignore[method-assign]
+    log.addHandler(listener)
+    try:
+        with pytest.raises(fsdp2.ConfigError, match="same reduction dim"):
+            fsdp2.plan(nn.Linear(4, 4), mesh=2, batch=torch.zeros(2, 5))
+    finally:
+        log.removeHandler(listener)
+    assert not told
+    assert not log.disabled
 
 
 def test_a_plan_without_a_batch_has_no_step() -> None:
