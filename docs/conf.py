@@ -64,6 +64,7 @@ NAVIGATION = {
     "docs/index": {
         "Learn": ["tutorial/index"],
         "Do": [
+            "guides/running",
             "guides/units",
             "guides/memory",
             "guides/nodes",
