@@ -1,5 +1,7 @@
 """Step 5: compile the sharded model whole, collectives included."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -9,7 +11,7 @@ import fsdp2
 from fsdp2 import fully_shard
 from parts import Model, loss_of, make_batch, mean_over_ranks, say, say_memory
 
-mesh = init_device_mesh("cpu", (2,))
+mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
 rank, ranks = mesh.get_rank(), mesh.size()
 
 torch.manual_seed(0)
