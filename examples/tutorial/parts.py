@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import Collective
+from fsdp2 import Plan
 
 VOCABULARY, LENGTH, BATCH = 64, 32, 16
 
@@ -106,11 +104,12 @@ def here(tensors: list[Tensor]) -> str:
     return megabytes(sum(t.nbytes for t in local))
 
 
-def say_wire(collectives: Iterable[Collective]) -> None:
-    """Say what a forward and its backward send."""
+def say_plan(plan: Plan) -> None:
+    """Say what a forward and its backward send, and the most memory that a rank has meanwhile."""
     for kind in ("all_gather", "reduce_scatter"):
-        sizes = [each.nbytes for each in collectives if each.kind == kind]
+        sizes = [each.nbytes for each in plan.step.collectives if each.kind == kind]
         say(f"{kind}: {len(sizes)} times, {megabytes(sum(sizes))}")
+    say(f"peak {megabytes(plan.step.peak_nbytes)}")
 
 
 def say_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -1,15 +1,17 @@
 """Step 1: the same loop, with the model sharded over the ranks."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import fully_shard
-from parts import Block, Model, loss_of, make_batch, mean_over_ranks, say, say_memory, say_wire
+from parts import Block, Model, loss_of, make_batch, mean_over_ranks, say, say_memory, say_plan
 
-# Join the ranks that torchrun started.
-mesh = init_device_mesh("cpu", (2,))
+# Join the ranks that torchrun started. It says how many they are.
+mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
 rank, ranks = mesh.get_rank(), mesh.size()
 
 # Every rank builds the same model.
@@ -17,8 +19,8 @@ torch.manual_seed(0)
 model = Model()
 batch = make_batch(0, rank, ranks)[:, :-1]
 # Each Block is to be a unit. Nothing is sharded yet.
-plan = fsdp2.plan(model, mesh=ranks, policy={Block}, batch=batch)
-say_wire(plan.step.collectives)
+plan = fsdp2.plan(model, mesh=ranks, policy={Block}, batch=batch, optimizer=torch.optim.AdamW)
+say_plan(plan)
 
 for block in model.blocks:
     fully_shard(block, mesh=mesh)

@@ -1,5 +1,6 @@
 """Step 2: compute in bf16, and two backwards for one step of the optimizer."""
 
+import os
 from contextlib import nullcontext
 
 import torch
@@ -8,17 +9,24 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from parts import Block, Model, loss_of, make_batch, mean_over_ranks, say, say_memory, say_wire
+from parts import Block, Model, loss_of, make_batch, mean_over_ranks, say, say_memory, say_plan
 
-mesh = init_device_mesh("cpu", (2,))
+mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
 rank, ranks = mesh.get_rank(), mesh.size()
 
 torch.manual_seed(0)
 model = Model()
 precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 micro_batch = make_batch(0, rank, ranks).chunk(2)[0][:, :-1]
-plan = fsdp2.plan(model, mesh=ranks, policy={Block}, batch=micro_batch, mp_policy=precision)
-say_wire(plan.step.collectives)
+plan = fsdp2.plan(
+    model,
+    mesh=ranks,
+    policy={Block},
+    batch=micro_batch,
+    mp_policy=precision,
+    optimizer=torch.optim.AdamW,
+)
+say_plan(plan)
 
 for block in model.blocks:
     fully_shard(block, mesh=mesh, mp_policy=precision)
