@@ -334,8 +334,10 @@ def _explain(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None
     if not given.codes:
         print("\n".join(f"{one.code}  {one.title}" for one in known.values()))
         return
-    words = [f"FS{word}" if re.fullmatch(r"\d{3}", word) else word for word in given.codes]
-    asked = list(dict.fromkeys(CODE.findall(" ".join(words).upper())))
+    text = " ".join(given.codes)
+    if re.fullmatch(r"[\d\s,]+", text):
+        text = re.sub(r"\b(?=\d{3}\b)", "FS", text)
+    asked = list(dict.fromkeys(CODE.findall(text.upper())))
     if not asked:
         parser.error(f"codes: expected one as FS104, found {' '.join(given.codes)!r}")
     unknown = [code for code in asked if code not in known]

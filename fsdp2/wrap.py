@@ -43,7 +43,9 @@ from fsdp2._base.errors import ConfigError, ConfigTypeError, coded
 from fsdp2._base.names import children_first
 from fsdp2._comm.mesh import default_device_type, default_mesh, require_process_group
 from fsdp2._comm.process_mesh import Grid, operation
+from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.unit import unit_of
+from fsdp2._param_group.param import OwnerMark
 
 __all__ = ["hybrid_mesh", "shard_model", "strategy"]
 
@@ -121,7 +123,12 @@ def shard_model(
     chosen.pop(model, None)
     for module, choice in chosen.items():
         _check_keywords(choice, f"the policy's choice for {names[module]}")
-    order = [module for module in names if module in chosen and unit_of(module) is None]
+    inside = {part for unit in units_below(model) for top in unit.modules for part in top.modules()}
+    order = [
+        module
+        for module in names
+        if module in chosen and not (module in inside and _is_taken(module))
+    ]
     if kwargs.get("mesh") is None:
         kwargs = {**kwargs, "mesh": default_mesh()}
     taken = ignored.modules
@@ -134,6 +141,13 @@ def shard_model(
         with _naming(names[module]):
             fully_shard(module, **{**kwargs, **chosen.get(module, {})})
     return {**{names[module]: chosen[module] for module in order}, "": {}}
+
+
+def _is_taken(module: nn.Module) -> bool:
+    """True if earlier calls have taken the module, or all of its parameters."""
+    if unit_of(module) is not None:
+        return True
+    return all(OwnerMark.owner_of(param) is not None for param in module.parameters())
 
 
 @contextlib.contextmanager
@@ -194,7 +208,7 @@ def _run(policy: object, model: nn.Module, ignored: Ignored) -> Chosen:
                     f"shard_model: no module of the {type(model).__name__} is of class {names}, so "
                     "all of it becomes one unit. Pass the classes of the model's blocks.",
                 ),
-                stacklevel=4,
+                stacklevel=3,
             )
         return _ask(lambda module: isinstance(module, classes), model, ignored)
     if isinstance(policy, type | nn.Module) or not callable(policy):

@@ -221,8 +221,9 @@ def test_a_code_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.startswith("FS402: Another rank did not take part")
     assert "How you get here. One rank alone called `save`" in told
     assert "**" not in told
-    main(["explain", "402"])
-    assert capsys.readouterr().out == told
+    for numbers in (["402"], ["402, 402"], ["402", "402"]):
+        main(["explain", *numbers])
+        assert capsys.readouterr().out == told
     main(["explain", "StateError: a collective: ... start all ranks again. [fs402]"])
     assert capsys.readouterr().out == told
 

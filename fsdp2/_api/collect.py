@@ -96,7 +96,7 @@ def collect(
     Raises:
         ConfigError: a parameter that cannot be sharded; the message names it.
     """
-    collected = Collected([data], ignored.tensors)
+    collected = Collected([data], ignored.tensors | _replicated(modules))
     found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
     for top, prefix, module in _managed(modules, ignored):
         for name, param in module._parameters.items():
@@ -243,6 +243,17 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                         "the outer one.",
                     )
                 collected.escaped.setdefault(unit, []).append(param)
+
+
+def _replicated(modules: Sequence[nn.Module]) -> frozenset[Tensor]:
+    """Return the parameters that torch's ``replicate`` looks after."""
+    return frozenset(
+        param
+        for top in modules
+        for module in top.modules()
+        if "replicate" in torch_modules.composable_names(module)
+        for param in module.parameters()
+    )
 
 
 def _managed(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -40,13 +41,16 @@ def without_memory() -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def without_traces_in_the_log() -> Iterator[None]:
     """Keep back what fake tensors print: the traceback of every error, which is raised anyway."""
-    log = logging.getLogger(FakeTensorMode.__module__)
-    was_off = log.disabled
-    log.disabled = True
+    log, thread = logging.getLogger(FakeTensorMode.__module__), threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(is_of_others)
     try:
         yield
     finally:
-        log.disabled = was_off
+        log.removeFilter(is_of_others)
 
 
 def has_real_memory() -> bool:

@@ -147,21 +147,25 @@ class Grid:
     def size(self) -> int:
         return math.prod(self.counts)
 
-    @contextlib.contextmanager
-    def process_group(self) -> Iterator[dist.ProcessGroup | None]:
-        """Yield a process group of the grid's ranks; None if they are all of the job, or one."""
+    def process_group(self, what: str) -> dist.ProcessGroup | None:
+        """Return a process group of the grid's ranks; None if they are all of the job, or one.
+
+        Raises:
+            UnsupportedError: they have none. One that is made of some ranks of a job is named by
+                how many each has made before (torch 2.13), so ranks could wait for each other.
+        """
         shared = [axis.pg for axis in self.axes if axis.size > 1]
         if not shared or self.size == dist.get_world_size():
-            yield None
-        elif len(shared) == 1:
-            yield shared[0]
-        else:
-            ranks = sorted(self.collect(dist.get_rank()))
-            made = dist.new_group(ranks, use_local_synchronization=True)
-            try:
-                yield made
-            finally:
-                dist.destroy_process_group(made)
+            return None
+        if len(shared) > 1:
+            raise UnsupportedError(
+                "FS626",
+                f"{what}: the model is on a mesh of {' x '.join(map(str, self.counts))} ranks, and "
+                f"the job has {dist.get_world_size()}: no process group joins just these ranks. "
+                "Save with checkpoint.save_safetensors, or what checkpoint.local_state returns on "
+                "each rank.",
+            )
+        return shared[0]
 
     @property
     def place(self) -> tuple[int, ...]:

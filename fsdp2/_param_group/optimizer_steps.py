@@ -24,7 +24,6 @@ import warnings
 import weakref
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -79,15 +78,16 @@ def _warn_of_forgotten(optimizer: Optimizer) -> None:
     """See [Note: forgotten parameters]."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     forgotten = [param for param in params if is_forgotten(param)]
-    is_sharded = any(OwnerMark.owner_of(param) is not None for param in params)
-    if forgotten and is_sharded and dist.get_world_size() > 1:
+    sharded = [param for param in params if OwnerMark.owner_of(param) is not None]
+    if forgotten and any(param.device_mesh.size() > 1 for param in sharded):
         warnings.warn(
             coded(
                 "FS709",
                 f"{type(optimizer).__name__}: {len(forgotten)} of its parameters are in no unit "
                 f"(the first has shape {tuple(forgotten[0].shape)}), so fsdp2 does not average "
                 "their gradients over ranks. Call fully_shard on the outermost module, after the "
-                "inner ones. If something else averages them, pass them as ignored_params.",
+                "inner ones. If something else averages them, as DistributedDataParallel does, "
+                "pass them as ignored_params.",
             ),
             stacklevel=3,
         )

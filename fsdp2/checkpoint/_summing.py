@@ -42,7 +42,8 @@ def write(state: dict[str, Any], folder: Path, main: Grid) -> dict[str, int]:
     alone = main.size == 1
     rank = 0
     try:
-        with main.process_group() as group, warnings.catch_warnings():
+        group = main.process_group("save")
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there, and deprecations
             rank = 0 if alone else dist.get_rank(group)
             save_state_dict(state, storage_writer=writer, process_group=group, no_dist=alone)

@@ -41,6 +41,8 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp2
 from fsdp2 import checkpoint
+from fsdp2._comm.mesh import MeshAxis
+from fsdp2._comm.process_mesh import Grid
 from tests._meshes import DEVICE, random_numbers
 from tests._models import VOCAB, WIDTH, Batch, Case, seeded
 from tests._parity import bits, make_mesh, names_of, shard, whole
@@ -477,6 +479,16 @@ def test_stages_of_a_pipeline_save_by_themselves(tmp_path: Path, rank: int) -> N
     assert {buffer.max().item() for buffer in model.buffers()} == {mesh["data"].mesh[0].item()}
 
 
+@ranks(2)
+def test_a_mesh_of_two_dims_that_is_not_the_whole_job(rank: int) -> None:
+    """No process group joins its ranks, and a new one of theirs could be waited for in vain."""
+    axis = MeshAxis("axis", 2, rank, dist.group.WORLD)
+    with pytest.raises(fsdp2.UnsupportedError, match="2 x 2 ranks, and the job has 2") as caught:
+        Grid((axis, axis)).process_group("save")
+    assert caught.value.code == "FS626"
+    assert Grid((axis,)).process_group("save") is None  # the whole job
+
+
 @ranks(4)
 def test_a_model_on_some_ranks_of_a_job(tmp_path: Path, rank: int) -> None:
     """The other ranks take no part; one may have a mesh alone."""
@@ -485,7 +497,8 @@ def test_a_model_on_some_ranks_of_a_job(tmp_path: Path, rank: int) -> None:
     fsdp2.fully_shard(model, mesh=three if rank < 3 else alone)
     name = "three" if rank < 3 else "alone"
     before = model.weight.full_tensor()
-    checkpoint.save(tmp_path / name, model)
+    for _ in range(3):
+        checkpoint.save(tmp_path / name, model)
     with torch.no_grad():
         model.weight.zero_()
     checkpoint.load(tmp_path / name, model)

@@ -328,3 +328,14 @@ def test_a_parameter_of_a_late_unit_that_cannot_be_sharded(wrong: str) -> None:
     for (param, before), now in zip(values, model.parameters(), strict=False):
         assert param is now
         assert torch.equal(now, before)
+
+
+@ranks(2)
+def test_a_block_that_was_sharded_by_hand_stays_one_unit() -> None:
+    """What is in it is taken; the policy picks in the rest of the model."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)) for _ in range(2)))
+    fsdp2.fully_shard(model[0], mesh=make_mesh())
+    chosen = shard_model(model, {nn.Linear}, mesh=make_mesh())
+    assert list(chosen) == ["1.0", "1.1", ""]
+    model(torch.ones(2, 5)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
