@@ -97,11 +97,23 @@ def torchrun(*arguments: str, folder: Path) -> list[str]:
     return sorted(line for line in printed if line.startswith("rank "))
 
 
+def torchrun_without_fsdp2(*arguments: str, folder: Path) -> list[str]:
+    """As ``torchrun``. torch 2.13 alone sometimes aborts its ranks after their last line."""
+    for _ in range(3):
+        try:
+            return torchrun(*arguments, folder=folder)
+        except AssertionError as error:
+            if "terminate called without an active exception" not in str(error):
+                raise
+            failed = error
+    raise failed
+
+
 def test_a_program_of_torchs_names_runs_untouched(tmp_path: Path) -> None:
     """By torchrun: which implementation ran, with it and without; the losses are the same."""
     (tmp_path / "train.py").write_text(BY_LAUNCHER)
     ours = torchrun("-m", "fsdp2", "train.py", "--lr", "x", folder=tmp_path)
-    theirs = torchrun("train.py", "--lr", "x", folder=tmp_path)
+    theirs = torchrun_without_fsdp2("train.py", "--lr", "x", folder=tmp_path)
     assert [line.split()[2] for line in ours] == ["fsdp2"] * 2
     assert [line.split()[2] for line in theirs] == ["torch"] * 2
     assert [line.split()[3:] for line in ours] == [line.split()[3:] for line in theirs]
