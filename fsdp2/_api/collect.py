@@ -73,11 +73,11 @@ class Collected:
     """What a call takes: own parameters by original, sites and parameters of ties, buffers.
 
     ``meshes``: that of the call, and those that its parameters were given. ``left_alone``: what the
-    call was told to ignore.
+    call was told to ignore, and what torch's ``replicate`` looks after.
     """
 
     meshes: list[DataMesh]
-    left_alone: frozenset[Tensor]
+    left_alone: set[Tensor]
     own: dict[nn.Parameter, Taken] = field(default_factory=dict)
     tied: dict[FSDPParam, list[Site]] = field(default_factory=dict)
     shared: dict[FSDPParam, list[nn.Module]] = field(default_factory=dict)
@@ -96,9 +96,9 @@ def collect(
     Raises:
         ConfigError: a parameter that cannot be sharded; the message names it.
     """
-    collected = Collected([data], ignored.tensors | _replicated(modules))
+    collected = Collected([data], set(ignored.tensors))
     found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
-    for top, prefix, module in _managed(modules, ignored):
+    for top, prefix, module in _managed(modules, ignored, collected.left_alone):
         for name, param in module._parameters.items():
             if param is None or param in ignored:
                 continue
@@ -245,21 +245,13 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                 collected.escaped.setdefault(unit, []).append(param)
 
 
-def _replicated(modules: Sequence[nn.Module]) -> frozenset[Tensor]:
-    """Return the parameters that torch's ``replicate`` looks after."""
-    return frozenset(
-        param
-        for top in modules
-        for module in top.modules()
-        if "replicate" in torch_modules.composable_names(module)
-        for param in module.parameters()
-    )
-
-
 def _managed(
-    modules: Sequence[nn.Module], ignored: Ignored
+    modules: Sequence[nn.Module], ignored: Ignored, left_alone: set[Tensor]
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Yield (top, name, module) for modules that no unit or other composable API below has."""
+    """Yield (top, name, module) for modules that no unit or other composable API below has.
+
+    Parameters of the other API are added to ``left_alone``.
+    """
     seen: set[nn.Module] = set()
 
     def walk(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -268,7 +260,11 @@ def _managed(
         seen.add(module)
         yield prefix, module
         for name, child in module.named_children():
-            if unit_of(child) is None and "replicate" not in torch_modules.composable_names(child):
+            if unit_of(child) is not None:
+                continue
+            if "replicate" in torch_modules.composable_names(child):
+                left_alone.update(child.parameters())
+            else:
                 yield from walk(f"{prefix}.{name}" if prefix else name, child)
 
     for top in modules:

@@ -165,8 +165,8 @@ def compare(
             f"{len(unexpected)} names that the model lacks: {', '.join(unexpected[:5])}"
         )
     if problems:
-        hint = " Pass strict=False to load what fits, without an optimizer."
-        hint = "" if wrong else hint
+        without = " Pass strict=False to load what fits, without an optimizer."
+        hint = "" if wrong else without
         raise ConfigError(
             "FS603",
             f"{what}: the state does not fit the model. Found {' and '.join(problems)}.{hint} "

@@ -151,7 +151,7 @@ def _leave_to_the_first(state: dict[str, Any], main: Grid) -> None:
     """Drop what the first rank saves for all: buffers, plain parameters, counters, param groups.
 
     Ranks may have different ones (BatchNorm's running values), and DCP would take each from any
-    rank. What the first rank does not have, as of another stage of a pipeline, stays.
+    rank. What the first rank does not have stays.
     """
     optimizer: dict[str, Any] = state.get("optimizer", {})
     states: dict[str, dict[str, Any]] = optimizer.get("state", {})

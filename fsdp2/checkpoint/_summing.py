@@ -39,13 +39,11 @@ def write(state: dict[str, Any], folder: Path, main: Grid) -> dict[str, int]:
     """
     writer = SummingWriter(folder)
     error: BaseException | None = None
-    alone = main.size == 1
-    rank = 0
+    alone, group = main.size == 1, main.process_group("save")
+    rank = 0 if alone else dist.get_rank(group)
     try:
-        group = main.process_group("save")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that no process group is there, and deprecations
-            rank = 0 if alone else dist.get_rank(group)
             save_state_dict(state, storage_writer=writer, process_group=group, no_dist=alone)
     except CheckpointException as caught:  # the same on every rank
         own = caught.failures.get(rank)
