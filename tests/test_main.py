@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests._pool import ENVIRONMENT
+from tests._torchs_own import with_pause
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,23 +91,16 @@ def run(
     return ended
 
 
-def torchrun(*arguments: str, folder: Path) -> list[str]:
+def torchrun(*arguments: str, folder: Path, **environment: str) -> list[str]:
     """Return what two ranks printed, in the order of ranks."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    printed = run(*start, *arguments, folder=folder).stdout.splitlines()
+    printed = run(*start, *arguments, folder=folder, **environment).stdout.splitlines()
     return sorted(line for line in printed if line.startswith("rank "))
 
 
 def torchrun_without_fsdp2(*arguments: str, folder: Path) -> list[str]:
-    """As ``torchrun``. torch 2.13 alone sometimes aborts its ranks after their last line."""
-    for _ in range(3):
-        try:
-            return torchrun(*arguments, folder=folder)
-        except AssertionError as error:
-            if "terminate called without an active exception" not in str(error):
-                raise
-            failed = error
-    raise failed
+    """As ``torchrun``, for what runs on torch's own."""
+    return torchrun(*arguments, folder=folder, PYTHONPATH=with_pause(str(ROOT)))
 
 
 def test_a_program_of_torchs_names_runs_untouched(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import fsdp2
 from tests._pool import ENVIRONMENT
+from tests._torchs_own import with_pause
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAMS = ROOT / "examples" / "clients"
@@ -56,12 +57,14 @@ def run_program(name: str, way: str, *arguments: str, client: str = "", ranks: i
         "imported before": ["--no-python", sys.executable, "-c", IMPORTED_BEFORE, client, program],
     }[way]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return run([sys.executable, *launcher, *start, *arguments])
+    return run([sys.executable, *launcher, *start, *arguments], torchs_own=way == "torch")
 
 
-def run(command: Sequence[str], timeout_s: float = 300) -> Ran:
+def run(command: Sequence[str], timeout_s: float = 300, torchs_own: bool = False) -> Ran:
     """Run a command in the repository; fail with all that it printed."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    if torchs_own:
+        path = with_pause(path)
     ended = subprocess.run(
         command,
         cwd=ROOT,
