@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 
 import fsdp2
+from fsdp2._base.names import class_name
 from fsdp2._base.paragraphs import CODE, in_terminal, read_paragraphs
 from fsdp2._pages.content import Page
 
@@ -180,7 +181,7 @@ def _mark_units(
     for word in filter(None, asked.split(",")):
         if given.policy is not None:
             chosen = [m for _, m in below if word in {cls.__name__ for cls in type(m).__mro__}]
-            known = [type(module).__name__ for _, module in below]
+            known = [class_name(module) for _, module in below]
         else:
             chosen = [module for name, module in below if _matches(name, word)]
             known = [name for name, _ in below]

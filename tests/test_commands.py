@@ -175,7 +175,7 @@ def test_a_report(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     subprocess.run([sys.executable, "-c", RECORDED], cwd=here, env=where, check=True)
     main(["report", "run", "--html", "a.html", "--trace", "a.json", "--rows", "a.jsonl"])
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "Recording of FSDPSequential"
+    assert printed[0] == "Recording of Sequential"
     assert "steps: 3" in printed
     assert printed[-3:] == ["wrote a.json", "wrote a.jsonl", "wrote a.html"]
     assert all((here / f"a.{kind}").stat().st_size > 0 for kind in ("html", "json", "jsonl"))

@@ -16,6 +16,7 @@ import torch.nn as nn
 from fsdp2._base import torch_modules
 from fsdp2._base.arguments import described, wrong_type
 from fsdp2._base.errors import ConfigError, ConfigTypeError
+from fsdp2._base.names import class_name
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._engine.unit import unit_of
@@ -47,19 +48,19 @@ def check_modules(module: object) -> list[nn.Module]:
         if is_container(target):
             raise ConfigError(
                 "FS201",
-                f"fully_shard: {type(target).__name__} has no forward, so nothing would gather "
+                f"fully_shard: {class_name(target)} has no forward, so nothing would gather "
                 "its parameters. Apply fully_shard to each of its modules, or to its parent.",
             )
         if unit_of(target) is not None or "fully_shard" in torch_modules.composable_names(target):
             raise ConfigError(
                 "FS202",
-                f"fully_shard: was already applied to this {type(target).__name__}. Apply it "
+                f"fully_shard: was already applied to this {class_name(target)}. Apply it "
                 "once to each module.",
             )
         if "replicate" in torch_modules.composable_names(target):
             raise ConfigError(
                 "FS203",
-                f"fully_shard: replicate was already applied to this {type(target).__name__}, and "
+                f"fully_shard: replicate was already applied to this {class_name(target)}, and "
                 "manages its parameters. Apply one of the two to a module.",
             )
     return modules

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from fsdp2._api.ignored import Ignored
 from fsdp2._base import torch_modules
 from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.names import class_name
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.unit import Unit, unit_of
@@ -147,8 +148,8 @@ def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]]) -> None:
                 if module is not outer and module in inside:
                     raise ConfigError(
                         "FS202",
-                        f"fully_shard: the parameters of this {type(module).__name__} are taken: "
-                        f"fully_shard was applied to the {type(outer).__name__} around it before. "
+                        f"fully_shard: the parameters of this {class_name(module)} are taken: "
+                        f"fully_shard was applied to the {class_name(outer)} around it before. "
                         "Apply it to inner modules first, and to the outermost one last.",
                     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsdp2._base.arguments import described
 from fsdp2._base.errors import ConfigError, ConfigTypeError
+from fsdp2._base.names import class_name
 from fsdp2._engine.unit import unit_of
 
 
@@ -49,7 +50,7 @@ class Ignored:
         if modules and own:
             raise ConfigError(
                 "FS212",
-                f"fully_shard: found a {type(modules[0]).__name__} and a "
+                f"fully_shard: found a {class_name(modules[0])} and a "
                 f"{type(own[0]).__name__} of shape {tuple(own[0].shape)} in ignored_states. Pass "
                 "modules only, or tensors only: for a mixture pass "
                 "[*module.parameters(), *module.buffers()] in the place of each module.",
@@ -59,7 +60,7 @@ class Ignored:
             if unit_of(child) is not None:
                 raise ConfigError(
                     "FS212",
-                    f"fully_shard: found a {type(child).__name__} in ignored_states that "
+                    f"fully_shard: found a {class_name(child)} in ignored_states that "
                     "fully_shard was applied to, so its parameters are sharded already. "
                     "Leave it out: a call never takes what an earlier one took.",
                 )

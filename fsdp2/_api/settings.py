@@ -30,6 +30,7 @@ from fsdp2._base.arguments import (
 )
 from fsdp2._base.errors import ConfigError, ConfigTypeError, StateError, coded
 from fsdp2._base.events import IDLE
+from fsdp2._base.names import class_name
 from fsdp2._comm import collectives
 from fsdp2._comm.collectives import CustomComm
 from fsdp2._comm.process_mesh import carrying, operation
@@ -53,7 +54,7 @@ def own_unit(module: object) -> Unit:
 
 def units_in(module: object, recurse: bool) -> list[Unit]:
     """Return the unit of a sharded module, and those below it."""
-    if not check_flag(type(module).__name__, "recurse", recurse):
+    if not check_flag(class_name(module), "recurse", recurse):
         return [own_unit(module)]
     assert isinstance(module, nn.Module)
     return units_below(module)
@@ -80,7 +81,7 @@ def sharded_units(who: str, name: str, module: nn.Module, recurse: bool = True) 
     if not units:
         raise ConfigError(
             "FS503",
-            f"{who}: fully_shard was applied to nothing in this {type(module).__name__}. Pass the "
+            f"{who}: fully_shard was applied to nothing in this {class_name(module)}. Pass the "
             "sharded model.",
         )
     return units

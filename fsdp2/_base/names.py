@@ -1,6 +1,7 @@
 """Names of parameters without the wrappers around their modules, and modules by name.
 
-Owns which parts of a name are a wrapper's. It must not know states or files.
+Owns which parts of a name are a wrapper's, and which class a user wrote. It must not know states or
+files.
 
 A wrapper of activation checkpointing, of the compiler or of torch's FSDP1 is a module between a
 parent and its child, and so its attribute stands in the names of ``named_parameters()``. Torch's
@@ -18,6 +19,11 @@ import torch.nn as nn
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 
 V = TypeVar("V")
+
+
+def class_name(module: object) -> str:
+    """Return the name of the class that a user wrote; ``fully_shard`` makes one on top of it."""
+    return getattr(type(module), "_fsdp2_original", type(module)).__name__
 
 
 def clean(name: str) -> str:

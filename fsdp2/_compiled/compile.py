@@ -20,6 +20,7 @@ from fsdp2._base import torch_comm, torch_compiler
 from fsdp2._base.arguments import check_flag, check_mapping, check_module, translated, wrong_type
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.events import IDLE
+from fsdp2._base.names import class_name
 from fsdp2._compiled.agreement import Agreement
 from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions, watch
 from fsdp2._compiled.functional import TracedUnit
@@ -357,7 +358,7 @@ def check_units(model: nn.Module) -> None:
     if not units:
         raise ConfigError(
             "FS503",
-            f"compile: found no sharded module in {type(model).__name__}. Apply fully_shard first, "
+            f"compile: found no sharded module in {class_name(model)}. Apply fully_shard first, "
             "or call torch.compile.",
         )
     names = {id(module): name for name, module in model.named_modules()}

@@ -38,6 +38,7 @@ import torch.nn as nn
 from fsdp2._base import events, torch_autograd, torch_modes, torch_modules
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import BACKWARD, FORWARD, IDLE
+from fsdp2._base.names import class_name
 from fsdp2._base.torch_autograd import EndOfBackward
 from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.streams import StepContext, streams_for
@@ -597,7 +598,7 @@ def attach(root: Unit) -> Runtime:
         if unit.runtime is not None:
             raise StateError(
                 "FS304",
-                f"{name or '<root>'}: ran a forward before {type(root.modules[0]).__name__}, which "
+                f"{name or '<root>'}: ran a forward before {class_name(root.modules[0])}, which "
                 "contains it, so it became a root of its own. Run the outermost module that "
                 "fully_shard was applied to first.",
             )
@@ -691,6 +692,6 @@ def _check_ties(param: FSDPParam, unit: Unit) -> None:
     if outside:
         raise StateError(
             "FS210",
-            f"{param.fqn}: is shared with {type(outside[0]).__name__}, and no unit contains both. "
+            f"{param.fqn}: is shared with {class_name(outside[0])}, and no unit contains both. "
             "Apply fully_shard to a module that contains both as well, and run that one.",
         )

@@ -27,6 +27,7 @@ from fsdp2._api.inspect import units as describe_units
 from fsdp2._api.settings import refuse_during_step, sharded_units
 from fsdp2._base.arguments import check_count, check_function, check_path
 from fsdp2._base.errors import StateError, UnsupportedError, coded
+from fsdp2._base.names import class_name
 from fsdp2._compiled.compile import CompiledModel
 from fsdp2._engine.unit import Unit
 from fsdp2._pages.content import Page, Planned
@@ -246,7 +247,7 @@ def _header(
         "fsdp2": vars(sys.modules["fsdp2"])["__version__"],
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "model": type(model).__name__,
+        "model": class_name(model),
         "units": [names[unit] for unit in units],
         "axes": axes,
         "groups": groups,

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from fsdp2._base import torch_autograd, torch_dtensor, torch_modules
 from fsdp2._base.arguments import check_device, check_flag, check_function
 from fsdp2._base.errors import ConfigError, UnsupportedError
-from fsdp2._base.names import children_first
+from fsdp2._base.names import children_first, class_name
 from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.between_steps import require_idle, units_below
 from fsdp2._param_group.group import ParamGroup
@@ -124,7 +124,7 @@ def materialize(
     modules = [(name, module) for name, module in children_first(model) if any(meta[id(module)])]
     if init is None:
         lacking = [
-            f"{name or '<root>'} ({_class(module)})"
+            f"{name or '<root>'} ({class_name(module)})"
             for name, module in modules
             if not callable(getattr(module, "reset_parameters", None))
         ]
@@ -164,10 +164,6 @@ class _Own(NamedTuple):
         params = {n for n, p in module._parameters.items() if p is not None and p.is_meta}
         buffers = {n for n, b in module._buffers.items() if b is not None and b.is_meta}
         return _Own(frozenset(params), frozenset(buffers))
-
-
-def _class(module: nn.Module) -> str:
-    return getattr(type(module), "_fsdp2_original", type(module)).__name__
 
 
 # Memory.
@@ -319,7 +315,7 @@ class _Step:
 
     def __post_init__(self) -> None:
         module, own = self.module, self.own
-        self.what = f"materialize: init of {self.name or '<root>'} ({_class(module)})"
+        self.what = f"materialize: init of {self.name or '<root>'} ({class_name(module)})"
         self.registered = {n: p for n, p in module._parameters.items() if p is not None}
         self.buffers = {
             n: b for n, b in module._buffers.items() if b is not None and n not in own.buffers

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base import torch_dtensor
 from fsdp2._base.arguments import check_flag
 from fsdp2._base.errors import ConfigError, StateError, coded
+from fsdp2._base.names import class_name
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.unit import Unit, unit_of
@@ -205,7 +206,7 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
     name = unit.fqn if unit is not None else ""
     raise StateError(
         "FS306",
-        f"{name or type(module).__name__}: its forward was called inside summon_full_params, where "
+        f"{name or class_name(module)}: its forward was called inside summon_full_params, where "
         "no parameters are gathered or reduced. Leave the context first.",
     )
 
