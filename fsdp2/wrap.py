@@ -15,6 +15,7 @@ gather its parameters, so what was said of it holds for each of its modules.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import socket
@@ -40,7 +41,7 @@ from fsdp2._base.arguments import (
     wrong_value,
 )
 from fsdp2._base.errors import ConfigError, ConfigTypeError, coded
-from fsdp2._base.names import children_first
+from fsdp2._base.names import children_first, class_name
 from fsdp2._comm.mesh import default_device_type, default_mesh, require_process_group
 from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.between_steps import units_below
@@ -201,15 +202,7 @@ def _run(policy: object, model: nn.Module, ignored: Ignored) -> Chosen:
                 "example {TransformerBlock}.",
             )
         if not any(isinstance(module, classes) for module in model.modules()):
-            names = ", ".join(sorted(cls.__name__ for cls in classes))
-            warnings.warn(
-                coded(
-                    "FS228",
-                    f"shard_model: no module of the {type(model).__name__} is of class {names}, so "
-                    "all of it becomes one unit. Pass the classes of the model's blocks.",
-                ),
-                stacklevel=3,
-            )
+            _warn_of_nothing(model, f"of class {', '.join(sorted(c.__name__ for c in classes))}")
         return _ask(lambda module: isinstance(module, classes), model, ignored)
     if isinstance(policy, type | nn.Module) or not callable(policy):
         expected = "a set of module classes, a function, or a policy of torch.distributed.fsdp.wrap"
@@ -217,8 +210,23 @@ def _run(policy: object, model: nn.Module, ignored: Ignored) -> Chosen:
     if _is_recursive(policy):
         chosen: Chosen = {}
         _recurse(policy, model, ignored, chosen)
+        name = torch_modules.name_of_class_policy(policy)
+        picks = functools.partial(policy, recurse=False, nonwrapped_numel=0)
+        if name is not None and not any(picks(module=module) for module in model.modules()):
+            _warn_of_nothing(model, f"what {name} names")
         return chosen
     return _ask(policy, model, ignored)
+
+
+def _warn_of_nothing(model: nn.Module, what: str) -> None:
+    warnings.warn(
+        coded(
+            "FS228",
+            f"shard_model: no module of the {class_name(model)} is {what}, so all of it becomes "
+            "one unit. Pass the classes of the model's blocks.",
+        ),
+        stacklevel=4,  # where shard_model was called
+    )
 
 
 def _is_recursive(policy: Callable[..., Any]) -> bool:

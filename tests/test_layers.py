@@ -156,6 +156,8 @@ def test_nothing_comes_from_torchs_own_fsdp(name: str) -> None:
         "UnshardHandle",
         "fully_shard",
         "wrap.CustomPolicy",
+        "wrap.ModuleWrapPolicy",
+        "wrap.transformer_auto_wrap_policy",
     )
     names = allowed if name == "_base/torch_modules.py" else ()
     whole = {"torch.distributed.fsdp"} if names else set()

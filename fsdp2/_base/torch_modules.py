@@ -30,6 +30,7 @@ from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
 from torch.distributed.fsdp import fully_shard  # for its accessor alone
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from fsdp2._base.errors import ConfigError
 
@@ -71,6 +72,15 @@ PUBLIC = {name: getattr(_fsdp, name) for name in _fsdp.__all__}
 def is_persistent(module: nn.Module, name: str) -> bool:
     """True if a buffer is in its module's ``state_dict``. No public way exists."""
     return name not in module._non_persistent_buffers_set
+
+
+def name_of_class_policy(policy: object) -> str | None:
+    """Name a policy of FSDP1 that picks modules by their classes; None if it is another."""
+    if isinstance(policy, ModuleWrapPolicy):
+        return ModuleWrapPolicy.__name__
+    if getattr(policy, "func", None) is transformer_auto_wrap_policy:  # of functools.partial
+        return transformer_auto_wrap_policy.__name__
+    return None
 
 
 custom_policy_function: Callable[[CustomPolicy], Callable[[nn.Module], Any]]

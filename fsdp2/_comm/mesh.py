@@ -11,8 +11,9 @@ At most one dim has the role to shard; several that a user names become one firs
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp2._base import torch_comm, torch_dtensor
+from fsdp2._base import torch_comm, torch_dtensor, torch_modes
 from fsdp2._base.arguments import wrong_type
 from fsdp2._base.errors import ConfigError, UnsupportedError
 from fsdp2._base.policy import DataParallelMeshDims
@@ -108,6 +109,7 @@ class DataMesh:
         """Read a 1-D mesh as (shard), a 2-D mesh as (replicate, shard), or as ``roles`` say."""
         if roles is None:
             roles = (SHARD,) if mesh.ndim == 1 else (REPLICATE, SHARD)
+        _require_ascending(mesh, [d for d, role in enumerate(roles) if role == SHARD])
         shard, replicate = (
             _axis(mesh, roles.index(role)) if role in roles else ABSENT_AXIS
             for role in (SHARD, REPLICATE)
@@ -123,6 +125,7 @@ class DataMesh:
         names = tuple(full.mesh_dim_names or ())
         shard = tuple(name for name in names if name in dims.shard_names)
         replicate = tuple(name for name in names if name in dims.replicate_names)
+        _require_ascending(full, [names.index(name) for name in shard])
         mesh, flat_shard = full, _joined_axis(full, shard)
         if len(shard) > 1:
             start = names.index(shard[0])
@@ -308,6 +311,30 @@ def check_mesh(mesh: object, dims: object = None) -> DeviceMesh:
             "('replicate', 'shard') to init_device_mesh.",
         )
     return mesh
+
+
+def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
+    """Refuse a mesh whose ranks do not ascend along ``dims``, which together cut a tensor.
+
+    torch sorts the ranks of a process group, and a collective hands out shards in that order. A
+    DTensor takes its place from the mesh. Where the two differ, what DCP writes is in the wrong
+    rows, without an error (torch 2.13.0). The whole mesh is looked at, so all ranks see the same.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if not dims:
+        return
+    with torch_modes.hidden_from_modes():
+        ranks = mesh.mesh.movedim(tuple(dims), tuple(range(-len(dims), 0)))
+        lines = ranks.reshape(-1, math.prod(ranks.shape[-len(dims) :])).tolist()
+    if any(line != sorted(line) for line in lines):
+        raise ConfigError(
+            "FS230",
+            f"fully_shard: found {mesh}, whose ranks do not ascend along the sharded dim. torch "
+            "sorts the ranks of a process group, so checkpoints would mix up rows. "
+            "Sort them; to place ranks on machines, change which process has which rank.",
+        )
 
 
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:

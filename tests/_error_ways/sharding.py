@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -402,6 +404,23 @@ def _(mended: bool) -> None:
     train(model)
 
 
+@way("FS228", "ModuleWrapPolicy", name="a policy of torch's")
+def _(mended: bool) -> None:
+    model = Net()
+    fsdp2.wrap.shard_model(model, ModuleWrapPolicy({nn.Linear if mended else nn.Conv2d}))
+    train(model)
+
+
+@way("FS228", "transformer_auto_wrap_policy", name="another policy of torch's")
+def _(mended: bool) -> None:
+    model = Net()
+    classes = {nn.Linear if mended else nn.Conv2d}
+    fsdp2.wrap.shard_model(
+        model, partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+    )
+    train(model)
+
+
 @way("FS228", "Conv2d", name="on purpose")
 def _(mended: bool) -> None:
     policy = None if mended else {nn.Conv2d}
@@ -413,3 +432,26 @@ def _(mended: bool) -> None:
     mesh = DeviceMesh(DEVICE, [0])
     if dist.get_rank() == 0 or not mended:
         train(fsdp2.fully_shard(Net(), mesh=mesh))
+
+
+@way("FS230", "DeviceMesh")
+def _(mended: bool) -> None:
+    ranks = list(range(dist.get_world_size()))
+    train(fsdp2.fully_shard(Net(), mesh=DeviceMesh(DEVICE, ranks if mended else ranks[::-1])))
+
+
+@way("FS230", "DeviceMesh", name="several dims as one")
+def _(mended: bool) -> None:
+    ranks = torch.arange(dist.get_world_size())
+    mesh = DeviceMesh(DEVICE, (ranks if mended else ranks.flip(0))[None], mesh_dim_names=("a", "b"))
+    dims = fsdp2.DataParallelMeshDims(shard=("a", "b"))
+    train(fsdp2.fully_shard(Net(), mesh=mesh, dp_mesh_dims=dims))
+
+
+@way("FS230", "DeviceMesh", name="some lines of it")
+def _(mended: bool) -> None:
+    """Every rank sees it, those too whose own place would be right."""
+    ranks = torch.tensor([[0], [1]]) if mended else torch.tensor([[1], [0]])
+    mesh = DeviceMesh(DEVICE, ranks, mesh_dim_names=("shard", "replicate"))
+    dims = fsdp2.DataParallelMeshDims(shard="shard", replicate="replicate")
+    train(fsdp2.fully_shard(Net(), mesh=mesh, dp_mesh_dims=dims))
