@@ -173,6 +173,7 @@ def test_what_goes_over_the_link_is_what_the_limit_says(library: str) -> None:
     assert least <= link_.nbytes - before < 1.05 * least
 
 
+@pytest.mark.slow
 def test_emitted_products_and_collectives_move_the_clock_of_the_link() -> None:
     size, link_ = Size(depth=1, width=64, hidden=64, vocabulary=64), Link(VirtualClock())
     with _noop.ranks(4, lambda rank, n: LinkGroup(rank, n, link_)) as (_, mesh), link_.clock:
@@ -233,6 +234,7 @@ def test_state_is_saved_and_loaded_by_every_variant(monkeypatch: pytest.MonkeyPa
     }
 
 
+@pytest.mark.slow
 def test_tables_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
     few = argparse.Namespace(
         libraries=["plain", "fsdp2"], world_sizes=[4], save=False, wall=False, rounds=2
@@ -249,6 +251,7 @@ def test_tables_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(figure.is_gated for figure in measured.figures)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_split_into_parts_and_its_nodes_are_counted() -> None:
     outcome = _compile_worker.run(_compile_worker.Task(depth=1, stubbed=True))
     torch._dynamo.reset()

@@ -242,7 +242,7 @@ def test_draws_its_plan_and_its_last_steps(workplace: Workplace, whole_run: str)
     folder = workplace.folder / "whole-pages"
     assert whole_run.endswith(f"drew {folder}/plan.html\ndrew {folder}/recording.html\n")
     assert "over 2 ranks (2)" in (folder / "plan.html").read_text()
-    assert "Recording of FSDPTransformer" in (folder / "recording.html").read_text()
+    assert "Recording of Transformer" in (folder / "recording.html").read_text()
     found = fsdp2.read_recordings(folder / "steps")
     assert found.ranks == (0, 1)
     assert [len(steps) for steps in found.steps.values()] == [8, 8]

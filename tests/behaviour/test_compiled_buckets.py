@@ -23,9 +23,8 @@ def counts(step: Step) -> Counter[str]:
 
 
 @pytest.mark.skipif(not TORCH_2_13, reason="inductor of torch 2.11 buckets no gather of these")
-@pytest.mark.parametrize(
-    "recipe", ["fx buckets", pytest.param("scheduled", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fx buckets", "scheduled"])
 def test_inductor_buckets_what_is_gathered_and_reduced_by_blocks(recipe: str) -> None:
     options = RECIPES[recipe](BLOCK_MB, BLOCK_MB)
     step = emitted_step(4, size=SIZE, bucket=False, overlap=False, options=options)

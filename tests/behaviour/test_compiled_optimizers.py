@@ -368,7 +368,7 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
 @pytest.mark.parametrize(
     ("model", "optimizer", "backend"),
     [
-        ("compiled", "torch's", "aot_eager"),
+        slow("compiled", "torch's", "aot_eager"),
         ("eager", "local", "aot_eager"),
         slow("eager", "torch's", "aot_eager"),
         slow("compiled", "local", "aot_eager"),

@@ -14,7 +14,7 @@ import torch
 from benchmarks._optimizers import ROWS, WAYS, Bf16AsDouble, Row, compare
 from fsdp2.optim._local import ELEMENTWISE
 from tests._pool import ranks_that_share as ranks
-from tests._slow import with_slow
+from tests._slow import slow, with_slow
 
 OF_TORCH = {row.label: row for row in ROWS if row.package == "torch.optim"}
 LEFT_OUT = {"torch AdamW, capturable", "torch SparseAdam"}  # CPUs and dense gradients: no way does
@@ -41,7 +41,7 @@ def test_every_class_of_torch_is_listed() -> None:
         ["torch Rprop", "torch SGD, fused", "torch Adamax", "torch AdamW, a tensor as lr"],
     ),
 )
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_what_is_element_wise_trains_like_the_whole_model(label: str) -> None:
     """Under `local` always; on the `DTensor`s where torch has kernels, and else as torch's own."""
     row = OF_TORCH[label]
@@ -53,7 +53,7 @@ def test_what_is_element_wise_trains_like_the_whole_model(label: str) -> None:
 
 
 @pytest.mark.parametrize("label", OTHERS)
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_what_mixes_elements_is_right_or_an_error(label: str) -> None:
     """Adafactor, Muon and LBFGS: `local` refuses; on `DTensor`s they are right, or say they cannot.
 
@@ -67,7 +67,7 @@ def test_what_mixes_elements_is_right_or_an_error(label: str) -> None:
     assert (ours.error, ours.is_right(row)) == (theirs.error, theirs.is_right(row))
 
 
-@ranks(2, 3)
+@ranks(slow(2), 3)
 def test_muon_differs_by_its_own_rounding() -> None:
     """On sizes that the ranks divide Muon is the whole one's, once it does not compute in bf16."""
     row = OF_TORCH["torch Muon, even sizes"]

@@ -285,7 +285,7 @@ def same_plan(one: fsdp2.Plan, other: fsdp2.Plan) -> None:
     assert one.step == other.step
 
 
-@pytest.mark.parametrize("memory", with_slow(["low", "balanced", "fast"], ["fast"]))
+@pytest.mark.parametrize("memory", with_slow(["low", "balanced", "fast"]))
 @ranks(4)
 def test_a_sharded_model(memory: str) -> None:
     """It is planned as it would have been before; also after it has run, and by one rank alone."""

@@ -19,6 +19,7 @@ from fsdp2._plan.values import StepPlan
 from tests._meshes import shared_mesh
 from tests._models import seeded
 from tests._pool import ranks
+from tests._slow import with_slow
 from tests.behaviour.test_plan import LENGTH, Block, Model, real_step
 
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
@@ -138,6 +139,7 @@ def test_a_badly_padded_dim() -> None:
         check_peak(found, real[1])
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_an_embedding_in_a_block() -> None:
     plan = fsdp2.plan(TaggedModel(), mesh=2, policy={Tagged}, batch=TOKENS, rank=dist.get_rank())
@@ -153,7 +155,7 @@ def test_an_embedding_in_a_block() -> None:
     assert max(g.whole_nbytes for g in better.groups) < max(g.whole_nbytes for g in plan.groups)
 
 
-@pytest.mark.parametrize("spare", [0.001, 0.1, 1.0, 30.0])
+@pytest.mark.parametrize("spare", with_slow([0.001, 0.1, 1.0, 30.0], [0.001, 30.0]))
 def test_the_largest_batch_is_found_in_few_plans(spare: float) -> None:
     """A plan of a large model takes seconds: two sizes tell the third, whatever the budget."""
     batch = torch.zeros(1, LENGTH, dtype=torch.long)

@@ -945,6 +945,7 @@ def test_ranks_that_compile_different_graphs_get_an_error_each() -> None:
         torch.compiler.reset()
 
 
+@pytest.mark.slow
 @ranks(4, limit_s=100)
 def test_ranks_of_two_axes_that_compile_different_graphs() -> None:
     """One rank goes another way: those that share no axis with it learn it from others."""

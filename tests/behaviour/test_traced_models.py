@@ -321,7 +321,7 @@ def marked(name: str, *more: str) -> Any:
     return pytest.param(name, *more, marks=marks)
 
 
-DEFAULT = ["routed", "adapted_bf16", "tied_encoder", "reads_a_dtype_of_others"]
+DEFAULT = ["tied_encoder", "reads_a_dtype_of_others"]
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in DEFAULT])

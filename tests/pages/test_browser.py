@@ -14,6 +14,7 @@ import pytest
 from fsdp2._pages.page import embed, render
 from tests import _sample_pages as samples
 from tests._browser import Browser, find_chromium
+from tests._slow import with_slow
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(
@@ -95,8 +96,8 @@ def zoom(browser: Browser, section: str) -> tuple[float, float]:
     return round(found["startValue"], 9), round(found["endValue"], 9)
 
 
-@pytest.mark.parametrize("is_dark", [False, True])
-@pytest.mark.parametrize(("width", "height"), [(1280, 800), (480, 900)])
+@pytest.mark.parametrize("is_dark", with_slow([False, True], [True]))
+@pytest.mark.parametrize(("width", "height"), with_slow([(1280, 800), (480, 900)], [(480, 900)]))
 @pytest.mark.parametrize("name", ["small", "large"])
 def test_all_pictures_are_drawn(
     browser: Browser, folder: Path, name: str, width: int, height: int, is_dark: bool

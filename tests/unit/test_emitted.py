@@ -14,6 +14,7 @@ from benchmarks._models import Size, build, make_input, make_step
 from benchmarks.compile import look
 from tests._emitted import Step, emitted_by, emitted_step, read_step, stubbed_kernels
 from tests._emitted_kernels import read_kernel
+from tests._slow import with_slow
 
 HEAD = """
 aten = torch.ops.aten
@@ -353,7 +354,7 @@ def triton_poi_fused_0(in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
     assert (store.kind, store.argument) == (kind, 1)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", with_slow([False, True], [True]))
 def test_a_step_that_is_emitted_has_the_collectives_of_its_groups(bf16: bool) -> None:
     size = Size(depth=1, width=32, hidden=32, vocabulary=64)
     step = emitted_step(3, bf16=bf16, size=size)
@@ -374,6 +375,7 @@ def test_a_step_that_is_emitted_has_the_collectives_of_its_groups(bf16: bool) ->
     assert step.peak_nbytes > step.model_nbytes / 3
 
 
+@pytest.mark.slow
 def test_the_peak_of_the_code_is_that_of_the_allocator() -> None:
     """In fp32: products in bf16 may take memory of their own inside, which no code shows."""
     size = Size(depth=2, width=32, hidden=64, vocabulary=64)

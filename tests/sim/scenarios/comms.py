@@ -130,7 +130,7 @@ def comm_hook(world: World) -> Values:
     return train(world, set_up=lambda model: fsdp2.register_comm_hook(model, summing))
 
 
-@scenario(4)
+@scenario(4, slow=True)
 def comm_hook_and_replicas(world: World) -> Values:
     return train(
         world, mesh=world.mesh(2, 2), set_up=lambda model: fsdp2.register_comm_hook(model, summing)

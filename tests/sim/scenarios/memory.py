@@ -94,7 +94,7 @@ def without_copies(world: World) -> Values:
     return train(world, set_up=lambda model: model.set_copy_free_min_bytes(1))
 
 
-@scenario(3)
+@scenario(3, slow=True)
 def without_copies_uneven(world: World) -> Values:
     return train(world, set_up=lambda model: model.set_copy_free_min_bytes(1))
 

@@ -58,7 +58,7 @@ def replicas_summed_late_in_fp64(world: World) -> Values:
     return summed_late(world, mesh=world.mesh(2, 2), mp_policy=policy)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def replicas_only_summed_late(world: World) -> Values:
     """Shards of size one: what is reduced is what was packed."""
     return summed_late(world, mesh=world.mesh(2, 1))
@@ -81,7 +81,7 @@ def data_parallel(world: World) -> Values:
     return train(world, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="data"))
 
 
-@scenario(4)
+@scenario(4, slow=True)
 def smaller_mesh_after_forward(world: World) -> Values:
     return train(world, reshard_after_forward=2)
 
@@ -109,7 +109,7 @@ def sharded_on_dim_one_by_one_rank(world: World) -> Values:
     return train(world, shard_placement_fn=lambda param: Shard(param.dim() - 1))
 
 
-@scenario(4)
+@scenario(4, slow=True)
 def parameters_on_other_meshes(world: World) -> Values:
     """Weights of blocks are sharded by two ranks and replicated, all else by four."""
     small = shared_mesh((2, 2), ("replicate", "shard"))
@@ -158,7 +158,7 @@ def tensor_parallel(world: World, **kwargs: Any) -> Values:
     return run.values()
 
 
-@scenario(4)
+@scenario(4, slow=True)
 def tensor_parallel_inside(world: World) -> Values:
     """TP 2 x FSDP 2."""
     return tensor_parallel(world)

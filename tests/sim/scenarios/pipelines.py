@@ -53,7 +53,7 @@ def pipelined(world: World, schedule: Callable[..., Any], stages: int, **kwargs:
     return world.values(*parts)
 
 
-@scenario(4)
+@scenario(4, slow=True)
 def pipelined_one_stage_a_rank(world: World) -> Values:
     return pipelined(world, Schedule1F1B, 2)
 

@@ -168,7 +168,7 @@ def unused_that_get_zeros(world: World) -> Values:
     return world.values(model)
 
 
-@scenario(4, may_wait=WHO_HAS_WHAT)
+@scenario(4, may_wait=WHO_HAS_WHAT, slow=True)
 def unused_and_summed_late(world: World) -> Values:
     """Partial sums of replicas in which a gradient misses."""
     case = CASES["unused_parts"]

@@ -48,7 +48,7 @@ def state_dicts(world: World) -> Values:
     return world.values(run.model, other.model)
 
 
-@scenario(2)
+@scenario(2, slow=True)
 def full_states(world: World) -> Values:
     run, other = training(world), training(world)
     for step in run.steps(unsteady=99):
