@@ -77,9 +77,9 @@ def is_persistent(module: nn.Module, name: str) -> bool:
 def name_of_class_policy(policy: object) -> str | None:
     """Name a policy of FSDP1 that picks modules by their classes; None if it is another."""
     if isinstance(policy, ModuleWrapPolicy):
-        return ModuleWrapPolicy.__name__
+        return "ModuleWrapPolicy"
     if getattr(policy, "func", None) is transformer_auto_wrap_policy:  # of functools.partial
-        return transformer_auto_wrap_policy.__name__
+        return "transformer_auto_wrap_policy"
     return None
 
 

@@ -147,26 +147,6 @@ class Grid:
     def size(self) -> int:
         return math.prod(self.counts)
 
-    def process_group(self, what: str) -> dist.ProcessGroup | None:
-        """Return a process group of the grid's ranks; None if they are all of the job, or one.
-
-        Raises:
-            UnsupportedError: they have none. One that is made of some ranks of a job is named by
-                how many each has made before (torch 2.13), so ranks could wait for each other.
-        """
-        shared = [axis.pg for axis in self.axes if axis.size > 1]
-        if not shared or self.size == dist.get_world_size():
-            return None
-        if len(shared) > 1:
-            raise UnsupportedError(
-                "FS626",
-                f"{what}: the model is on a mesh of {' x '.join(map(str, self.counts))} ranks, and "
-                f"the job has {dist.get_world_size()}: no process group joins just these ranks. "
-                "Save with checkpoint.save_safetensors, or what checkpoint.local_state returns on "
-                "each rank.",
-            )
-        return shared[0]
-
     @property
     def place(self) -> tuple[int, ...]:
         """This rank's coordinate on every axis."""
@@ -188,6 +168,37 @@ class Grid:
                 with carrying():
                     dist.broadcast_object_list(held, src=axis.global_ranks[0], group=axis.pg)
         return held[0]  # type: ignore[no-any-return]  # what the first rank passed
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the objects of all ranks on the first one, its own first; None on the others."""
+        held: list[Any] | None = [value]
+        for index, axis in reversed([*enumerate(self.axes)]):
+            if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
+                parts: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
+                with carrying():
+                    dist.gather_object(held, parts, dst=axis.global_ranks[0], group=axis.pg)
+                held = [item for part in parts for item in part] if parts is not None else None
+        return held
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """Return on each rank its own of the first one's objects, in the order of ``gather``."""
+        held = values
+        for index, axis in enumerate(self.axes):
+            if axis.size > 1 and self.is_first_on(range(index + 1, len(self.axes))):
+                parts = None
+                if axis.rank == 0:
+                    assert held is not None
+                    size = len(held) // axis.size
+                    parts = [held[start : start + size] for start in range(0, len(held), size)]
+                received: list[Any] = [None]
+                with carrying():
+                    dist.scatter_object_list(
+                        received, parts, src=axis.global_ranks[0], group=axis.pg
+                    )
+                held = received[0]
+        assert held is not None
+        (own,) = held
+        return own
 
     def collect(self, value: Any) -> list[Any]:
         """Return the objects of all ranks, the first rank's first."""

@@ -87,7 +87,7 @@ def save(
     Raises:
         ConfigError: ``path`` is a file, the working directory, or a folder with other files only.
         UnsupportedError: a tensor wraps others (optimizer states of torchao), and ``load`` could
-            not read it; or the model's mesh has two dims and is a part of the job.
+            not read it.
         StateError: a rank could not write, or not where the first rank looks; the message says
             which one and why.
     """
@@ -108,7 +108,6 @@ def save(
             state["optimizer"] = named = named_state(model, optimizer)
             named["state"] = _without_tuples(named["state"])
         _require_loadable(state, grids)
-        main.process_group("save")  # or refuse
     _leave_to_the_first(state, main)
     with main.together("save") as same:  # the others may pass no extra
         entries = packed(extra, main.is_first) if extra is not None else {}

@@ -9,53 +9,49 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fsdp2._base.errors import StateError
 from fsdp2._comm.process_mesh import Grid
 from fsdp2.checkpoint._checksums import sum_of_part, tail_of
 from fsdp2.checkpoint._saved import METADATA, SUMMED
 
 
 def write(state: dict[str, Any], folder: Path, main: Grid) -> dict[str, int]:
-    """Write a checkpoint; return the sizes of its files, on the rank that wrote the metadata.
+    """Write a checkpoint; return the sizes of its files, on the first rank, which writes metadata.
 
-    DCP tells its failures to all ranks itself; this makes sure of it. Ranks that are not in
-    ``main`` take no part: they may be stages of a pipeline, with other models.
+    What each rank has to write is planned by DCP, and so are names and metadata. It travels over
+    the axes of ``main``: ``torch.distributed.checkpoint.save`` needs one process group of just
+    these ranks, and a mesh of several dims in a larger job (a stage of a pipeline) has none.
     """
-    writer = SummingWriter(folder)
-    error: BaseException | None = None
-    alone, group = main.size == 1, main.process_group("save")
-    rank = 0 if alone else dist.get_rank(group)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no process group is there, and deprecations
-            save_state_dict(state, storage_writer=writer, process_group=group, no_dist=alone)
-    except CheckpointException as caught:  # the same on every rank
-        own = caught.failures.get(rank)
-        if own is not None and not isinstance(own[0], Exception):
-            raise own[0] from None  # DCP has told the others of this interrupt
-        failed, (first, _) = next(iter(caught.failures.items()))
-        raise StateError(
-            "FS403", f"checkpoint: rank {failed} failed with {type(first).__name__}: {first}"
-        ) from caught
-    except Exception as caught:
-        error = caught
-    main.raise_together(error, "checkpoint")
+    writer, planner = SummingWriter(folder), DefaultSavePlanner()
+    metadata: Metadata | None = None
+    with main.together("checkpoint"):
+        planner.set_up_planner(state, writer.storage_meta(), main.is_first)
+        writer.set_up_storage_writer(main.is_first)
+        mine = writer.prepare_local_plan(planner.create_local_plan())
+    plans = main.gather(mine)
+    with main.together("checkpoint"):
+        if plans is not None:
+            plans, metadata = planner.create_global_plan(plans)
+            plans = writer.prepare_global_plan(plans)
+    mine = main.scatter(plans)
+    with main.together("checkpoint"):
+        written = writer.write_data(planner.finish_plan(mine), planner).wait()
+    results = main.gather(written)
+    with main.together("checkpoint"):
+        if results is not None and metadata is not None:  # on the first rank
+            writer.finish(metadata, results)
     return writer.sizes
 
 

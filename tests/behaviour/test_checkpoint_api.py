@@ -41,7 +41,6 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import Grid
 from tests._meshes import DEVICE, random_numbers
 from tests._models import VOCAB, WIDTH, Batch, Case, seeded
@@ -479,14 +478,41 @@ def test_stages_of_a_pipeline_save_by_themselves(tmp_path: Path, rank: int) -> N
     assert {buffer.max().item() for buffer in model.buffers()} == {mesh["data"].mesh[0].item()}
 
 
-@ranks(2)
-def test_a_mesh_of_two_dims_that_is_not_the_whole_job(rank: int) -> None:
-    """No process group joins its ranks, and a new one of theirs could be waited for in vain."""
-    axis = MeshAxis("axis", 2, rank, dist.group.WORLD)
-    with pytest.raises(fsdp2.UnsupportedError, match="2 x 2 ranks, and the job has 2") as caught:
-        Grid((axis, axis)).process_group("save")
-    assert caught.value.code == "FS626"
-    assert Grid((axis,)).process_group("save") is None  # the whole job
+@ranks(4)
+def test_objects_of_a_grid_of_ranks(rank: int) -> None:
+    """Over each axis in turn, without a process group of all: a stage's ranks may have none."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
+    for grid, ranks_ in (
+        (Grid.of(mesh), [0, 1, 2, 3]),
+        (Grid.of(mesh["shard"]), [rank // 2 * 2, rank // 2 * 2 + 1]),
+        (Grid.of(mesh["replicate"]), [rank % 2, rank % 2 + 2]),
+        (Grid(()), [rank]),
+    ):
+        gathered = grid.gather(f"rank {rank}")
+        assert gathered == ([f"rank {each}" for each in ranks_] if rank == ranks_[0] else None)
+        assert grid.scatter(gathered) == f"rank {rank}"
+
+
+@ranks(4)
+def test_replicas_write_each_shard_once(tmp_path: Path, rank: int) -> None:
+    """On a mesh of two dims; torch reads it, without ranks."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = nn.Linear(5, 13)
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    fsdp2.fully_shard(model, mesh=mesh)
+    checkpoint.save(tmp_path / "saved", model)
+    found = {name: torch.zeros_like(value) for name, value in expected.items()}
+    dcp.load({"model": found}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    written = dcp.FileSystemReader(tmp_path / "saved").read_metadata().storage_data
+    assert sorted((index.fqn, tuple(index.offset)) for index in written) == [
+        ("model.bias", (0,)),
+        ("model.bias", (7,)),
+        ("model.weight", (0, 0)),
+        ("model.weight", (7, 0)),
+    ]
 
 
 @ranks(4)
