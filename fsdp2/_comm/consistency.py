@@ -63,8 +63,10 @@ from fsdp2._comm.operation_ids import (
     STAMP_BITS,
     STAMP_NUMEL,
     TRAIT_BITS,
+    NamedShape,
     Signature,
     code_of,
+    describe_tensors,
     describe_trait,
     fields_of,
     last_word,
@@ -180,6 +182,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
+        self.tensors: dict[int, tuple[NamedShape, ...]] = {}  # that an operation sends
         self._count = 0
         self._operations: dict[int, Operation] = {}
         self._predictions = Predictions()
@@ -205,6 +208,7 @@ class Agreement:
     def retire(self, number: int) -> None:
         """Never expect an operation again: its group sends over another process group now."""
         self._operations.pop(number, None)
+        self.tensors.pop(fields_of(number)[0], None)
         self._predictions.forget(number)
 
     def look_late(self) -> LateLook:
@@ -369,6 +373,9 @@ class Agreement:
         if traits:
             what = "; and in ".join(DIFFERENCES[index] for index in traits)
             why = f"ranks send it differently ({'; '.join(did)}). They differ in {what}."
+            tensors = self.tensors.get(fields_of(number)[0])
+            if 0 in traits and tensors is not None:
+                why += describe_tensors(tensors)
         else:
             why = f"ranks issued different collectives ({'; '.join(did)}). {SAME_ON_EVERY_RANK}"
         if word is None:
@@ -534,7 +541,9 @@ class Stamp:
         """Number the operation by its traits, too; return whether the number is another one."""
         before = self.number
         if before != NO_NUMBER:
-            self.number = before % (1 << NUMBER_BITS) | signature.bits << NUMBER_BITS
+            own = before % (1 << NUMBER_BITS)
+            self._agreement.tensors[own] = signature.tensors
+            self.number = own | signature.bits << NUMBER_BITS
             self.code = stamp_of(self.kind, self.number)
         return self.number != before
 

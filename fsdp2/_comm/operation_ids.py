@@ -34,6 +34,10 @@ DTYPES = (
 )
 """Dtypes of collectives; messages of other ones are told apart by what takes part."""
 
+NamedShape = tuple[str, tuple[int, ...]]
+MOST_TENSORS = 12
+"""In a message."""
+
 DIFFERENCES = (
     "which parameters are trainable, or their shapes or dtypes: freeze, cast and replace "
     "parameters alike on all ranks",
@@ -52,7 +56,8 @@ class Signature:
 
     ``members``: anything whose ``repr`` tells what takes part; ``alone``: how many of these travel
     in collectives of their own; ``dtypes``: what is sent, and what it is summed in;
-    ``is_partial``: no sum over replicas follows, for which other process groups would wait.
+    ``is_partial``: no sum over replicas follows, for which other process groups would wait;
+    ``tensors``: the names and shapes of those that take part, for messages.
     """
 
     members: object
@@ -60,6 +65,7 @@ class Signature:
     dtypes: tuple[torch.dtype, torch.dtype]
     is_custom: bool
     is_partial: bool = False
+    tensors: tuple[NamedShape, ...] = ()
 
     @property
     def bits(self) -> int:
@@ -73,6 +79,13 @@ class Signature:
             result |= value % (1 << width) << position
             position += width
         return result
+
+
+def describe_tensors(tensors: Sequence[NamedShape]) -> str:
+    """Say what takes part on this rank: other ranks say theirs, and who reads both can compare."""
+    shown = ", ".join(f"{name} {tuple(shape)}" for name, shape in tensors[:MOST_TENSORS])
+    more = len(tensors) - MOST_TENSORS
+    return f" On this rank it has {shown or 'none'}{f' and {more} more' if more > 0 else ''}."
 
 
 def last_word(number: int, traits: Sequence[int]) -> int:

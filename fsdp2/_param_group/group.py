@@ -368,7 +368,10 @@ class ParamGroup:
         sent = [(item.shard.signature, item.compute_dtype) for item in layout.items]
         numels, dtype = buffer.sent_numels(self.wire), layout.wire_dtype
         is_custom = self.wire.custom[0] is not None
-        stamp.update_signature(Signature(sent, len(numels) - 1, (dtype, dtype), is_custom))
+        tensors = tuple((param.fqn, param.placement.layout.shape) for param in self._flat_params)
+        stamp.update_signature(
+            Signature(sent, len(numels) - 1, (dtype, dtype), is_custom, tensors=tensors)
+        )
         buffer.take_stamp()
         if buffer.tail_nbytes or not self._tail.items:
             seen_as = layout.items[-1].compute_dtype

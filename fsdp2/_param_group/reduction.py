@@ -192,16 +192,21 @@ class Reducer:
     def _number(self, layout: ReduceLayout) -> bool:
         """Number reductions by how they travel; return whether some number is another one now."""
         _, scatter = self.wire.custom
-        shapes = [shard.signature for shard in layout.shards]
+        members = (layout.members, [shard.signature for shard in layout.shards])
+        tensors = tuple(
+            (self._params[i].fqn, shard.shape)
+            for i, shard in zip(layout.members, layout.shards, strict=True)
+        )
         changed = [False]
         for stamp in self.ids.reductions:
             sent = layout.wire_dtype if stamp.kind == "reduce" else layout.dtype
             signature = Signature(
-                (layout.members, shapes),
+                members,
                 len(layout.zero_copy),
                 (sent, layout.dtype),
                 scatter is not None,
                 self._is_partial,
+                tensors,
             )
             changed.append(stamp.update_signature(signature))
         return any(changed)

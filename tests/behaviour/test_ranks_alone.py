@@ -108,7 +108,10 @@ def test_ranks_that_freeze_different_parameters(rank: int) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[rank].requires_grad_(False)
     fsdp2.fully_shard(model)
-    with pytest.raises(fsdp2.StateError, match=r"set .* of parameters.*trainable"):
+    trained = (
+        r"set .* of parameters.*trainable.* On this rank it has {0}.weight \({1}, {1}\), {0}.bias"
+    )
+    with pytest.raises(fsdp2.StateError, match=trained.format(1 - rank, WIDTH)):
         model(torch.ones(2, WIDTH)).sum().backward()
     assert all(parameter.grad is None for parameter in model.parameters())
 
