@@ -1,8 +1,8 @@
 """Every code block of the manual does what its page says: on ranks, to the last character.
 
 The convention is in `_blocks`. A page's python is one program; the ranks of the pools run it, so
-that nothing imports torch anew. Commands of some pages run in forks, as the launcher would start
-them; in the long matrix the launcher itself starts those of all pages.
+that nothing imports torch anew. Commands run in forks, as the launcher would start them; in the
+long matrix the launcher itself starts those of a page.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from tests._pool import find_free_port, ranks
+from tests._slow import with_slow
 from tests.docs._blocks import (
     LANGUAGES,
     ROOT,
@@ -56,9 +57,10 @@ PROGRAMS = [page for page in MANUAL + OLDER if any(block.runs for block in read_
 LAUNCHED = [
     page for page in MANUAL if any(block.language == "console" for block in read_blocks(page))
 ]
-FORKED_PAGES = [f"docs/tutorial/{page}.md" for page in ("step0", "step1", "step3")]
-"""Whose commands the default suite runs, as a launcher would start them: shards, and a checkpoint.
-The long matrix runs those of all pages under the launcher itself."""
+COMMANDS_BY_DEFAULT = [f"docs/tutorial/{page}.md" for page in ("step0", "step1", "step3")]
+"""Whose commands the default suite runs: no ranks, shards, files. The long matrix has all."""
+UNDER_TORCHRUN = "docs/tutorial/step1.md"
+"""Whose commands the launcher starts, too. Those of all pages took 1,000 s beside other tests."""
 MOST_FRAGMENTS = 0
 MOST_UNRUN = 4
 """Of the manual's own pages. More of them is a decision, not an accident."""
@@ -296,7 +298,7 @@ def run_commands(page: str, folder: Path, *, launcher: bool) -> None:
             )
 
 
-@pytest.mark.parametrize("page", FORKED_PAGES)
+@pytest.mark.parametrize("page", with_slow(names(LAUNCHED), COMMANDS_BY_DEFAULT))
 def test_commands_print_what_the_page_shows(page: str, tmp_path: Path) -> None:
     run_commands(page, tmp_path, launcher=False)
 
@@ -308,9 +310,8 @@ def test_the_readmes_program_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", names(LAUNCHED))
-def test_commands_under_the_launcher(page: str, tmp_path: Path) -> None:
-    run_commands(page, tmp_path, launcher=True)
+def test_commands_under_the_launcher(tmp_path: Path) -> None:
+    run_commands(UNDER_TORCHRUN, tmp_path, launcher=True)
 
 
 @pytest.mark.parametrize("page", names(MANUAL))
