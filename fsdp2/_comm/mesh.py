@@ -323,7 +323,8 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
     Raises:
         ConfigError: they do not.
     """
-    if not dims:
+    known = _ascending.setdefault(mesh, set())
+    if not dims or tuple(dims) in known:
         return
     with torch_modes.hidden_from_modes():
         ranks = mesh.mesh.movedim(tuple(dims), tuple(range(-len(dims), 0)))
@@ -335,6 +336,13 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
             "sorts the ranks of a process group, so checkpoints would mix up rows. "
             "Sort them; to place ranks on machines, change which process has which rank.",
         )
+    known.add(tuple(dims))
+
+
+_ascending: weakref.WeakKeyDictionary[DeviceMesh, set[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The dims along which ranks were found to ascend: a model has many units on one mesh."""
 
 
 def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
