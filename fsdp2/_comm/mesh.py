@@ -318,25 +318,34 @@ def _require_ascending(mesh: DeviceMesh, dims: Sequence[int]) -> None:
 
     torch sorts the ranks of a process group, and a collective hands out shards in that order. A
     DTensor takes its place from the mesh. Where the two differ, what DCP writes is in the wrong
-    rows, without an error (torch 2.13.0). The whole mesh is looked at, so all ranks see the same.
+    rows, without an error (torch 2.13.0). What ``mesh`` was sliced from is looked at, as a whole:
+    ranks of another slice, which work with these along other dims, raise too.
 
     Raises:
         ConfigError: they do not.
     """
-    known = _ascending.setdefault(mesh, set())
-    if not dims or tuple(dims) in known:
+    if not dims:
+        return
+    whole, at = torch_dtensor.root_mesh(mesh), tuple(dims)
+    names = [mesh.mesh_dim_names[dim] for dim in dims] if mesh.mesh_dim_names else []
+    if names and set(names) <= set(whole.mesh_dim_names or ()):  # dims that were joined are not
+        at = tuple((whole.mesh_dim_names or ()).index(name) for name in names)
+    else:
+        whole = mesh
+    known = _ascending.setdefault(whole, set())
+    if at in known:
         return
     with torch_modes.hidden_from_modes():
-        ranks = mesh.mesh.movedim(tuple(dims), tuple(range(-len(dims), 0)))
-        lines = ranks.reshape(-1, math.prod(ranks.shape[-len(dims) :])).tolist()
+        ranks = whole.mesh.movedim(at, tuple(range(-len(at), 0)))
+        lines = ranks.reshape(-1, math.prod(ranks.shape[-len(at) :])).tolist()
     if any(line != sorted(line) for line in lines):
         raise ConfigError(
             "FS230",
-            f"fully_shard: found {mesh}, whose ranks do not ascend along the sharded dim. torch "
+            f"fully_shard: found {whole}, whose ranks do not ascend along the sharded dim. torch "
             "sorts the ranks of a process group, so checkpoints would mix up rows. "
             "Sort them; to place ranks on machines, change which process has which rank.",
         )
-    known.add(tuple(dims))
+    known.add(at)
 
 
 _ascending: weakref.WeakKeyDictionary[DeviceMesh, set[tuple[int, ...]]] = (

@@ -572,3 +572,12 @@ def test_every_setup_with_every_dim(name: str, dim: int, choice: bool | None) ->
         reshard_after_forward=choice,
     )
     assert math.isfinite(model[0].up.weight.full_tensor().sum().item())
+
+
+@ranks(4)
+def test_every_rank_is_told_of_a_slice_whose_ranks_do_not_ascend(rank: int) -> None:
+    """The slice of ranks 0 and 1 would be right; they work with the others along other dims."""
+    mesh = DeviceMesh(DEVICE, [[0, 1], [3, 2]], mesh_dim_names=("tensor", "data"))
+    with pytest.raises(fsdp2.ConfigError, match=r"do not ascend .*\[FS230\]"):
+        fsdp2.fully_shard(nn.Linear(5, 13), mesh=mesh["data"])
+    fsdp2.fully_shard(nn.Linear(5, 13), mesh=mesh["tensor"])
