@@ -8,8 +8,9 @@ first: while they run, the ranks work. A test then finds the outcome of its body
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ class AheadOfTests:
         in_flight = config.getoption("in_flight")
         self._looks_ahead = in_flight > 1  # one at a time means in the order of the tests
         self._pools = Pools(in_flight, config.getoption("reach") is not None)
+        self.until = math.inf  # when bodies stop to begin ahead of their tests, by `time.time`
+        self.batches: Mapping[str, int] = {}  # of tests that are drawn; bodies run batch by batch
         self._hear = list(hear)  # plugins that want each outcome
         self._wall_s: dict[str, float] = {}
 
@@ -47,9 +50,13 @@ class AheadOfTests:
 
         return run
 
+    def gives_up(self, test: str) -> bool:
+        """Say if the body of a test has not begun, which then it never does."""
+        return self._pools.gives_up(test)
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items.sort(key=_is_on_ranks)
+        items.sort(key=is_on_ranks)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
@@ -62,7 +69,7 @@ class AheadOfTests:
                     build()  # now: it takes a minute, which no body has
             asked_for = filter(None, [os.environ.get(PRELOADED)])
             os.environ[PRELOADED] = ",".join([*asked_for, *sorted(modules)])
-            self._pools.take(requests)
+            self._pools.take(requests, self.batches, self.until)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -83,7 +90,7 @@ def _is_simulated(item: pytest.Item) -> bool:
     )
 
 
-def _is_on_ranks(item: pytest.Item) -> bool:
+def is_on_ranks(item: pytest.Item) -> bool:
     return "run_on_ranks" in getattr(item, "fixturenames", ())
 
 

@@ -17,9 +17,11 @@ log.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
+import math
 import multiprocessing as mp
 import multiprocessing.connection
 import os
@@ -31,7 +33,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,6 +251,7 @@ class _Run:
 class Kind(NamedTuple):
     """What bodies have in common that had better follow each other on one pool."""
 
+    batch: int  # of tests that are drawn together; 0 where none are
     module: str
     size: int
 
@@ -258,10 +261,12 @@ class Job:
     request: Request
     outcome: Future[Outcome]
     is_urgent: bool  # pytest waits for it
+    batch: int = 0
+    until: float = math.inf  # when it is too late to begin, by `time.time`
 
     @property
     def kind(self) -> Kind:
-        return Kind(self.request.module, self.request.world_size)
+        return Kind(self.batch, self.request.module, self.request.world_size)
 
 
 class _Queue:
@@ -325,15 +330,27 @@ class Pools:
         self._pools: list[RankPool] = []
         self._run: _Run | None = None
 
-    def take(self, requests: Iterable[Request]) -> None:
-        """Run these bodies when there is nothing more urgent; `outcome` will ask for them."""
+    def take(self, requests: Iterable[Request], batches: Mapping[str, int], until: float) -> None:
+        """Run these bodies when there is nothing more urgent; `outcome` will ask for them.
+
+        The first batches come first, and no body begins after ``until``.
+        """
         for request in requests:
-            self._ahead[request.name] = self._submit(request, is_urgent=False)
+            job = Job(request, Future(), False, batches.get(request.name, 0), until)
+            self._ahead[request.name] = self._submit(job)
+
+    def gives_up(self, name: str) -> bool:
+        """Say if the body of this name has not begun, which then it never does."""
+        future = self._ahead.get(name)
+        return future is None or future.cancel()
 
     def outcome(self, request: Request) -> Outcome:
         """Return how the body ended; wait for it, and run it first if nobody has asked for it."""
-        future = self._ahead.pop(request.name, None) or self._submit(request, is_urgent=True)
-        return future.result()
+        future = self._ahead.pop(request.name, None)
+        if future is not None:
+            with contextlib.suppress(CancelledError):  # too late to begin ahead, and now it must
+                return future.result()
+        return self._submit(Job(request, Future(), is_urgent=True)).result()
 
     def close(self) -> None:
         """Forget what has not begun, end what has, and let the other ranks run out."""
@@ -345,21 +362,24 @@ class Pools:
         if self._run is not None:
             self._run.close()
 
-    def _submit(self, request: Request, is_urgent: bool) -> Future[Outcome]:
+    def _submit(self, job: Job) -> Future[Outcome]:
         if self._run is None:
             self._run = _Run(self._notes_reach, patience=self._count)
-        future: Future[Outcome] = Future()
-        self._queue.put(Job(request, future, is_urgent))
+        self._queue.put(job)
         if len(self._threads) < self._count:
             self._pools.append(RankPool(self._run))
             self._threads.append(threading.Thread(target=self._work, args=(self._pools[-1],)))
             self._threads[-1].start()
-        return future
+        return job.outcome
 
     def _work(self, pool: RankPool) -> None:
         last: Kind | None = None
         while (job := self._queue.get(last)) is not None:
             last = last if job.is_urgent else job.kind
+            if time.time() > job.until:
+                job.outcome.cancel()
+            if not job.outcome.set_running_or_notify_cancel():
+                continue
             try:
                 job.outcome.set_result(pool.run(job.request))
             except BaseException as error:

@@ -1,18 +1,40 @@
-"""What the whole suite shares: bodies on ranks, and options that say what tests cost and reach."""
+"""What the whole suite shares: bodies on ranks, which tests run, what they cost and reach."""
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
 
 from tests._ahead import AheadOfTests
+from tests._draw import Draw, Tally
 from tests._pool import RunOnRanks
 from tests._reach import Reach
+from tests._suite import SUITES, Suite
 from tests._where import Where
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--suite",
+        choices=SUITES,
+        help="which tests: " + "; ".join(f"{name}: {what}" for name, what in SUITES.items()),
+    )
+    parser.addoption(
+        "--draw", metavar="COMMIT", help="run the tests in the order in which CI draws them"
+    )
+    parser.addoption(
+        "--until",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="with --draw: begin no test after this time, in seconds since 1970",
+    )
+    parser.addoption(
+        "--since", metavar="COMMIT", help="with --draw: what changed after this commit comes first"
+    )
+    parser.addoption("--tally", metavar="FILE", help="write what became of the tests in one line")
     parser.addoption(
         "--in-flight",
         type=int,
@@ -34,8 +56,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     observers = [kind(config) for kind in (Where, Reach) if config.getoption(kind.option)]
-    for observer in (*observers, AheadOfTests(config, observers)):
-        config.pluginmanager.register(observer)
+    ahead = AheadOfTests(config, observers)
+    draw = Draw(config, ahead) if config.getoption(Draw.option) else None
+    tally = Tally(config, draw) if config.getoption(Tally.option) else None
+    for plugin in (Suite(config), *observers, ahead, draw, tally):
+        if plugin is not None:
+            config.pluginmanager.register(plugin)
 
 
 @pytest.fixture
