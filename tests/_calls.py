@@ -106,7 +106,7 @@ SELDOM = {"inf", "10**5000", "a complex number", "NUL", "no list", "a list of wo
     "a device",
 }
 TELLING = tuple(name for name in WRONG if name not in SELDOM)
-"""Those that the default suite takes from; the long matrix tries all."""
+"""Those that the default suite takes from; the pool tries all."""
 
 # --- what is called -------------------------------------------------------------------------------
 

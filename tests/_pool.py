@@ -464,7 +464,7 @@ def ranks(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated function on every rank of a gloo group, once for each world size.
 
-    A world size may be marked (`tests._slow.exhaustive(4)`).
+    A world size may be marked (`tests._slow.slow(4)`).
     The function is an ordinary pytest test: its arguments are what ``parametrize`` and fixtures
     give (they are pickled) and, if it names them, ``rank`` and ``world_size``. Random seeds follow
     from the test's name and are equal on all ranks.

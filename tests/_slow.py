@@ -1,7 +1,6 @@
-"""Which values of a `parametrize` the default suite takes, which the long matrix, which neither.
+"""Which values of a `parametrize` are slow: for the pool, never for the default suite.
 
-`slow` is the long matrix, which CI runs. `exhaustive` are those of it that CI leaves out for time:
-they repeat others on more ranks or in more combinations (docs/testing.md has their last run).
+They take long, or repeat others on more ranks or in more combinations.
 """
 
 from __future__ import annotations
@@ -13,40 +12,26 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """Return values of one test that is for the long matrix."""
-    _refuse_tests(values)
+    """Return values of one test that is for the pool.
+
+    Raises: TypeError for a test. As a decorator this would replace the test by its values, and
+    nobody would run it.
+    """
+    if any(getattr(value, "__name__", "").startswith("test_") for value in values):
+        raise TypeError("this marks values; a whole test is marked with @pytest.mark.slow")
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def exhaustive(*values: Any) -> Any:
-    """Return values of one test that is for the long matrix, and that CI leaves out."""
-    _refuse_tests(values)
-    return pytest.param(*values, marks=(pytest.mark.slow, pytest.mark.exhaustive))
-
-
-def with_slow(
-    everything: Iterable[Any], default: Iterable[Any] = (), ci: Iterable[Any] | None = None
-) -> list[Any]:
+def with_slow(everything: Iterable[Any], default: Iterable[Any] = ()) -> list[Any]:
     """Return all values for `parametrize`; those that are not in `default` are `slow`.
 
-    With `ci`, those that are in neither are `exhaustive`.
+    Raises: ValueError for a default that is no value.
     """
-    values, first = list(everything), list(default)
-    second = values if ci is None else list(ci)
-    unknown = [value for value in (*first, *second) if value not in values]
+    values, quick = list(everything), list(default)
+    unknown = [value for value in quick if value not in values]
     if unknown:
         raise ValueError(f"{unknown} are none of {values}")
     return [
-        value
-        if value in first
-        else (slow if value in second else exhaustive)(
-            *(value if isinstance(value, tuple) else (value,))
-        )
+        value if value in quick else slow(*(value if isinstance(value, tuple) else (value,)))
         for value in values
     ]
-
-
-def _refuse_tests(values: tuple[Any, ...]) -> None:
-    """As a decorator these would replace the test by its values, and nobody would run it."""
-    if any(getattr(value, "__name__", "").startswith("test_") for value in values):
-        raise TypeError("these mark values; a whole test is marked with @pytest.mark.slow")

@@ -1,7 +1,7 @@
 """Promise: the example trains, saves, resumes bit for bit, stops cleanly and refuses nonsense.
 
 It runs on a tiny model and a small text, in ranks that are forked where torch is imported already,
-with the environment that torchrun gives them. In the long matrix it runs as a user runs it too,
+with the environment that torchrun gives them. In the pool it runs as a user runs it too,
 from the command line: once to its end, once to a Ctrl-C, and once with a bad argument.
 """
 

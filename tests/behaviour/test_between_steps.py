@@ -21,7 +21,7 @@ from tests._local_sgd import LocalSGD
 from tests._models import Block, Case, Stack, each_block, floats
 from tests._parity import Pair, assert_same_gradients, assert_sharded, make_mesh
 from tests._pool import ranks
-from tests._slow import exhaustive, with_slow
+from tests._slow import slow, with_slow
 from tests.behaviour.test_recovery import PHASES, ProvokedError, failing
 
 KINDS: dict[str, tuple[Case | str, dict[str, Any]]] = {
@@ -200,9 +200,9 @@ def test_parameters_are_the_shards(action: str, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "action"),
-    with_slow(itertools.product(KINDS, ACTIONS), ci=zip(itertools.cycle(KINDS), ACTIONS)),
+    with_slow(itertools.product(KINDS, ACTIONS)),
 )
-@ranks(exhaustive(1), exhaustive(2), 3)
+@ranks(slow(1), slow(2), 3)
 def test_every_kind_of_unit(kind: str, action: str) -> None:
     case, kwargs = KINDS[kind]
     if action in ("grad", "vjp", "vjp without backward") and kind == "tied":
@@ -213,7 +213,7 @@ def test_every_kind_of_unit(kind: str, action: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "action"),
-    with_slow(itertools.product([None, 2], ACTIONS), ci=zip(itertools.cycle([2, None]), ACTIONS)),
+    with_slow(itertools.product([None, 2], ACTIONS)),
 )
 @ranks(4)
 def test_with_a_replicate_axis_and_smaller_meshes(choice: int | None, action: str) -> None:

@@ -27,7 +27,7 @@ import fsdp2
 from tests._models import CASES, WIDTH, Case, floats, loss_of, seeded
 from tests._parity import ROWS, assert_same, assert_same_parameters, make_mesh, names_of, shard
 from tests._pool import ranks_that_share as ranks
-from tests._slow import exhaustive, slow, with_slow
+from tests._slow import slow, with_slow
 from tests._tensor_parallel import RTOL, FeedForward, Twin, colwise_then_rowwise, mesh_of
 from tests._tensor_parallel import WIDTH as TP_WIDTH
 from tests.behaviour.test_optim import NOT_ON_DTENSORS, OPTIMIZERS, WITH_FUSED, assert_same_state
@@ -263,7 +263,7 @@ def test_every_kind_of_parameter(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "dynamic"),
-    [("inductor", None), exhaustive("inductor", True), ("aot_eager", True)],
+    [("inductor", None), slow("inductor", True), ("aot_eager", True)],
 )
 @ranks(2, limit_s=300)
 def test_other_ways_to_compile_a_step(backend: str, dynamic: bool | None) -> None:
@@ -372,7 +372,7 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
         ("eager", "local", "aot_eager"),
         slow("eager", "torch's", "aot_eager"),
         slow("compiled", "local", "aot_eager"),
-        exhaustive("eager", "torch's", "inductor"),
+        slow("eager", "torch's", "inductor"),
         slow("compiled", "torch's", "inductor"),
     ],
 )

@@ -188,7 +188,6 @@ WAYS = list(itertools.product(("deepcopy", "pickle"), (False, True), ((), (2, 1)
     with_slow(
         itertools.product(SETTERS, range(len(WAYS))),
         default=[(name, index % len(WAYS)) for index, name in enumerate(SETTERS)],
-        ci=[(name, (index + 3) % len(WAYS)) for index, name in enumerate(SETTERS)],
     ),
 )
 @ranks(2)

@@ -26,7 +26,7 @@ from tests._parity import (
     whole,
 )
 from tests._pool import ranks
-from tests._slow import exhaustive, slow, with_slow
+from tests._slow import slow, with_slow
 from tests.behaviour import test_divergence as divergence
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -116,7 +116,7 @@ def test_many_ranks_exchange_in_one_operation() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@ranks(exhaustive(2), 3, exhaustive(4))
+@ranks(slow(2), 3, slow(4))
 def test_every_case_with_every_parameter_by_itself(name: str) -> None:
     with large_from(1):
         zero_copy(Pair(name)).train(steps=2)

@@ -31,14 +31,14 @@ def run_slice(seed: int, count: int, rank: int, world_size: int) -> None:
             raise AssertionError(f"{error}\n{program}") from error
 
 
-@pytest.mark.parametrize("seed", with_slow(range(5), default=[0], ci=[1]))
+@pytest.mark.parametrize("seed", with_slow(range(5), default=[0]))
 @ranks(2, 3, limit_s=120)
 def test_a_fixed_slice(seed: int, rank: int, world_size: int) -> None:
     run_slice(seed, {0: 10, 1: 60}.get(seed, 100), rank, world_size)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", with_slow(range(4), ci=[0]))
+@pytest.mark.parametrize("seed", with_slow(range(4)))
 @ranks(4, limit_s=180)
 def test_a_fixed_slice_on_four_ranks(seed: int, rank: int, world_size: int) -> None:
     run_slice(seed, 60 if seed == 0 else 100, rank, world_size)

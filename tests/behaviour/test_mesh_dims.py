@@ -33,7 +33,7 @@ from tests._local_sgd import LocalSGD
 from tests._meshes import DEVICE, random_numbers, shared_mesh
 from tests._parity import assert_same, names_of
 from tests._pool import ranks_that_share as ranks
-from tests._slow import exhaustive, slow, with_slow
+from tests._slow import slow, with_slow
 
 RTOL = 1e-10  # everything is computed in float64
 ROWS = 8
@@ -553,15 +553,7 @@ DIMS, CHOICES = (0, 1, -1), (None, True, False)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dim", "choice"),
-    [
-        # of the nine that a setup has, three in which each dim and each choice stands once
-        (slow if (index + DIMS.index(dim) + CHOICES.index(choice)) % 3 == 0 else exhaustive)(
-            name, dim, choice
-        )
-        for index, name in enumerate(SETUPS)
-        for dim in DIMS
-        for choice in CHOICES
-    ],
+    [slow(name, dim, choice) for name in SETUPS for dim in DIMS for choice in CHOICES],
 )
 @ranks(4)
 def test_every_setup_with_every_dim(name: str, dim: int, choice: bool | None) -> None:

@@ -36,7 +36,7 @@ from tests._meshes import DEVICE, random_numbers
 from tests._models import CASES, Block, Case, each_block, floats, loss_of, seeded, stack
 from tests._parity import ROWS, bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks_that_share as ranks
-from tests._slow import exhaustive, slow, with_slow
+from tests._slow import slow, with_slow
 
 OPTIMIZERS: dict[str, list[dict[str, Any]]] = {
     "SGD": [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True}],
@@ -209,14 +209,11 @@ def test_every_kind_of_parameter(case: str, mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "case"),
-    with_slow(
-        itertools.product(OPTIMIZERS, HARD),
-        ci=[(name, HARD[(i + j) % 4]) for i, name in enumerate(OPTIMIZERS) for j in (0, 2)],
-    ),
+    with_slow(itertools.product(OPTIMIZERS, HARD)),
 )
-@ranks(exhaustive(2), 3)
+@ranks(slow(2), 3)
 def test_every_class_on_hard_models(case: str, name: str) -> None:
-    """The long matrix of classes and models, which all compute the same bits."""
+    """The pool's matrix of classes and models, which all compute the same bits."""
     modes = [{}, {"foreach": True}, *([{"fused": True}] if name in WITH_FUSED else [])]
     for mode in modes:
         on_leaves = (name, "".join(mode)) in NOT_ON_DTENSORS

@@ -10,13 +10,13 @@ import torch
 from tests._models import CASES, WIDTH, Batch
 from tests._parity import ROWS, Pair, assert_same, global_mean, make_mesh, train_alike
 from tests._pool import ranks_that_share as ranks
-from tests._slow import exhaustive, slow, with_slow
+from tests._slow import slow, with_slow
 
 EVERYWHERE = [
     "stack",
     "few_rows",
     "tied_lm",
-]  # on 3 ranks in the default suite, on 4 in the long matrix
+]  # on 3 ranks in the default suite, on 4 in the pool
 MET_BELOW = {*EVERYWHERE, "untied_lm", "sequential", "root_only"}
 """On two ranks these repeat what the next tests do."""
 IN_TORCH = [name for name, case in CASES.items() if case.in_torch]
@@ -85,7 +85,7 @@ def test_trains_like_torch_with_a_replicate_axis() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @pytest.mark.parametrize("name", CASES)
-@ranks(1, exhaustive(2), 3, exhaustive(4))
+@ranks(1, slow(2), 3, slow(4))
 def test_every_case_everywhere(name: str, reshard_after_forward: bool | None) -> None:
     Pair(name, reshard_after_forward=reshard_after_forward).train()
 
@@ -94,11 +94,10 @@ def test_every_case_everywhere(name: str, reshard_after_forward: bool | None) ->
 @pytest.mark.parametrize(
     ("name", "shape", "reshard_after_forward"),
     [
-        # of the nine that a case has, three in which each shape and each choice stands once
-        (slow if (case + mesh + choice) % 3 == 0 else exhaustive)(name, shape, reshard)
-        for case, name in enumerate(CASES)
-        for mesh, shape in enumerate([(2, 2), (4, 1), (1, 4)])
-        for choice, reshard in enumerate([None, True, False])
+        slow(name, shape, reshard)
+        for name in CASES
+        for shape in [(2, 2), (4, 1), (1, 4)]
+        for reshard in [None, True, False]
     ],
 )
 @ranks(4)
@@ -117,6 +116,6 @@ def test_every_case_on_a_smaller_mesh_after_forward(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_TORCH)
-@ranks(1, 3, exhaustive(4))
+@ranks(1, 3, slow(4))
 def test_trains_like_torch_everywhere(name: str) -> None:
     train_alike(CASES[name])

@@ -46,7 +46,7 @@ from tests._parity import (
     shard,
 )
 from tests._pool import ranks
-from tests._slow import exhaustive, slow, with_slow
+from tests._slow import slow, with_slow
 from tests._tensor_parallel import (
     FeedForward,
     Transformer,
@@ -182,7 +182,7 @@ gather mm reduce gather wait_gather mm wait_gather mm wait_gather mm wait_gather
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@ranks(exhaustive(1), exhaustive(2), 3, limit_s=200)
+@ranks(slow(1), slow(2), 3, limit_s=200)
 def test_every_case(name: str) -> None:
     pair = TracedPair(name)
     pair.train(steps=3)
@@ -845,7 +845,6 @@ def test_overlap_with_a_backend() -> None:
     ("name", "options"),
     with_slow(
         itertools.product(["stack", "scalars"], [{}, {"overlap": True}, {"bucket": False}]),
-        ci=[("stack", {}), ("scalars", {"overlap": True}), ("stack", {"bucket": False})],
     ),
 )
 @ranks(2, limit_s=500)
@@ -863,10 +862,9 @@ BACKEND_CASES = ["stack", "tied_lm", "mixed_dtypes", "kwargs", "one_group"]
     ("name", "backend"),
     with_slow(
         itertools.product(BACKEND_CASES, ["eager", "aot_eager"]),
-        ci=zip(BACKEND_CASES, itertools.cycle(["aot_eager", "eager"])),
     ),
 )
-@ranks(2, exhaustive(4), limit_s=300)
+@ranks(2, slow(4), limit_s=300)
 def test_five_steps_with_backends(name: str, backend: str) -> None:
     TracedPair(name, backend=backend).train(steps=5)
 
@@ -876,10 +874,9 @@ def test_five_steps_with_backends(name: str, backend: str) -> None:
     ("name", "choice"),
     with_slow(
         itertools.product(list(CASES)[:12], [True, False]),
-        ci=zip(list(CASES)[:12], itertools.cycle([True, False])),
     ),
 )
-@ranks(2, exhaustive(4), limit_s=300)
+@ranks(2, slow(4), limit_s=300)
 def test_cases_with_each_way_to_reshard(name: str, choice: bool | int) -> None:
     TracedPair(name, reshard_after_forward=choice).train(steps=2)
 

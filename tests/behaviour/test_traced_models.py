@@ -28,7 +28,7 @@ from tests._models import (
 )
 from tests._parity import make_mesh, shard
 from tests._pool import ranks
-from tests._slow import exhaustive
+from tests._slow import slow
 from tests._tensor_parallel import WIDTH as TP_WIDTH
 from tests._tensor_parallel import (
     FeedForward,
@@ -305,7 +305,6 @@ BROKEN = {
     "looks_at_a_unit": NO_PARAMETERS,
 }
 BACKENDS = ["aot_eager", "inductor"]
-IN_CI = {"tied_encoder"}  # with inductor, which takes longer
 
 
 def pair_of(name: str, **kwargs: Any) -> CompiledPair:
@@ -316,8 +315,6 @@ def marked(name: str, *more: str) -> Any:
     """Return a value of `parametrize`, which fails if the model is broken today."""
     reason = BROKEN.get(name)
     marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-    if "inductor" in more and name not in IN_CI:
-        marks += [pytest.mark.slow, pytest.mark.exhaustive]
     return pytest.param(name, *more, marks=marks)
 
 
@@ -341,7 +338,7 @@ def test_twenty_steps(name: str, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", exhaustive("inductor")])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @ranks(2, limit_s=300)
 def test_rows_sent_by_index(backend: str) -> None:
     """Graphs end where data decides; each expert runs the rows that chose it, on each rank."""
@@ -350,7 +347,7 @@ def test_rows_sent_by_index(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", exhaustive("inductor")])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @pytest.mark.parametrize("name", ["routed", "scalars", "few_rows", "tied_encoder", "adapted_bf16"])
 @ranks(3, limit_s=300)
 def test_three_ranks(name: str, backend: str) -> None:
@@ -358,7 +355,7 @@ def test_three_ranks(name: str, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", exhaustive("inductor")])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @pytest.mark.parametrize("name", ["routed", "tied_encoder"])
 @ranks(4, limit_s=300)
 def test_hybrid_sharding(name: str, backend: str) -> None:
@@ -378,9 +375,9 @@ def test_bf16(name: str) -> None:
     ("name", "backend"),
     [
         ("twice", "aot_eager"),
-        exhaustive("twice", "inductor"),
-        exhaustive("tied_encoder", "inductor"),
-        exhaustive("scalars", "inductor"),
+        slow("twice", "inductor"),
+        slow("tied_encoder", "inductor"),
+        slow("scalars", "inductor"),
     ],
 )
 @ranks(2, limit_s=300)
@@ -394,7 +391,7 @@ def test_bf16_that_rounds_otherwise(name: str, backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", exhaustive("inductor")])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @ranks(2, limit_s=300)
 def test_batches_and_lengths_that_change(backend: str) -> None:
     """With ``dynamic=True`` one graph serves all sizes."""
@@ -420,7 +417,7 @@ TENSOR_PARALLEL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", exhaustive("inductor")])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @pytest.mark.parametrize("name", TENSOR_PARALLEL)
 @ranks(4, limit_s=300)
 def test_tensor_parallel(name: str, backend: str) -> None:

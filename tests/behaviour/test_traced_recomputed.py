@@ -240,7 +240,6 @@ BROKEN = [name for name in MODELS if name != "unit"]
     ("name", "reentrant"),
     with_slow(
         [(name, reentrant) for name in BROKEN for reentrant in KINDS],
-        ci=zip(BROKEN, itertools.cycle(KINDS)),
     ),
 )
 @ranks(2, limit_s=300)

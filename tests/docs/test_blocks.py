@@ -2,7 +2,7 @@
 
 The convention is in `_blocks`. A page's python is one program; the ranks of the pools run it, so
 that nothing imports torch anew. Commands run in forks, as the launcher would start them; in the
-long matrix the launcher itself starts those of a page.
+pool the launcher itself starts those of a page.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LAUNCHED = [
     page for page in MANUAL if any(block.language == "console" for block in read_blocks(page))
 ]
 COMMANDS_BY_DEFAULT = [f"docs/tutorial/{page}.md" for page in ("step0", "step1", "step3")]
-"""Whose commands the default suite runs: no ranks, shards, files. The long matrix has all."""
+"""Whose commands the default suite runs: no ranks, shards, files. The pool has all."""
 UNDER_TORCHRUN = "docs/tutorial/step1.md"
 """Whose commands the launcher starts, too. Those of all pages took 900 s beside other tests."""
 MOST_FRAGMENTS = 0

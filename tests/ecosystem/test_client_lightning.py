@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fsdp2
 from tests._models import seeded
 from tests._pool import ranks
-from tests._slow import exhaustive
+from tests._slow import slow
 from tests.ecosystem._clients import PROGRAMS, Ran, run, run_program
 
 pytest.importorskip("lightning", reason="the package lightning is not installed")
@@ -57,7 +57,7 @@ def torchs_own(name: str) -> Ran:
 
 
 @pytest.mark.parametrize("way", ["-m fsdp2", "imported before"])
-@pytest.mark.parametrize("name", ["with_lightning", exhaustive("with_lightning_fabric")])
+@pytest.mark.parametrize("name", ["with_lightning", slow("with_lightning_fabric")])
 def test_a_program_trains_as_with_torchs_own(name: str, way: str, tmp_path: Path) -> None:
     """Losses before and after a checkpoint are those of torch's own, whatever is imported first."""
     theirs = torchs_own(name)
@@ -67,9 +67,7 @@ def test_a_program_trains_as_with_torchs_own(name: str, way: str, tmp_path: Path
     assert len(ours.losses) >= 6
 
 
-@pytest.mark.parametrize(
-    "name", [exhaustive("with_lightning"), exhaustive("with_lightning_fabric")]
-)
+@pytest.mark.parametrize("name", [slow("with_lightning"), slow("with_lightning_fabric")])
 def test_the_ranks_that_lightning_starts_itself(name: str, tmp_path: Path) -> None:
     """Without torchrun it starts the program again for the second rank, which has ours as well."""
     program = str(PROGRAMS / f"{name}.py")

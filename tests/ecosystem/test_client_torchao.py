@@ -30,7 +30,7 @@ import fsdp2
 from tests._meshes import shared_mesh
 from tests._models import seeded
 from tests._pool import ranks
-from tests._slow import exhaustive
+from tests._slow import slow
 from tests.ecosystem._clients import Ran, run_program
 
 pytest.importorskip("torchao", reason="the package torchao is not installed")
@@ -189,7 +189,7 @@ def test_training_is_that_on_torchs_own(name: str, in_bf16: bool) -> None:
     of_both(run)
 
 
-@pytest.mark.parametrize("name", ["float8_scales_ahead", exhaustive("int8_weights")])
+@pytest.mark.parametrize("name", ["float8_scales_ahead", slow("int8_weights")])
 @ranks(4)
 def test_replicas_of_shards(name: str) -> None:
     """HSDP over two by two ranks."""

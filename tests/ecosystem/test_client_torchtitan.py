@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from tests._pool import ranks
-from tests._slow import exhaustive
+from tests._slow import slow
 from tests.ecosystem._clients import PROGRAMS, Ran, run_program
 
 pytest.importorskip("torchtitan", reason="the package torchtitan is not installed")
@@ -45,7 +45,7 @@ def torchs_own() -> Ran:
         return run_program("with_torchtitan", "torch", folder)
 
 
-@pytest.mark.parametrize("way", ["-m fsdp2", exhaustive("imported before")])
+@pytest.mark.parametrize("way", ["-m fsdp2", slow("imported before")])
 def test_the_program_trains_as_with_torchs_own(way: str, tmp_path: Path) -> None:
     """Six steps, three of them once more from the checkpoint; whatever is imported first."""
     ours = run_program("with_torchtitan", way, str(tmp_path), client=CPU_LINES)
@@ -139,8 +139,8 @@ def test_representations_of_shardings(backend: str, tmp_path: Path) -> None:
     of_both(tmp_path, f"parallelism.spmd_backend={backend!r}")
 
 
-@pytest.mark.parametrize("backend", [exhaustive("partial_dtensor"), "spmd_types"])
-@ranks(2, exhaustive(4), limit_s=120)
+@pytest.mark.parametrize("backend", [slow("partial_dtensor"), "spmd_types"])
+@ranks(2, slow(4), limit_s=120)
 def test_tensor_parallelism(backend: str, tmp_path: Path) -> None:
     """Two ranks split each block; with four there are two such pairs."""
     of_both(
@@ -154,8 +154,8 @@ def test_replicas_of_shards(tmp_path: Path) -> None:
     of_both(tmp_path, "parallelism.data_parallel_replicate_degree=2")
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", exhaustive("Interleaved1F1B")])
-@ranks(2, exhaustive(4), limit_s=120)
+@pytest.mark.parametrize("schedule", ["1F1B", slow("Interleaved1F1B")])
+@ranks(2, slow(4), limit_s=120)
 def test_pipelines(schedule: str, tmp_path: Path) -> None:
     """Two stages, of one part or of two; with four ranks each stage is sharded."""
     of_both(
@@ -166,7 +166,7 @@ def test_pipelines(schedule: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["FullAC", exhaustive("none")])
+@pytest.mark.parametrize("kind", ["FullAC", slow("none")])
 @ranks(2, limit_s=120)
 def test_activation_checkpointing(kind: str, tmp_path: Path) -> None:
     """The debug model has selective checkpointing; here all is recomputed, or nothing."""
@@ -191,9 +191,9 @@ def test_activation_checkpointing(kind: str, tmp_path: Path) -> None:
     "option",
     [
         "parallelism.fsdp_reshard_after_forward='never'",
-        exhaustive("parallelism.fsdp_reshard_after_forward='always'"),
+        slow("parallelism.fsdp_reshard_after_forward='always'"),
         "training.global_batch_size=8",
-        exhaustive("training.mixed_precision_param='float32'"),
+        slow("training.mixed_precision_param='float32'"),
         "checkpoint.async_mode='async'",
     ],
 )
@@ -203,7 +203,7 @@ def test_options(option: str, tmp_path: Path) -> None:
     of_both(tmp_path, option)
 
 
-@pytest.mark.parametrize("backend", [exhaustive("eager"), exhaustive("inductor")])
+@pytest.mark.parametrize("backend", [slow("eager"), slow("inductor")])
 @ranks(2, limit_s=300)
 def test_compiled_blocks(backend: str, tmp_path: Path) -> None:
     """torchtitan compiles each block as one graph, and then shards it."""

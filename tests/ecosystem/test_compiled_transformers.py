@@ -16,7 +16,7 @@ from tests._compiled_pair import RTOL_BF16, CompiledPair
 from tests._models import Batch, Case
 from tests._parity import make_mesh
 from tests._pool import ranks
-from tests._slow import exhaustive
+from tests._slow import slow
 from tests.ecosystem._programs import each_layer, transformers
 
 pytestmark = pytest.mark.ecosystem
@@ -144,7 +144,7 @@ def test_a_few_steps(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", exhaustive("inductor")])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @pytest.mark.parametrize("name", MODELS)
 @ranks(2, limit_s=300)
 def test_twenty_steps(name: str, backend: str) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests._slow import exhaustive, slow, with_slow
+from tests._slow import slow, with_slow
 
 
 def test_a_test_is_no_value() -> None:
-    for mark in (slow, exhaustive):
-        with pytest.raises(TypeError, match="whole test"):
-            mark(test_a_test_is_no_value)
+    with pytest.raises(TypeError, match="whole test"):
+        slow(test_a_test_is_no_value)
 
 
 def test_a_default_must_be_a_value() -> None:
