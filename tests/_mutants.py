@@ -1,6 +1,6 @@
 """Plant faults in copies of the package and say which of them the tests find: `scripts/mutants`.
 
-A fault (`tests/_faults.py`) is one change of text. Each gets a copy of the repository; the tests
+A fault (`tests/_faults.py`) is one change of a function. Each gets a copy of the repository; tests
 that enter the changed function run there until one fails, those first that are about what breaks,
 or have most to do with the file for their time. A fault that they let pass meets the tests that
 reach its file, and then those that a trace hook cannot see through: compiled models, and programs
@@ -30,13 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from tests._faults import FAULTS, Fault
+from tests._plant import Package, Planted
 
 ROOT = Path(__file__).parent.parent
 SUITES = {"default": "not slow and not ecosystem", "slow": "slow and not ecosystem"}
 # What a trace hook does not see: graphs, and processes that a test starts itself.
 BEHIND_A_COMPILER = ("tests/behaviour/test_traced.py",)
 STARTS_PROGRAMS = ("tests/test_",)
-LOOKS_FOR_FAULTS = "tests/test_faults.py"  # fails in every copy: the text of its fault is not there
+LOOKS_FOR_FAULTS = "tests/test_faults.py"  # fails in every copy: the fault stands there already
 LIMIT_S = 1800.0  # of one run of pytest for one fault
 NEAR = 3  # rounds that all faults go through before the first one meets the many others
 _SAVING = threading.Lock()
@@ -91,10 +92,11 @@ class Reached:
             frozenset(t for t, like in known.items() if not like),
         )
 
-    def rounds(self, fault: Fault, root: Path, first: str | None) -> list[list[str]]:
+    def rounds(self, fault: Fault, package: Package, first: str | None) -> list[list[str]]:
         """Return tests in the order to try them; none stands in two rounds."""
-        functions = functions_of(fault, root)
-        file = fault.file.removeprefix("fsdp2/") + ":"
+        planted = package.plant(fault)
+        functions = functions_of(planted, package)
+        file = planted.file.removeprefix("fsdp2/") + ":"
         near = tuple(f"tests/{name}" for name in fault.near)
         seen: set[str] = set()
         rounds = []
@@ -127,23 +129,21 @@ class Reached:
         return Counter(f for entered in self.entered.values() for f in entered)
 
 
-def functions_of(fault: Fault, root: Path) -> set[str]:
-    """Return the innermost function that holds the changed text, as the map writes it."""
-    source = (root / fault.file).read_text()
-    first = source[: source.index(fault.old)].count("\n") + 1
-    last = first + fault.old.strip("\n").count("\n")
-    innermost: ast.FunctionDef | ast.AsyncFunctionDef | None = None
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            and node.lineno <= last
-            and first <= (node.end_lineno or node.lineno)
-        ):
-            innermost = node  # a walk meets an outer function before those inside it
-    if innermost is None:
+def functions_of(planted: Planted, package: Package) -> set[str]:
+    """Return the innermost function around what a fault changes, as the map writes it."""
+    around = [
+        scope.node
+        for scopes in package.file(planted.file).scopes.values()
+        for scope in scopes
+        if isinstance(scope.node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and scope.node.lineno <= planted.first
+        and planted.last <= (scope.node.end_lineno or 0)
+    ]
+    if not around:
         return set()
+    innermost = max(around, key=lambda node: node.lineno)
     starts = [innermost.lineno, *(decorator.lineno for decorator in innermost.decorator_list)]
-    return {f"{fault.file.removeprefix('fsdp2/')}:{min(starts)}"}
+    return {f"{planted.file.removeprefix('fsdp2/')}:{min(starts)}"}
 
 
 class Copy:
@@ -151,6 +151,7 @@ class Copy:
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.folder = folder
+        self.package = Package(folder)
         tracked = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             cwd=root,
@@ -164,9 +165,10 @@ class Copy:
                 shutil.copy2(root / name, folder / name)
 
     def test(self, fault: Fault, rounds: Sequence[Sequence[str]], suite: str) -> Verdict:
-        path = self.folder / fault.file
+        planted = self.package.plant(fault)
+        path = self.folder / planted.file
         sound = path.read_text()
-        path.write_text(plant(fault, sound))
+        path.write_text(planted.source)
         started = time.monotonic()
         ran, found_by = 0, None
         try:
@@ -176,7 +178,8 @@ class Copy:
                     ran += len(tests)
         finally:
             path.write_text(sound)
-        return Verdict(fault.name, fault.file, found_by, ran, round(time.monotonic() - started, 1))
+        seconds = round(time.monotonic() - started, 1)
+        return Verdict(fault.name, planted.file, found_by, ran, seconds)
 
     def _first_failure(self, tests: Sequence[str], suite: str) -> str | None:
         listed = self.folder / "selected.txt"
@@ -204,16 +207,6 @@ class Copy:
         return failed[0] if failed else f"pytest ended with {ended.returncode}: {lines[-1:]}"
 
 
-def plant(fault: Fault, source: str) -> str:
-    """Return the source with the fault in it."""
-    if source.count(fault.old) != 1:
-        raise SystemExit(
-            f"{fault.name}: its old text stands {source.count(fault.old)} times in {fault.file}, "
-            f"not once; mend tests/_faults.py"
-        )
-    return source.replace(fault.old, fault.new)
-
-
 def run(
     faults: Sequence[Fault],
     reached: Reached,
@@ -227,7 +220,8 @@ def run(
 
     Verdicts go to `saved` as they come. What was found according to it is not tried again.
     """
-    verdicts = {fault.name: Verdict(fault.name, fault.file, None, 0, 0.0) for fault in faults}
+    package = Package(root)
+    verdicts = {f.name: Verdict(f.name, package.plant(f).file, None, 0, 0.0) for f in faults}
     for row in _rows(saved):
         if row["fault"] in verdicts and row["found_by"]:
             verdicts[row["fault"]] = Verdict(**row)
@@ -236,7 +230,7 @@ def run(
     def meet(fault: Fault, rounds: slice) -> None:
         copy = copies.get()
         try:
-            chosen = reached.rounds(fault, root, first.get(fault.name))[rounds]
+            chosen = reached.rounds(fault, package, first.get(fault.name))[rounds]
             verdict = verdicts[fault.name] + copy.test(fault, chosen, suite)
         finally:
             copies.put(copy)
@@ -312,8 +306,9 @@ def main() -> int:
     if unknown:
         parser.error(f"no fault is called {', '.join(sorted(unknown))}; see tests/_faults.py")
     faults = [f for f in FAULTS if not given.names or f.name in given.names]
+    package = Package(given.root)
     for fault in faults:
-        plant(fault, (given.root / fault.file).read_text())
+        package.plant(fault)  # or it says what is not there
     with tempfile.TemporaryDirectory() as folder:
         reach = given.map or Path(folder) / "reach.json"
         if not reach.exists():

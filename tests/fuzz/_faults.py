@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests._faults import FAULTS, Fault
-from tests._mutants import ROOT, Copy, plant
+from tests._mutants import ROOT, Copy
 
 MOST = 2000  # examples for each fault
 NAMED = (
@@ -31,33 +31,26 @@ OWN = (
     Fault(
         "gather-not-waited-for",
         "fsdp2/_param_group/group.py",
-        """\
-        self.gathering.wait()
-        buffers, self.gathering""",
-        """\
-        buffers, self.gathering""",
+        "ParamGroup.wait_for_unshard",
+        "self.gathering.wait()",
+        "",
         "Parameters are unpacked before they have arrived.",
         near=(),
     ),
     Fault(
         "unsynced-gradients-dropped",
         "fsdp2/_param_group/reduction.py",
-        """\
-        if self.unreduced.is_waiting and plan.accumulates_in_place:
-            return None
-""",
-        """\
-        if self.unreduced.is_waiting and plan.accumulates_in_place:
-            self._take_gradients(plan, with_graph)
-            return None
-""",
+        "Reducer.reduce",
+        "self._widen_gradients(plan, with_graph)",
+        "self._take_gradients(plan, with_graph)",
         "Gradients of a backward without sync are lost.",
         near=(),
     ),
     Fault(
         "sum-of-accumulated-lost",
-        "fsdp2/_param_group/reduction.py",
-        "            packed.add_(waiting)\n",
+        "fsdp2/_param_group/param.py",
+        "FSDPParam.set_unsharded",
+        "self.unsharded.grad = pending.to(device=tensor.device, dtype=dtype)",
         "",
         "What was accumulated in the reduce dtype without sync is lost.",
         near=(),
@@ -86,9 +79,8 @@ def meet(fault: Fault, ranks: str, most: int) -> Met:
     """Run the fuzzer in a copy with the fault, until it finds something or has tried enough."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         folder = Path(name)
-        Copy(ROOT, folder)
-        path = folder / fault.file
-        path.write_text(plant(fault, path.read_text()))
+        planted = Copy(ROOT, folder).package.plant(fault)
+        (folder / planted.file).write_text(planted.source)
         report = folder / "report.json"
         subprocess.run(
             [

@@ -1,12 +1,12 @@
 """Faults that the simulator must find: changes of the package's order of streams, mostly.
 
 Data for `scripts/sim --faults`, beside `tests._faults`, whose faults the other tests find on a CPU.
-The old text stands exactly once in its file. `expected` is the kind of report: RACE and REUSE are
-about what waits for what; HOST about pinned memory that both sides use; WAIT is a wait of the host
-in a steady step; VALUE a difference from the host's values; ERROR an exception.
+`tests._plant` finds their places. `expected` is the kind of report: RACE and REUSE are about what
+waits for what; HOST about pinned memory that both sides use; WAIT is a wait of the host in a steady
+step; VALUE a difference from the host's values; ERROR an exception.
 """
 
-# ruff: noqa: E501  # the texts are the package's own lines
+# ruff: noqa: E501  # patterns are the package's own lines
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("RACE", "REUSE", "HOST", "WAIT", "VALUE", "ERROR")
 
 @dataclass(frozen=True)
 class SimFault(Fault):
-    """A change of text, the scenario that must find it, and what is reported then."""
+    """A change, the scenario that must find it, and what is reported then."""
 
     near: tuple[str, ...] = ()
     scenario: str = ""
@@ -31,10 +31,11 @@ FAULTS = [
     SimFault(
         "lane-does-not-wait-for-what-is-before",
         "fsdp2/_comm/streams.py",
-        """\
+        "DeviceStreams.launch",
+        """
         if after is not None:
             after.hold_back(stream)
-""",
+        """,
         "",
         "A launch begins before the launch that it follows: replicas are summed before the shards are.",
         scenario="replicas",
@@ -43,10 +44,11 @@ FAULTS = [
     SimFault(
         "retired-buffers-are-not-waited-for",
         "fsdp2/_comm/streams.py",
-        """\
+        "DeviceStreams.launch",
+        """
         for held in self._retired[lane]:
             held.hold_back(stream)
-""",
+        """,
         "",
         "A gather gets the memory of the last one while compute still copies out of it.",
         scenario="fp32",
@@ -55,8 +57,15 @@ FAULTS = [
     SimFault(
         "retired-behind-the-lane-itself",
         "fsdp2/_comm/streams.py",
-        "event = torch.accelerator.current_stream().record_event()",
-        "event = self._lanes[lane].record_event()",
+        "DeviceStreams.retire",
+        """
+        event = torch.accelerator.current_stream().record_event()
+        self._retired[lane].append(InFlight(buffers).end_with(event))
+        """,
+        """
+        event = self._lanes[lane].record_event()
+        self._retired[lane].append(InFlight(buffers).end_with(event))
+        """,
         "Buffers are held until the lane has got so far, and not compute, which reads them.",
         scenario="fp32",
         expected="REUSE",
@@ -64,6 +73,7 @@ FAULTS = [
     SimFault(
         "lane-does-not-wait-for-compute",
         "fsdp2/_comm/streams.py",
+        "DeviceStreams.order_after_compute",
         "self._lanes[lane].wait_stream(torch.accelerator.current_stream())",
         "self._lanes[lane].record_event()",
         "Shards are gathered while the optimizer writes them, gradients reduced while backward does.",
@@ -73,6 +83,7 @@ FAULTS = [
     SimFault(
         "compute-waits-for-the-lane",
         "fsdp2/_comm/streams.py",
+        "DeviceStreams.order_after_compute",
         "self._lanes[lane].wait_stream(torch.accelerator.current_stream())",
         "torch.accelerator.current_stream().wait_stream(self._lanes[lane])",
         "The wrong stream waits.",
@@ -82,17 +93,18 @@ FAULTS = [
     SimFault(
         "launch-recorded-before-it-is-issued",
         "fsdp2/_comm/streams.py",
-        """\
-            flight = issue(*args)
-            flight.wait()  # a work that a collective of the user's returned, unasked
-            flight.end_with(stream.record_event())
-""",
-        """\
-            event = stream.record_event()
-            flight = issue(*args)
-            flight.wait()
-            flight.end_with(event)
-""",
+        "DeviceStreams.launch",
+        """
+        flight = issue(*args)
+        flight.wait()
+        flight.end_with(stream.record_event())
+        """,
+        """
+        event = stream.record_event()
+        flight = issue(*args)
+        flight.wait()
+        flight.end_with(event)
+        """,
         "Who waits for a launch waits for what was before it.",
         scenario="fp32",
         expected="RACE",
@@ -100,7 +112,8 @@ FAULTS = [
     SimFault(
         "work-of-the-users-is-not-waited-for",
         "fsdp2/_comm/streams.py",
-        "            flight.wait()  # a work that a collective of the user's returned, unasked\n",
+        "DeviceStreams.launch",
+        "flight.wait()",
         "",
         "A collective of the user's runs beside its lane, and what is behind it does not wait.",
         scenario="reach_custom_collectives",
@@ -109,10 +122,11 @@ FAULTS = [
     SimFault(
         "flight-is-not-waited-for",
         "fsdp2/_comm/streams.py",
-        """\
+        "InFlight.wait",
+        """
         if self._event is not None:
             torch.accelerator.current_stream().wait_event(self._event)
-""",
+        """,
         "",
         "Compute reads parameters and gradients that have not arrived.",
         scenario="fp32",
@@ -121,12 +135,9 @@ FAULTS = [
     SimFault(
         "host-does-not-wait-for-a-flight",
         "fsdp2/_comm/streams.py",
-        """\
-            self._event.synchronize()
-""",
-        """\
-            self._event.query()
-""",
+        "InFlight.synchronize",
+        "self._event.synchronize()",
+        "self._event.query()",
         "An optimizer on the host reads gradients that are still being copied.",
         scenario="offloaded",
         expected="VALUE",
@@ -134,6 +145,7 @@ FAULTS = [
     SimFault(
         "buffers-of-the-launch-before-dropped",
         "fsdp2/_comm/streams.py",
+        "DeviceStreams.launch",
         "flight.buffers += after.buffers",
         "flight.buffers += ()",
         "Memory of one lane is free while another one, behind it, reads it.",
@@ -143,12 +155,15 @@ FAULTS = [
     SimFault(
         "event-of-the-users-waited-for-by-compute",
         "fsdp2/_comm/streams.py",
-        """\
+        "DeviceStreams.order_after_event",
+        """
         with self._lanes[lane]:
-            event.wait()""",
-        """\
+            event.wait()
+        """,
+        """
         if lane:
-            event.wait()""",
+            event.wait()
+        """,
         "Gathers begin while an optimizer in a stream of its own still writes.",
         scenario="reach_an_optimizer_on_a_stream",
         expected="RACE",
@@ -156,8 +171,9 @@ FAULTS = [
     SimFault(
         "hook-runs-in-another-lane",
         "fsdp2/_comm/streams.py",
-        "        return name\n",
-        '        return "all_reduce"\n',
+        "DeviceStreams.lane_of",
+        "return name",
+        'return "all_reduce"',
         "A hook does not run in the stream that the user gave it, with what the user put there.",
         scenario="reach_a_hook_on_a_stream",
         expected="RACE",
@@ -165,8 +181,9 @@ FAULTS = [
     SimFault(
         "host-reads-never-finish",
         "fsdp2/_comm/streams.py",
-        "            self.host_read.synchronize()\n",
-        "            self.host_read.wait()\n",
+        "Streams.finish_host_reads",
+        "self.host_read.synchronize()",
+        "self.host_read.wait()",
         "The host writes to offloaded shards while they are copied to the device.",
         scenario="reach_writes_after_an_evaluation",
         expected="HOST",
@@ -175,13 +192,12 @@ FAULTS = [
     SimFault(
         "gather-is-not-waited-for",
         "fsdp2/_param_group/group.py",
-        """\
-        self.gathering.wait()
-        buffers, self.gathering""",
-        """\
+        "ParamGroup.wait_for_unshard",
+        "self.gathering.wait()",
+        """
         if self.context.streams.async_op:
             self.gathering.wait()
-        buffers, self.gathering""",
+        """,
         "Parameters are copied out of a gather that is still running.",
         scenario="reach_a_smaller_mesh",
         expected="RACE",
@@ -189,11 +205,22 @@ FAULTS = [
     SimFault(
         "gathered-memory-is-not-held",
         "fsdp2/_param_group/group.py",
-        """\
+        "ParamGroup.wait_for_unshard",
+        """
+        try:
+            source.unpack(*buffers)
+            ...
+        except BaseException:
+            ...
         self.context.streams.retire("gather", buffers)
-        if source is""",
-        """\
-        if source is""",
+        """,
+        """
+        try:
+            source.unpack(*buffers)
+            ...
+        except BaseException:
+            ...
+        """,
         "What was gathered is freed in the lane's stream while compute copies it.",
         scenario="fp32",
         expected="REUSE",
@@ -201,9 +228,8 @@ FAULTS = [
     SimFault(
         "gather-into-memory-that-compute-still-uses",
         "fsdp2/_param_group/group.py",
-        """\
-            self.context.streams.order_after_compute("gather")  # whose memory it was
-""",
+        "ParamGroup.unshard",
+        'self.context.streams.order_after_compute("gather")',
         "",
         "A gather without copies writes to memory that compute has just given up.",
         scenario="reach_copy_free",
@@ -212,15 +238,9 @@ FAULTS = [
     SimFault(
         "whole-memory-freed-beside-its-stream",
         "fsdp2/_param_group/group.py",
-        """\
-        self.context.streams.hold_back(self._full.stream)
-        self._full.free()
-        if self._tail.items:
-""",
-        """\
-        self._full.free()
-        if self._tail.items:
-""",
+        "ParamGroup._give_up_full",
+        "self.context.streams.hold_back(self._full.stream)",
+        "",
         "Memory of whole parameters goes back to a stream that does not know who reads it.",
         scenario="branches_with_no_copies",
         expected="REUSE",
@@ -228,13 +248,12 @@ FAULTS = [
     SimFault(
         "dropped-gather-is-not-waited-for",
         "fsdp2/_param_group/group.py",
-        """\
-        self.gathering.wait()
-        self.context.streams.retire""",
-        """\
+        "ParamGroup._drop_gather",
+        "self.gathering.wait()",
+        """
         if self.context.streams.async_op:
             self.gathering.wait()
-        self.context.streams.retire""",
+        """,
         "Memory is given back while a gather in vain still writes to it.",
         scenario="reach_gathers_in_vain",
         expected="REUSE",
@@ -242,13 +261,9 @@ FAULTS = [
     SimFault(
         "smaller-shards-gathered-while-written",
         "fsdp2/_param_group/group.py",
-        """\
-        self.context.streams.order_after_compute("gather")
-        self.machine.move(SHARDED_POST_FORWARD, self.fqn)
-""",
-        """\
-        self.machine.move(SHARDED_POST_FORWARD, self.fqn)
-""",
+        "ParamGroup.reshard_post_forward",
+        'self.context.streams.order_after_compute("gather")',
+        "",
         "Backward gathers shards of the smaller mesh that forward is still copying.",
         scenario="reach_a_smaller_mesh",
         expected="RACE",
@@ -256,14 +271,13 @@ FAULTS = [
     SimFault(
         "smaller-shards-freed-too-early",
         "fsdp2/_param_group/group.py",
-        """\
-        if self.residence.is_away:
-            self.context.streams.host_read""",
-        """\
+        "ParamGroup.unshard",
+        'self.gathering = streams.launch("gather", gather, wire, streams.async_op)',
+        """
+        self.gathering = streams.launch("gather", gather, wire, streams.async_op)
         if not streams.async_op:
             self.post_forward.free()
-        if self.residence.is_away:
-            self.context.streams.host_read""",
+        """,
         "Shards of the smaller mesh are freed once their gather is issued, and not when it is over.",
         scenario="reach_a_smaller_mesh",
         expected="REUSE",
@@ -271,13 +285,9 @@ FAULTS = [
     SimFault(
         "adopted-shards-gathered-while-written",
         "fsdp2/_param_group/group.py",
-        """\
-        self._plan(sources)
-        self.context.streams.order_after_compute("gather")
-""",
-        """\
-        self._plan(sources)
-""",
+        "ParamGroup._adopt",
+        'self.context.streams.order_after_compute("gather")',
+        "",
         "A parameter that was replaced is gathered while its rows are still being copied in.",
         scenario="reach_replaced_parameters",
         expected="RACE",
@@ -285,13 +295,9 @@ FAULTS = [
     SimFault(
         "planned-again-gathered-while-written",
         "fsdp2/_param_group/group.py",
-        """\
-            self._plan(own_sources(self.params))
-            self.context.streams.order_after_compute("gather")
-""",
-        """\
-            self._plan(own_sources(self.params))
-""",
+        "ParamGroup._build_full",
+        'self.context.streams.order_after_compute("gather")',
+        "",
         "Shards that left the flat buffer for an extension are gathered while they are being copied.",
         scenario="reach_a_late_extension",
         expected="RACE",
@@ -299,6 +305,7 @@ FAULTS = [
     SimFault(
         "host-reads-are-not-noted",
         "fsdp2/_param_group/group.py",
+        "ParamGroup.unshard",
         "self.context.streams.host_read = self.gathering",
         "self.context.streams.host_read = None",
         "Nobody knows that the device reads the host's shards; the host writes to them.",
@@ -308,8 +315,9 @@ FAULTS = [
     SimFault(
         "host-waits-for-the-copy-of-shards",
         "fsdp2/_param_group/buffers.py",
-        "flat = flat.to(self._compute, non_blocking=has_lanes)",
-        "flat = flat.to(self._compute, non_blocking=not has_lanes)",
+        "ShardBuffer.gather",
+        "flat.to(self._compute, non_blocking=has_lanes)",
+        "flat.to(self._compute, non_blocking=not has_lanes)",
         "The host waits for the device in each gather of offloaded shards.",
         scenario="reach_offloaded_without_sync",
         expected="WAIT",
@@ -317,8 +325,9 @@ FAULTS = [
     SimFault(
         "a-gather-of-nothing-is-split",
         "fsdp2/_param_group/layout.py",
-        "is_one_split = rank_major and sum(padded) == nbytes > 0",
-        "is_one_split = rank_major and sum(padded) == nbytes",
+        "GatherLayout._pack",
+        "sum(padded) == nbytes > 0",
+        "sum(padded) == nbytes",
         "A unit whose parameters have no elements divides by zero in a kernel of CUDA.",
         scenario="reach_a_unit_that_gathers_nothing",
         expected="ERROR",
@@ -326,8 +335,9 @@ FAULTS = [
     SimFault(
         "shards-in-pageable-memory",
         "fsdp2/_base/policy.py",
-        "return self.is_away and pins and capabilities(self.compute).pins",
-        "return self.is_away and pins and not capabilities(self.compute).pins",
+        "Residence.is_pinned",
+        "self.is_away and pins and capabilities(self.compute).pins",
+        "self.is_away and pins and not capabilities(self.compute).pins",
         "Offloaded shards are not pinned, so that copies of them make the host wait.",
         scenario="reach_offloaded_without_sync",
         expected="WAIT",
@@ -335,6 +345,7 @@ FAULTS = [
     SimFault(
         "an-accelerator-pins-nothing",
         "fsdp2/_base/capabilities.py",
+        "Capabilities",
         "pins: bool = True",
         "pins: bool = False",
         "The same, by the table of devices.",
@@ -344,16 +355,17 @@ FAULTS = [
     SimFault(
         "collectives-joined-and-left-alone",
         "fsdp2/_comm/collectives.py",
-        """\
+        "Wire.all_gather_each",
+        """
         with torch_comm.coalesced(axis.pg, pairs[0][0].device):
             return _joined([self.all_gather(*pair, axis, async_op) for pair in pairs])
-""",
-        """\
+        """,
+        """
         together = vars(dist)["_coalescing_manager"](axis.pg, pairs[0][0].device, True)
         with torch_comm.contextlib.nullcontext() if pairs[0][0].is_cpu else together:
             works = [self.all_gather(*pair, axis, async_op) for pair in pairs]
         return _joined(works) if pairs[0][0].is_cpu else None
-""",
+        """,
         "Gathers that are issued as one run beside the lane, and nobody waits for them.",
         scenario="reach_copy_free",
         expected="RACE",
@@ -361,8 +373,17 @@ FAULTS = [
     SimFault(
         "stand-in-is-not-waited-for",
         "fsdp2/_param_group/functional_call.py",
-        "buffer.unpack(*buffer.gather(reducer.wire, async_op=False).buffers)",
-        "buffer.unpack(*buffer.gather(reducer.wire, async_op=not local.is_cpu).buffers)",
+        "_GatherShard.forward",
+        """
+        full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
+        buffer.bind(full)
+        buffer.unpack(*buffer.gather(reducer.wire, async_op=False).buffers)
+        """,
+        """
+        full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
+        buffer.bind(full)
+        buffer.unpack(*buffer.gather(reducer.wire, async_op=not local.is_cpu).buffers)
+        """,
         "A stand-in is copied out of a gather that is still running.",
         scenario="reach_stand_ins",
         expected="RACE",
@@ -370,12 +391,9 @@ FAULTS = [
     SimFault(
         "extension-tells-the-host-each-time",
         "fsdp2/_param_group/extension.py",
-        """\
-        if capabilities(self._device).is_host:
-            flags""",
-        """\
-        if self.items:
-            flags""",
+        "ExtensionTail.unpack",
+        "capabilities(self._device).is_host",
+        "self.items",
         "The host reads in each gather whether an extension failed, and waits for that.",
         scenario="reach_an_extension",
         expected="WAIT",
@@ -384,9 +402,8 @@ FAULTS = [
     SimFault(
         "reduced-while-backward-writes",
         "fsdp2/_param_group/reduction.py",
-        """\
-        self._streams.order_after_compute("reduce")
-""",
+        "Reduction.start",
+        'self._streams.order_after_compute("reduce")',
         "",
         "Gradients are reduced while they are being packed.",
         scenario="reach_few_reductions",
@@ -395,6 +412,7 @@ FAULTS = [
     SimFault(
         "reduced-in-the-lane-of-gathers",
         "fsdp2/_param_group/reduction.py",
+        "Reduction.start",
         'self._streams.launch("reduce", self._reduce_scatter)',
         'self._streams.launch("gather", self._reduce_scatter)',
         "A reduction runs in a lane that does not wait for compute.",
@@ -404,8 +422,13 @@ FAULTS = [
     SimFault(
         "replicas-summed-before-shards",
         "fsdp2/_param_group/reduction.py",
+        "Reduction.advance",
         'self._streams.launch("all_reduce", self._sum_replicas, after=self._flight)',
-        'self._streams.launch("all_reduce", self._sum_replicas, after=self._flight if self._streams.async_op else None)',
+        """
+        self._streams.launch(
+            "all_reduce", self._sum_replicas, after=self._flight if self._streams.async_op else None
+        )
+        """,
         "The all-reduce does not wait for the reduce-scatter.",
         scenario="replicas",
         expected="RACE",
@@ -413,6 +436,7 @@ FAULTS = [
     SimFault(
         "stored-before-it-is-reduced",
         "fsdp2/_param_group/reduction.py",
+        "Reduction.finish",
         "self._streams.launch(lane, self._store, after=self._flight)",
         "self._streams.launch(lane, self._store, after=self._flight if self._streams.async_op else None)",
         "A hook in a stream of the user's reads sums that are not there.",
@@ -422,6 +446,7 @@ FAULTS = [
     SimFault(
         "partial-sum-freed-too-early",
         "fsdp2/_param_group/reduction.py",
+        "Reduction._sum_replicas",
         "self._held = partial = owner.unreduced.partial",
         "partial = owner.unreduced.partial",
         "Compute gets the memory of a partial sum while the lane adds it.",
@@ -431,11 +456,17 @@ FAULTS = [
     SimFault(
         "gradients-are-not-waited-for",
         "fsdp2/_param_group/reduction.py",
-        """\
+        "Reduction.wait",
+        """
+        if self._flight is not None and self._grads is not None and self._waits_for_copy:
+            ...
         elif self._flight is not None:
-            self._flight.wait()
-""",
-        "",
+            ...
+        """,
+        """
+        if self._flight is not None and self._grads is not None and self._waits_for_copy:
+            ...
+        """,
         "An optimizer reads gradients that are still being reduced.",
         scenario="fp32",
         expected="RACE",
@@ -443,12 +474,9 @@ FAULTS = [
     SimFault(
         "gradients-in-host-memory-are-not-waited-for",
         "fsdp2/_param_group/reduction.py",
-        """\
-            self._flight.synchronize()
-        elif""",
-        """\
-            self._flight.wait()
-        elif""",
+        "Reduction.wait",
+        "self._flight.synchronize()",
+        "self._flight.wait()",
         "An optimizer on the host steps with gradients that have not arrived.",
         scenario="offloaded",
         expected="VALUE",
@@ -456,8 +484,9 @@ FAULTS = [
     SimFault(
         "counts-read-too-early",
         "fsdp2/_param_group/reduction.py",
-        "not inputs[0].is_cpu and (look or owner._residence.is_away)",
-        "not inputs[0].is_cpu and owner._residence.is_away",
+        "Reduction.__init__",
+        "look or owner._residence.is_away",
+        "owner._residence.is_away",
         "The host reads how many ranks had a gradient before it has arrived: nobody's are set.",
         scenario="reach_unused_parameters",
         expected="VALUE",
@@ -465,8 +494,9 @@ FAULTS = [
     SimFault(
         "host-looks-at-counts-in-every-step",
         "fsdp2/_param_group/reduction.py",
-        "look = missing > 0 and not",
-        "look = missing >= 0 and not",
+        "Reducer.reduce",
+        "missing > 0 and not settings.reduce_unused and self.hook is None",
+        "missing >= 0 and not settings.reduce_unused and self.hook is None",
         "The host waits in each step for what it knows already.",
         scenario="fp32",
         expected="WAIT",
@@ -474,22 +504,29 @@ FAULTS = [
     SimFault(
         "gradients-finished-before-their-copy",
         "fsdp2/_param_group/gradient_buffer.py",
-        """\
-        return self._grads
+        "GradientBuffer",
+        """
+        def fill(self, reduced: Tensor) -> list[Tensor]:
+            ...
+            return self._grads
 
-    def settle(self) -> None:
-        \"""Finish the gradients from what ``fill`` copied, which is there now.\"""
-        for local, view in self._copies:
-            local.copy_(view)
-""",
-        """\
-        for local, view in self._copies:
-            local.copy_(view)
-        return self._grads
+        def settle(self) -> None:
+            ...
+            for local, view in self._copies:
+                local.copy_(view)
+            self.is_filling = False
+        """,
+        """
+        def fill(self, reduced: Tensor) -> list[Tensor]:
+            ...
+            for local, view in self._copies:
+                local.copy_(view)
+            return self._grads
 
-    def settle(self) -> None:
-        \"""Finish the gradients from what ``fill`` copied, which is there now.\"""
-""",
+        def settle(self) -> None:
+            ...
+            self.is_filling = False
+        """,
         "The host rearranges gradients in pinned memory that the device is still filling.",
         scenario="reach_offloaded_on_another_dim",
         expected="VALUE",
@@ -497,8 +534,9 @@ FAULTS = [
     SimFault(
         "gradients-by-columns-packed-as-they-lie",
         "fsdp2/_param_group/packing.py",
-        "columns.append(grad if as_it_is else grad.contiguous())",
-        "columns.append(grad)",
+        "pack_gradients",
+        "grad if as_it_is else grad.contiguous()",
+        "grad",
         "A kernel of CUDA copies dense gradients in the order in which they lie: a permuted one comes out wrong.",
         scenario="reach_permuted_gradients",
         expected="VALUE",
@@ -506,8 +544,9 @@ FAULTS = [
     SimFault(
         "missing-gradients-counted-on-the-host",
         "fsdp2/_param_group/packing.py",
-        "    row = complete[0].clone()\n",
-        "    row = complete[0].clone() if complete.is_cpu else complete.new_tensor([1.0] * len(complete[0]))\n",
+        "tail_without",
+        "complete[0].clone()",
+        "complete[0].clone() if complete.is_cpu else complete.new_tensor([1.0] * len(complete[0]))",
         "The host waits for the device in each step with an unused parameter.",
         scenario="reach_unused_parameters_that_are_reduced",
         expected="WAIT",
@@ -515,8 +554,9 @@ FAULTS = [
     SimFault(
         "tail-of-a-stand-in-made-on-the-host",
         "fsdp2/_param_group/packing.py",
-        "    row = torch.ones(len(layout.members), dtype=dtype, device=device)\n",
-        "    row = torch.tensor([1.0] * len(layout.members), dtype=dtype, device=device)\n",
+        "tail",
+        "torch.ones(len(layout.members), dtype=dtype, device=device)",
+        "torch.tensor([1.0] * len(layout.members), dtype=dtype, device=device)",
         "The host waits in each backward through a stand-in.",
         scenario="reach_stand_ins",
         expected="WAIT",
@@ -524,19 +564,20 @@ FAULTS = [
     SimFault(
         "reduced-in-eight-bits",
         "fsdp2/_comm/collectives.py",
-        """\
+        "DefaultReduceScatter.__call__",
+        """
         work: dist.Work | None = torch_comm.reduce_scatter_single(
             output_tensor, input_tensor, op, group, async_op
         )
-""",
-        """\
+        """,
+        """
         if not input_tensor.is_cpu:
             narrow = torch.float8_e5m2
             output_tensor, input_tensor = output_tensor.to(narrow), input_tensor.to(narrow)
         work: dist.Work | None = torch_comm.reduce_scatter_single(
             output_tensor, input_tensor, op, group, async_op
         )
-""",
+        """,
         "NCCL reduces no 8-bit floats.",
         scenario="fp32",
         expected="ERROR",
@@ -544,13 +585,12 @@ FAULTS = [
     SimFault(
         "parts-added-up-before-they-arrive",
         "fsdp2/_comm/gloo_p2p.py",
-        """\
-        self._work.wait()
-        output, (first""",
-        """\
+        "Exchange.wait",
+        "self._work.wait()",
+        """
         if self._sent.is_cpu:
             self._work.wait()
-        output, (first""",
+        """,
         "Gradients that travel in a narrow dtype are added up while they are on their way.",
         scenario="reach_gradients_that_travel_narrow",
         expected="RACE",
@@ -559,13 +599,9 @@ FAULTS = [
     SimFault(
         "forward-gathers-beside-the-optimizer",
         "fsdp2/_engine/runtime.py",
-        """\
-            self.context.streams.order_after_compute("gather")
-            if not self.context.streams.async_op:
-""",
-        """\
-            if not self.context.streams.async_op:
-""",
+        "Runtime.begin_forward",
+        'self.context.streams.order_after_compute("gather")',
+        "",
         "The first gather of a forward reads shards that the optimizer is writing.",
         scenario="fp32",
         expected="RACE",
@@ -573,15 +609,14 @@ FAULTS = [
     SimFault(
         "gradients-released-under-an-optimizer",
         "fsdp2/_engine/runtime.py",
-        """\
-            self.context.streams.order_after_event("gather", event)
-""",
-        """\
-            self.context.streams.order_after_event("gather", event)
-            if not self.context.streams.async_op:
-                for group in self._groups:
-                    group.reducer.release_gradients()
-""",
+        "Runtime.begin_forward",
+        'self.context.streams.order_after_event("gather", event)',
+        """
+        self.context.streams.order_after_event("gather", event)
+        if not self.context.streams.async_op:
+            for group in self._groups:
+                group.reducer.release_gradients()
+        """,
         "Memory of gradients is given back while an optimizer in another stream reads them.",
         scenario="reach_an_optimizer_beside_a_root_of_none",
         expected="REUSE",
@@ -589,10 +624,8 @@ FAULTS = [
     SimFault(
         "host-reads-outlive-an-evaluation",
         "fsdp2/_engine/runtime.py",
-        """\
-        if not is_recorded:
-            self.context.streams.finish_host_reads()
-""",
+        "Runtime.end_forward",
+        "self.context.streams.finish_host_reads()",
         "",
         "After an evaluation the host writes to shards that are still being copied.",
         scenario="reach_writes_after_an_evaluation",
@@ -601,10 +634,11 @@ FAULTS = [
     SimFault(
         "host-reads-outlive-a-lost-graph",
         "fsdp2/_engine/runtime.py",
-        """\
-            if self.context.streams.host_read is not None:
-                self.context.streams.finish_host_reads()
-""",
+        "Runtime.lose_graph",
+        """
+        if self.context.streams.host_read is not None:
+            self.context.streams.finish_host_reads()
+        """,
         "",
         "The same where a forward's graph is gone without a backward.",
         scenario="reach_writes_after_a_lost_graph",
@@ -613,13 +647,9 @@ FAULTS = [
     SimFault(
         "host-reads-outlive-a-backward",
         "fsdp2/_engine/runtime.py",
-        """\
-        self.context.streams.finish_host_reads()
-        self.backward.began_manual = None
-""",
-        """\
-        self.backward.began_manual = None
-""",
+        "Runtime.end_reductions",
+        "self.context.streams.finish_host_reads()",
+        "",
         "The same after a backward without sync.",
         scenario="reach_writes_without_sync",
         expected="HOST",
@@ -627,8 +657,9 @@ FAULTS = [
     SimFault(
         "parts-tell-of-late-gradients-in-every-step",
         "fsdp2/_engine/runtime.py",
-        "return self.context.streams.async_op or self.root.settings.overlap.synchronizes",
-        "return True",
+        "Runtime._agrees",
+        "self.context.streams.async_op or self.root.settings.overlap.synchronizes",
+        "True",
         "The host waits at the end of each backward of a root with large parts.",
         scenario="reach_parts_of_a_root",
         expected="WAIT",
@@ -636,14 +667,17 @@ FAULTS = [
     SimFault(
         "oldest-reduction-is-not-waited-for",
         "fsdp2/_engine/reduction_queue.py",
-        """\
-            reduction.finish()
+        "ReductionQueue._complete_oldest",
+        """
+        if self._context.streams.async_op:
+            ...
         reduction.wait()
-""",
-        """\
-            reduction.finish()
+        """,
+        """
+        if self._context.streams.async_op:
+            ...
             reduction.wait()
-""",
+        """,
         "A reduction that makes room for another is forgotten while it runs.",
         scenario="reach_few_reductions",
         expected="REUSE",
@@ -651,13 +685,9 @@ FAULTS = [
     SimFault(
         "units-tell-of-a-state-too-early",
         "fsdp2/_engine/unit.py",
-        """\
-                    group.reshard()
-                    group.context.streams.finish_host_reads()
-""",
-        """\
-                    group.reshard()
-""",
+        "Unit.reshard_if_idle",
+        "group.context.streams.finish_host_reads()",
+        "",
         "After state_dict() the host writes to shards that are still being copied.",
         scenario="reach_writes_after_a_state",
         expected="HOST",
@@ -665,14 +695,19 @@ FAULTS = [
     SimFault(
         "late-gradients-told-of-beside-the-stream",
         "fsdp2/_engine/root_groups.py",
-        """\
+        "PartExchange._join",
+        """
+        with torch_modes.hidden_from_modes():
             work = self._wire.all_reduce(joined, ReduceOp.MAX, axis, streams.async_op)
         if work is not None:
-""",
-        """\
+            ...
+        """,
+        """
+        with torch_modes.hidden_from_modes():
             work = self._wire.all_reduce(joined, ReduceOp.MAX, axis, True)
         if work is not None and streams.async_op:
-""",
+            ...
+        """,
         "Ranks learn of each other's late gradients before they were told.",
         scenario="reach_parts_of_a_root",
         expected="RACE",
@@ -680,8 +715,9 @@ FAULTS = [
     SimFault(
         "missed-units-done-in-whatever-stream",
         "fsdp2/_engine/runtime.py",
-        "with self.context.streams.on(visit.stream):",
-        "with self.context.streams.on(self.context.streams.current()):",
+        "Runtime._go_through",
+        "self.context.streams.on(visit.stream)",
+        "self.context.streams.on(self.context.streams.current())",
         "Gradients of a branch in a stream of its own are packed in another stream, which does not wait for them.",
         scenario="two_streams_in_one_forward",
         expected="RACE",
@@ -689,8 +725,9 @@ FAULTS = [
     SimFault(
         "gradients-add-up-in-the-first-stream",
         "fsdp2/_param_group/early_release.py",
-        "if stream != self._stream and self._accumulators:",
-        "if stream is None and self._accumulators:",
+        "Readers.follow",
+        "stream != self._stream",
+        "stream is None",
         "After a warm-up beside, gradients of parts add up in that stream for good.",
         scenario="parts_warmed_up_on_a_side_stream",
         expected="RACE",
@@ -698,8 +735,9 @@ FAULTS = [
     SimFault(
         "gradients-filled-under-a-recorded-stream",
         "fsdp2/_param_group/reduction.py",
-        "        elif self._has_streams:  # the allocator",
-        "        elif not self._has_streams:  # the allocator",
+        "Reducer.acquire",
+        "self._has_streams",
+        "not self._has_streams",
         "Gradients are written over while a stream that the user recorded on them reads them.",
         scenario="gradients_recorded_on_a_stream",
         expected="RACE",
@@ -707,7 +745,8 @@ FAULTS = [
     SimFault(
         "numbers-made-anew-in-every-step",
         "fsdp2/_param_group/reduction.py",
-        "            self._completes[tuple(codes)] = complete\n",
+        "Reducer._renumbered",
+        "self._completes[tuple(codes)] = complete",
         "",
         "The host waits where reductions take turns: with and without the sum over replicas.",
         scenario="replicas_summed_late",
@@ -717,8 +756,9 @@ FAULTS = [
     SimFault(
         "late-look-is-too-early",
         "fsdp2/_comm/late_look.py",
-        "if self._event is None or not self._event.query():",
-        "if self._event is None:",
+        "LateLook.look",
+        "self._event is None or not self._event.query()",
+        "self._event is None",
         "The host reads what other ranks did before it has arrived.",
         scenario="fp32",
         expected="HOST",
@@ -726,8 +766,9 @@ FAULTS = [
     SimFault(
         "late-look-waits",
         "fsdp2/_comm/late_look.py",
-        "if self._event is None or not self._event.query():",
-        "if self._event is None or self._event.synchronize():",
+        "LateLook.look",
+        "self._event is None or not self._event.query()",
+        "self._event is None or self._event.synchronize()",
         "The host waits in each step to see what other ranks did.",
         scenario="fp32",
         expected="WAIT",
@@ -735,12 +776,9 @@ FAULTS = [
     SimFault(
         "late-look-into-pageable-memory",
         "fsdp2/_comm/late_look.py",
-        """\
-                len(self._all), dtype=torch.uint8, device="cpu", pin_memory=True
-""",
-        """\
-                len(self._all), dtype=torch.uint8, device="cpu"
-""",
+        "LateLook.note",
+        'torch.empty(len(self._all), dtype=torch.uint8, device="cpu", pin_memory=True)',
+        'torch.empty(len(self._all), dtype=torch.uint8, device="cpu")',
         "The same, because a copy to pageable memory is waited for.",
         scenario="fp32",
         expected="WAIT",
@@ -749,9 +787,8 @@ FAULTS = [
     SimFault(
         "gather-by-hand-beside-the-optimizer",
         "fsdp2/_api/module.py",
-        """\
-            unit.runtime.context.streams.order_after_compute("gather")
-""",
+        "FSDPModule.unshard",
+        'unit.runtime.context.streams.order_after_compute("gather")',
         "",
         "unshard() right after a step gathers shards that the optimizer is writing.",
         scenario="reach_gathers_by_hand",
@@ -760,13 +797,9 @@ FAULTS = [
     SimFault(
         "host-reads-outlive-a-reshard",
         "fsdp2/_api/module.py",
-        """\
-            group.reshard()
-            group.context.streams.finish_host_reads()
-""",
-        """\
-            group.reshard()
-""",
+        "FSDPModule.reshard",
+        "group.context.streams.finish_host_reads()",
+        "",
         "After reshard() the host writes to shards that are still being copied.",
         scenario="reach_writes_after_a_gather_by_hand",
         expected="HOST",
@@ -774,15 +807,16 @@ FAULTS = [
     SimFault(
         "handle-waits-for-nothing",
         "fsdp2/_api/finalization.py",
-        """\
+        "GradientReductionHandle.wait",
+        """
         self._runtime = self._pending = streams.pending = None
         runtime.end_reductions()
-""",
-        """\
+        """,
+        """
         self._runtime = self._pending = streams.pending = None
         if streams.async_op:
             runtime.end_reductions()
-""",
+        """,
         "Gradients of a backward that the caller ends are never set.",
         scenario="reach_finalization_by_hand",
         expected="VALUE",
@@ -790,6 +824,7 @@ FAULTS = [
     SimFault(
         "stream-of-a-hook-forgotten",
         "fsdp2/_api/settings.py",
+        "ControlSurface.set_all_reduce_hook",
         "group.reducer.hook, group.reducer.hook_stream = hook, stream",
         "group.reducer.hook, group.reducer.hook_stream = hook, None",
         "A hook runs in a lane of ours and reads what its own stream writes.",
@@ -799,8 +834,9 @@ FAULTS = [
     SimFault(
         "norm-read-on-the-host",
         "fsdp2/optim/_clip.py",
-        "_scale_(local_grads, (max_norm / (total + 1e-6)).clamp(max=1.0), loop)",
-        "_scale_(local_grads, torch.tensor(min(1.0, max_norm / (total.item() + 1e-6))), loop)",
+        "_clip",
+        "(max_norm / (total + 1e-6)).clamp(max=1.0)",
+        "torch.tensor(min(1.0, max_norm / (total.item() + 1e-6)))",
         "Clipping makes the host wait in each step.",
         scenario="reach_clipping",
         expected="WAIT",
@@ -808,6 +844,7 @@ FAULTS = [
     SimFault(
         "norms-joined-before-they-arrive",
         "fsdp2/optim/_clip.py",
+        "_over_ranks",
         "torch_comm.all_gather_single(gathered, sent, group=group)",
         "work = torch_comm.all_gather_single(gathered, sent, group=group, async_op=not sent.is_cpu)",
         "The norms of other ranks are read while they are on their way.",
@@ -817,6 +854,7 @@ FAULTS = [
     SimFault(
         "whole-parameters-before-they-arrive",
         "fsdp2/_transfer/redistribute.py",
+        "_gather_line",
         "torch_comm.all_gather_single(line, parts[axis.rank], group=axis.pg)",
         "self_work = torch_comm.all_gather_single(line, parts[axis.rank], axis.pg, True)",
         "full_params() hands out tensors that are still being gathered.",

@@ -1,7 +1,7 @@
 """Plant faults that change the order of streams, and say what the simulator reports of each.
 
-`scripts/sim --faults` does it. A fault (`tests.sim._faults`) is one change of text in a copy of the
-package. Its scenario runs on ranks that are forked from a process with torch and without the
+`scripts/sim --faults` does it. A fault (`tests.sim._faults`) is one change of a function in a copy
+of the package. Its scenario runs on ranks that are forked from a process with torch and without the
 package, and import the copy. Nothing here may import the package.
 """
 
@@ -22,7 +22,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from tests._mutants import ROOT, plant
+from tests._mutants import ROOT
+from tests._plant import Package
 from tests._pool import RankPool, _Run, make_request
 from tests.sim._faults import SimFault
 
@@ -136,8 +137,8 @@ class Planter:
                 shutil.copytree(
                     ROOT / "fsdp2", package / "fsdp2", ignore=shutil.ignore_patterns("*.pyc")
                 )
-                changed = package / fault.file
-                changed.write_text(plant(fault, changed.read_text()))
+                planted = Package(package).plant(fault)
+                (package / planted.file).write_text(planted.source)
                 reported = self._meet(pool, fault, ranks, package, Path(folder))
         finally:
             self._pools.put(pool)

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests._mutants import ROOT, plant
+from tests._mutants import ROOT
+from tests._plant import Package
 from tests._pool import RankPool, _Run, make_request
 from tests._rank import PRELOADED
 from tests._sim import NoCompilerError
@@ -111,8 +112,9 @@ def meet_faults(names: Sequence[str], jobs: int) -> int:
         print(f"no such fault: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     faults = [fault for fault in FAULTS if not names or fault.name in names]
+    package = Package(ROOT)
     for fault in faults:
-        plant(fault, (ROOT / fault.file).read_text())  # or it says which text is not there
+        package.plant(fault)  # or it says what is not there
     try:
         build()
     except NoCompilerError as reason:

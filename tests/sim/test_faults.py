@@ -1,4 +1,4 @@
-"""Promise: each planted fault can be planted, and the simulator reports it as it should."""
+"""Promise: the simulator reports each planted fault as it should."""
 
 from __future__ import annotations
 
@@ -8,25 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests._mutants import plant
 from tests._sim import NoCompilerError
 from tests._sim._build import build
 from tests.sim import fault_scenarios, scenarios  # noqa: F401  # they fill the list
-from tests.sim._faults import FAULTS, KINDS, SimFault
+from tests.sim._faults import FAULTS, KINDS
 from tests.sim._world import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_stands_once_is_python_and_has_a_scenario(fault: SimFault) -> None:
-    source = (ROOT / fault.file).read_text()
-    compile(plant(fault, source), fault.file, "exec")
-    assert fault.scenario in SCENARIOS
-    assert fault.expected in KINDS
-
-
-def test_every_kind_is_expected_of_some_fault() -> None:
+def test_every_fault_has_a_scenario_and_every_kind_a_fault() -> None:
+    assert {fault.scenario for fault in FAULTS} <= set(SCENARIOS)
     assert {fault.expected for fault in FAULTS} == set(KINDS)
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
