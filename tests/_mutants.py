@@ -1,10 +1,11 @@
 """Plant faults in copies of the package and say which of them the tests find: `scripts/mutants`.
 
-A fault (`tests/_faults.py`) is one change of a function. Each gets a copy of the repository; tests
-that enter the changed function run there until one fails, those first that are about what breaks,
-or have most to do with the file for their time. A fault that they let pass meets the tests that
-reach its file, and then those that a trace hook cannot see through: compiled models, and programs
-that a test starts itself. What is left has survived.
+A fault (`tests/_faults.py`) is one change of a function. Each gets a copy of the repository. First
+the one test runs there that found it last (`tests/_detectors.json`). If that passes, the tests run
+that are about what breaks, until one fails. Both need no map. A fault that they let pass meets the
+tests that enter its function, those first that have most to do with the file for their time; then
+those that reach the file; and then those that a trace hook cannot see through: compiled models, and
+programs that a test starts itself. What is left has survived.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ SUITES = {"default": "not slow and not ecosystem", "slow": "slow and not ecosyst
 BEHIND_A_COMPILER = ("tests/behaviour/test_traced.py",)
 STARTS_PROGRAMS = ("tests/test_",)
 LOOKS_FOR_FAULTS = "tests/test_faults.py"  # fails in every copy: the fault stands there already
+DETECTORS = "tests/_detectors.json"  # which test found a fault last
 LIMIT_S = 1800.0  # of one run of pytest for one fault
-NEAR = 3  # rounds that all faults go through before the first one meets the many others
 _SAVING = threading.Lock()
 BAD_USAGE, NOTHING_SELECTED = 4, 5  # pytest's status
 
@@ -92,18 +93,14 @@ class Reached:
             frozenset(t for t, like in known.items() if not like),
         )
 
-    def rounds(self, fault: Fault, package: Package, first: str | None) -> list[list[str]]:
-        """Return tests in the order to try them; none stands in two rounds."""
+    def rounds(self, fault: Fault, package: Package, tried: Iterable[str]) -> list[list[str]]:
+        """Return the other tests in the order to try them; none stands in two rounds."""
         planted = package.plant(fault)
         functions = functions_of(planted, package)
         file = planted.file.removeprefix("fsdp2/") + ":"
-        near = tuple(f"tests/{name}" for name in fault.near)
-        seen: set[str] = set()
+        seen = set(tried)
         rounds = []
         for belongs in (
-            lambda test: test == first,
-            lambda test: test.startswith(near) and not functions.isdisjoint(self.entered[test]),
-            lambda test: test.startswith(near),
             lambda test: not functions.isdisjoint(self.entered[test]),
             lambda test: any(f.startswith(file) for f in self.entered[test]),
             lambda test: test.startswith(BEHIND_A_COMPILER + STARTS_PROGRAMS),
@@ -203,13 +200,15 @@ class Copy:
         if ended.returncode == BAD_USAGE:
             raise RuntimeError(f"pytest did not start: {report.read_text()}")
         lines = report.read_text().splitlines()
-        failed = [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-        return failed[0] if failed else f"pytest ended with {ended.returncode}: {lines[-1:]}"
+        failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        named = [line.partition(" ")[2].partition(" - ")[0] for line in failed]
+        return named[0] if named else f"pytest ended with {ended.returncode}: {lines[-1:]}"
 
 
 def run(
     faults: Sequence[Fault],
-    reached: Reached,
+    tests: Sequence[str],
+    reach: Callable[[], Reached],
     first: Mapping[str, str],
     suite: str,
     jobs: int,
@@ -218,7 +217,8 @@ def run(
 ) -> list[Verdict]:
     """Run all faults; `first` names the test to begin with, where one is known for a fault.
 
-    Verdicts go to `saved` as they come. What was found according to it is not tried again.
+    The map is asked for only if neither that test nor those about the fault find it. Verdicts go to
+    `saved` as they come. What was found according to it is not tried again.
     """
     package = Package(root)
     verdicts = {f.name: Verdict(f.name, package.plant(f).file, None, 0, 0.0) for f in faults}
@@ -227,11 +227,10 @@ def run(
             verdicts[row["fault"]] = Verdict(**row)
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
 
-    def meet(fault: Fault, rounds: slice) -> None:
+    def meet(fault: Fault, rounds: Sequence[Sequence[str]]) -> None:
         copy = copies.get()
         try:
-            chosen = reached.rounds(fault, package, first.get(fault.name))[rounds]
-            verdict = verdicts[fault.name] + copy.test(fault, chosen, suite)
+            verdict = verdicts[fault.name] + copy.test(fault, rounds, suite)
         finally:
             copies.put(copy)
         verdicts[fault.name] = verdict
@@ -240,14 +239,34 @@ def run(
         if saved is not None:
             _save(saved, list(verdicts.values()))
 
+    def near(fault: Fault) -> list[str]:
+        files = tuple(f"tests/{name}" for name in fault.near)
+        return [test for test in tests if test.startswith(files) and test != first.get(fault.name)]
+
+    def left() -> list[Fault]:
+        return [fault for fault in faults if verdicts[fault.name].found_by is None]
+
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(jobs) as threads:
         for _ in range(jobs):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-"))
             copies.put(Copy(root, Path(folder)))
-        for title, rounds in (("what is about them", slice(NEAR)), ("the rest", slice(NEAR, None))):
-            left = [fault for fault in faults if verdicts[fault.name].found_by is None]
-            print(f"{len(left)} faults, {title}:", flush=True)
-            list(threads.map(partial(meet, rounds=rounds), left))  # raises what one of them raised
+
+        def meet_all(
+            title: str, met: Sequence[Fault], rounds: Callable[[Fault], Sequence[Sequence[str]]]
+        ) -> None:
+            print(f"{len(met)} faults, {title}:", flush=True)
+            list(threads.map(lambda f: meet(f, rounds(f)), met))  # raises what one of them raised
+
+        known = [fault for fault in left() if fault.name in first]
+        meet_all("what found them last", known, lambda fault: [[first[fault.name]]])
+        meet_all("what is about them", left(), lambda fault: [near(fault)])
+        if left():
+            reached = reach()
+            meet_all(
+                "the rest",
+                left(),
+                lambda f: reached.rounds(f, package, [*near(f), first.get(f.name, "")]),
+            )
     return list(verdicts.values())
 
 
@@ -297,25 +316,32 @@ def main() -> int:
     parser.add_argument("--map", type=Path, help="what `pytest --reach` wrote; made if missing")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository to copy")
-    parser.add_argument(
-        "--first", type=Path, help="verdicts of another run: what found it is tried first"
-    )
     parser.add_argument("--save", type=Path, help="keep verdicts here, and go on from there")
+    parser.add_argument("--afresh", action="store_true", help=f"begin without {DETECTORS}")
+    parser.add_argument("--note", action="store_true", help=f"write what found each to {DETECTORS}")
     given = parser.parse_args()
     unknown = set(given.names) - {fault.name for fault in FAULTS}
     if unknown:
         parser.error(f"no fault is called {', '.join(sorted(unknown))}; see tests/_faults.py")
     faults = [f for f in FAULTS if not given.names or f.name in given.names]
-    package = Package(given.root)
-    for fault in faults:
-        package.plant(fault)  # or it says what is not there
+    tests = collect(given.suite, given.root)
+    noted = given.root / DETECTORS
+    detectors: dict[str, str] = json.loads(noted.read_text()) if noted.exists() else {}
+    there = set() if given.afresh else set(tests)
+    first = {fault: test for fault, test in detectors.items() if test in there}
     with tempfile.TemporaryDirectory() as folder:
-        reach = given.map or Path(folder) / "reach.json"
-        if not reach.exists():
-            write_map(reach, given.suite, given.root)
-        first = {row["fault"]: row["found_by"] for row in _rows(given.first) if row["found_by"]}
-        reached = Reached.read(reach, collect(given.suite, given.root))
-        verdicts = run(faults, reached, first, given.suite, given.jobs, given.root, given.save)
+        path = given.map or Path(folder) / "reach.json"
+
+        def reach() -> Reached:
+            if not path.exists():
+                write_map(path, given.suite, given.root)
+            return Reached.read(path, tests)
+
+        verdicts = run(faults, tests, reach, first, given.suite, given.jobs, given.root, given.save)
+    if given.note:
+        detectors |= {v.fault: v.found_by for v in verdicts if v.found_by and "::" in v.found_by}
+        known = {fault.name: detectors[fault.name] for fault in FAULTS if fault.name in detectors}
+        noted.write_text(json.dumps(known, indent=1) + "\n")
     survived = [verdict.fault for verdict in verdicts if verdict.found_by is None]
     found = len(verdicts) - len(survived)
     print(f"{found} of {len(verdicts)} faults found by the {given.suite} tests")
