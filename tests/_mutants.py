@@ -34,7 +34,10 @@ from tests._faults import FAULTS, Fault
 from tests._plant import Package, Planted
 
 ROOT = Path(__file__).parent.parent
-SUITES = {"default": "not slow and not ecosystem", "slow": "slow and not ecosystem"}
+SUITES = {
+    "default": ["--suite=default"],
+    "pool": ["--suite=pool", "-m", "not ecosystem and not gpu"],
+}
 # What a trace hook does not see: graphs, and processes that a test starts itself.
 BEHIND_A_COMPILER = ("tests/behaviour/test_traced.py",)
 STARTS_PROGRAMS = ("tests/test_",)
@@ -185,7 +188,7 @@ class Copy:
         paths = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         ended = subprocess.run(
             [
-                *(sys.executable, "-m", "pytest", f"@{listed}", "-m", SUITES[suite], "-x", "-q"),
+                *(sys.executable, "-m", "pytest", f"@{listed}", *SUITES[suite], "-x", "-q"),
                 *("-p", "no:cacheprovider", "-rfE", "--tb=line", "--in-flight=1"),
             ],
             cwd=self.folder,
@@ -289,7 +292,7 @@ def _function(test: str) -> str:
 def collect(suite: str, root: Path) -> list[str]:
     """Return the names of the suite's tests."""
     listed = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", SUITES[suite], "--collect-only", "-q"],
+        [sys.executable, "-m", "pytest", *SUITES[suite], "--collect-only", "-q"],
         cwd=root,
         check=True,
         capture_output=True,
@@ -303,7 +306,7 @@ def write_map(path: Path, suite: str, root: Path) -> None:
     """Run the suite once and note what each test enters."""
     print(f"noting which functions the {suite} tests enter", flush=True)
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", SUITES[suite], "-q", f"--reach={path}"],
+        [sys.executable, "-m", "pytest", *SUITES[suite], "-q", f"--reach={path}"],
         cwd=root,
         check=True,
     )
