@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests._graphs_on_disk import folder_of_graphs
 from tests._meshes import DEVICE
 from tests._rank import GRACE_S, Reply, Request, Task, serve
 
@@ -51,6 +52,8 @@ ENVIRONMENT = {
     # A connection to a store asks for the name of a loopback address. Where the resolver drops some
     # of the questions, each of these takes five seconds without this.
     "RES_OPTIONS": "timeout:1 attempts:1",
+    # Inductor keeps graphs and kernels on disk: ranks and later runs take those of this very source.
+    "TORCHINDUCTOR_CACHE_DIR": str(folder_of_graphs()),
 }
 PORTS = range(21_000, 32_000)  # below those that a kernel gives to whoever connects
 

@@ -39,7 +39,15 @@ show_values_in_asserts()
 for name in ("tests._parity", *filter(None, os.environ.get(PRELOADED, "").split(","))):
     importlib.import_module(name)
 
-if DEVICE == "cpu" and {"tests._traced", "tests.behaviour.test_composition"} & set(sys.modules):
+COMPILING = {
+    "tests._compiled_pair",
+    "tests._traced",
+    "tests.behaviour.test_compiled_optimizers",
+    "tests.behaviour.test_composition",
+}
+WITH_INDUCTOR = {"tests.behaviour.test_compiled_buckets"}  # on ranks in the long matrix only
+
+if DEVICE == "cpu" and COMPILING & set(sys.modules):
     # The first call of a compiler loads 600 modules and builds its tables: two seconds a rank.
     # Autograd starts threads in a build with CUDA, and a process that has them cannot be forked.
     # And it counts devices once: the simulated one is known to some ranks, and not yet here.
@@ -54,6 +62,15 @@ if DEVICE == "cpu" and {"tests._traced", "tests.behaviour.test_composition"} & s
         torch._dynamo.reset()
 
     warm(backend="aot_eager")
+    if may_train and WITH_INDUCTOR & set(sys.modules):
+        # Inductor loads 250 more modules, asks g++ what vectors there are and reads all headers of
+        # a kernel: seconds in each rank that is the first to use it there. What a process knows of
+        # this its forks know too. Bodies that need it say if there is no g++.
+        import torch._inductor.config
+
+        with contextlib.suppress(Exception), torch._inductor.config.patch(compile_threads=1):
+            warm(backend="inductor")  # without the threads that start compilers, as it is forked
+        torch._dynamo.reset()
 
 # DTensor plans each op on fake tensors. Their mode notes where it was made, and the standard
 # library then looks at every file on the stack for a change: a thirtieth of all that ranks do.
