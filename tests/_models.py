@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -299,6 +299,17 @@ def tied_blocks() -> Stack:
     return model
 
 
+def first_blocks(case: Case, count: int) -> Case:
+    """Return the case with its first blocks only: to compile takes as long as there are blocks."""
+
+    def build() -> nn.Module:
+        model: Any = case.build()
+        model.blocks = model.blocks[:count]
+        return model
+
+    return replace(case, build=build)
+
+
 def shared_block() -> Stack:
     """One block under two names, called twice in a forward."""
     model = Stack()
@@ -445,6 +456,30 @@ def sequential() -> nn.Module:
 
 def parts_with_parameters(model: nn.Module) -> Sequence[nn.Module]:
     return [m for m in model.children() if any(True for _ in m.parameters())]
+
+
+class EveryKind(TinyLM):
+    """Blocks of several kinds side by side, the first of them called twice, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        kinds = (Scalars, NonContiguous, FewRows, PartlyFrozen, OneRow, TiedWithin)
+        self.blocks = nn.ModuleList([kind() for kind in kinds])
+        self.blocks.append(self.blocks[0])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = (self.embed(ids) + self.position).flatten(0, 1)  # for a convolution
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+EVERY_KIND = Case(
+    EveryKind,
+    lambda m: [*dict.fromkeys(blocks_and_head(m))],
+    tokens,
+)
+"""For one graph in the place of many. Dtypes are left out: the coarsest is the tolerance of all."""
 
 
 CASES: dict[str, Case] = {

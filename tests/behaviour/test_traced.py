@@ -23,6 +23,7 @@ from fsdp2._compiled.compile import check_mode
 from fsdp2._compiled.passes import Overlapped
 from tests._models import (
     CASES,
+    EVERY_KIND,
     HIDDEN,
     NARROW,
     WIDTH,
@@ -32,6 +33,7 @@ from tests._models import (
     Scalars,
     Stack,
     each_block,
+    first_blocks,
     floats,
     loss_of,
     seeded,
@@ -57,6 +59,27 @@ from tests._tensor_parallel import (
     tokens,
 )
 from tests._traced import Graphs, TracedPair, saved
+
+ONE_BLOCK, TWO_BLOCKS = (first_blocks(CASES["stack"], count) for count in (1, 2))
+DIFFERENT_BLOCKS = {  # each has a part of its own, or no list of blocks
+    "tied_lm",
+    "untied_lm",
+    "tied_blocks",
+    "shared_block",
+    "containers",
+    "nested_units",
+    "one_group",
+    "unused_parts",
+    "sequential",
+}
+
+
+def shorter(name: str, count: int) -> Case:
+    """Return the case with fewer blocks, where they are alike: the compiler's time goes with them.
+
+    What several blocks are to each other, bodies with all three of ``stack`` look at.
+    """
+    return CASES[name] if name in DIFFERENT_BLOCKS else first_blocks(CASES[name], count)
 
 
 @ranks(2, limit_s=200)
@@ -184,7 +207,7 @@ gather mm reduce gather wait_gather mm wait_gather mm wait_gather mm wait_gather
 @pytest.mark.parametrize("name", CASES)
 @ranks(slow(1), slow(2), 3, limit_s=200)
 def test_every_case(name: str) -> None:
-    pair = TracedPair(name)
+    pair = TracedPair(shorter(name, 3 if name == "stack" else 2))
     pair.train(steps=3)
     assert pair.graphs.counts == "1 forward, 1 backward"
 
@@ -227,7 +250,7 @@ def without_mesh(kwargs: dict[str, Any]) -> dict[str, Any]:
 @ranks(2, limit_s=200)
 def test_mixed_precision(name: str, policy: fsdp2.MixedPrecisionPolicy) -> None:
     one = Case(lambda: Stack(Block, count=1), each_block, floats)
-    pair = EagerTwin(one if name == "stack of one" else name, mp_policy=policy)
+    pair = EagerTwin(one if name == "stack of one" else shorter(name, 2), mp_policy=policy)
     pair.first_rtol = pair.later_rtol = 2e-2
     for _ in range(3):
         pair.backward()
@@ -238,44 +261,45 @@ def test_mixed_precision(name: str, policy: fsdp2.MixedPrecisionPolicy) -> None:
 
 @ranks(2, limit_s=200)
 def test_a_replicate_axis() -> None:
-    """One block and shards of one rank, because each rank compiles; more ranks are below."""
+    """A mesh that only replicates, and one block, because each rank compiles; more is below."""
     case = Case(lambda: Stack(Scalars, count=1), each_block, floats)
     TracedPair(case, mesh=make_mesh(2, 1)).train(steps=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["scalars", "stack", "mixed_dtypes"])
+@pytest.mark.parametrize("name", ["scalars", exhaustive("stack"), "mixed_dtypes"])
 @ranks(4, limit_s=200)
 def test_more_with_a_replicate_axis(name: str) -> None:
-    TracedPair(name, mesh=make_mesh(2, 2)).train(steps=2)
+    """Blocks of ``scalars`` are those of ``stack`` with two parameters more."""
+    TracedPair(shorter(name, 2), mesh=make_mesh(2, 2)).train(steps=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", [2, True, False])
 @ranks(4, limit_s=200)
 def test_each_way_to_reshard(choice: bool | int) -> None:
-    pair = TracedPair("nested_units", reshard_after_forward=choice)
-    pair.train(steps=3)
+    pair = TracedPair(first_blocks(CASES["nested_units"], 1), reshard_after_forward=choice)
+    pair.train(steps=2)
     if choice is True:
         assert_expected_inline(
             pair.graphs.describe(),
             """\
-forward: 6 all_gather
-backward: 5 all_gather, 6 reduce_scatter""",
+forward: 4 all_gather
+backward: 3 all_gather, 4 reduce_scatter""",
         )
     elif choice is False:
         assert_expected_inline(
             pair.graphs.describe(),
             """\
-forward: 6 all_gather
-backward: 6 reduce_scatter""",
+forward: 4 all_gather
+backward: 4 reduce_scatter""",
         )
     else:  # over the neighbours' peers, then over the neighbours, who gather again
         assert_expected_inline(
             pair.graphs.describe(),
             """\
-forward: 12 all_gather
-backward: 5 all_gather, 6 reduce_scatter""",
+forward: 8 all_gather
+backward: 3 all_gather, 4 reduce_scatter""",
         )
 
 
@@ -393,14 +417,8 @@ def test_conditional_units() -> None:
 
 @pytest.mark.slow
 @ranks(2, limit_s=200)
-def test_meshes_that_only_replicate() -> None:
-    TracedPair("scalars", mesh=make_mesh(2, 1)).train(steps=2)
-
-
-@pytest.mark.slow
-@ranks(2, limit_s=200)
 def test_a_first_call_in_inference_mode() -> None:
-    pair = TracedPair("stack")
+    pair = TracedPair(TWO_BLOCKS)
     with torch.inference_mode():
         pair.losses(pair.batch())
     pair.train(steps=2)
@@ -424,7 +442,7 @@ backward: 2 all_gather, 4 reduce_scatter""",
 @ranks(2, limit_s=200)
 def test_batch_sizes_may_change() -> None:
     """One graph serves every batch size, if dynamic shapes are asked for."""
-    pair = TracedPair("stack", dynamic=True)
+    pair = TracedPair(ONE_BLOCK, dynamic=True)
     for rows in (12, 24, 8):
         pair.backward(pair.case.batch(rows))
         pair.step()
@@ -436,7 +454,7 @@ def test_batch_sizes_may_change() -> None:
 @ranks(2, limit_s=200)
 def test_backwards_in_another_order_than_forwards() -> None:
     """An eager and a compiled forward of one model may wait for their backwards together."""
-    pair = TracedPair("stack")
+    pair = TracedPair(TWO_BLOCKS)
     first, second = pair.batch(), pair.batch()
     losses = []
     for batch, pair.eagerly in ((first, True), (second, False), (first, False)):
@@ -487,7 +505,9 @@ class Turns(Stack):
 @ranks(2, limit_s=200)
 def test_gradients_that_wait_of_units_that_the_last_step_did_not_use(fullgraph: bool) -> None:
     """They are reduced at the end of that backward, though no graph does it."""
-    pair = TracedPair(Case(Turns, each_block, floats), fullgraph=fullgraph)
+    pair = TracedPair(
+        Case(functools.partial(Turns, count=2), each_block, floats), fullgraph=fullgraph
+    )
     for skips in (False, True, True):
         pair.model.set_requires_gradient_sync(skips)
         pair.model.skips = pair.reference.skips = skips
@@ -530,7 +550,7 @@ def test_gradients_that_a_graph_returns_once_for_two_parameters() -> None:
 @ranks(2, limit_s=200)
 def test_sync_that_is_switched_on_between_forward_and_backward(fullgraph: bool) -> None:
     """The backward decides, as in eager mode: schedules of pipelines ask then."""
-    pair = TracedPair("stack", fullgraph=fullgraph)
+    pair = TracedPair(TWO_BLOCKS, fullgraph=fullgraph)
     for microbatches in ((False, True), (True,)):
         for is_last in microbatches:
             pair.model.set_requires_gradient_sync(False)
@@ -549,7 +569,7 @@ def test_sync_that_is_switched_on_between_forward_and_backward(fullgraph: bool) 
 def test_a_forward_that_fails_takes_no_gradient_that_waits() -> None:
     """Not even from the next step, if that is an eager one."""
     for eagerly in (True, False):
-        pair = TracedPair("stack")
+        pair = TracedPair(ONE_BLOCK)
         pair.train(steps=1)
         pair.model.set_requires_gradient_sync(False)
         pair.backward()
@@ -569,7 +589,7 @@ def test_a_forward_that_fails_takes_no_gradient_that_waits() -> None:
 @ranks(2, limit_s=200)
 def test_gradients_that_travel_in_another_dtype() -> None:
     """`set_gradient_wire_dtype` holds in graphs: an exchange, and a sum in the reduce dtype."""
-    pair = TracedPair("stack")
+    pair = TracedPair(ONE_BLOCK)
     pair.model.set_gradient_wire_dtype(torch.bfloat16)
     pair.first_rtol = pair.later_rtol = 3e-2
     pair.backward()
@@ -581,7 +601,7 @@ def test_gradients_that_travel_in_another_dtype() -> None:
 @pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_shards_that_are_offloaded() -> None:
-    pair = TracedPair("scalars", offload_policy=fsdp2.CPUOffloadPolicy())
+    pair = TracedPair(shorter("scalars", 1), offload_policy=fsdp2.CPUOffloadPolicy())
     pair.train(steps=3)
 
 
@@ -617,7 +637,7 @@ def test_state_and_optimizers_in_between() -> None:
 @ranks(2, limit_s=200)
 def test_what_is_trained_may_change() -> None:
     """Freezing takes new graphs once, and going back takes the old ones."""
-    pair = TracedPair("stack")
+    pair = TracedPair(TWO_BLOCKS)
     for _ in range(2):
         for flag in (True, False):
             for model in (pair.model, pair.reference):
@@ -630,7 +650,7 @@ def test_what_is_trained_may_change() -> None:
 @pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_the_divisor_of_gradients() -> None:
-    pair = TracedPair("stack")
+    pair = TracedPair(TWO_BLOCKS)
     for unit in (*pair.model.blocks, pair.model):  # type: ignore[misc]  # a ModuleList
         unit.set_gradient_divide_factor(1.0)
     pair.backward()
@@ -664,7 +684,7 @@ def test_registered_forward_methods() -> None:
 @ranks(2, limit_s=200)
 def test_gradient_hooks_of_users() -> None:
     """Hooks on a parameter see its reduced gradient, as they do eagerly."""
-    pair = TracedPair("stack")
+    pair = TracedPair(ONE_BLOCK)
     seen: list[str] = []
     weight = pair.model.inp.weight
     weight.register_hook(lambda grad: seen.append(f"hook {type(grad).__name__}"))
@@ -697,7 +717,7 @@ def test_uneven_tensor_parallel() -> None:
 @ranks(4, limit_s=200)
 def test_what_is_saved_for_backward(choice: bool | int) -> None:
     """No whole weight is kept from forward to backward, unless the unit does not reshard."""
-    pair = TracedPair("stack", reshard_after_forward=choice)
+    pair = TracedPair(TWO_BLOCKS, reshard_after_forward=choice)
     pair.backward(pair.case.batch(4))  # one row a rank: activations are smaller than weights
     (graph,) = pair.graphs.forward
     largest = max(saved(graph, outputs=1), key=lambda value: value.numel())
@@ -828,13 +848,13 @@ backward: 15 all_gather, 36 reduce_scatter""",
 @pytest.mark.parametrize("name", ["mixed_dtypes", "non_contiguous", "few_rows"])
 @ranks(3, limit_s=200)
 def test_collectives_for_each_odd_parameter(name: str) -> None:
-    TracedPair(name, bucket=False).train(steps=2)
+    TracedPair(shorter(name, 1), bucket=False).train(steps=2)
 
 
 @pytest.mark.slow
 @ranks(2, limit_s=200)
 def test_overlap_with_a_backend() -> None:
-    pair = TracedPair("stack", backend="aot_eager", overlap=True)
+    pair = TracedPair(TWO_BLOCKS, backend="aot_eager", overlap=True)
     pair.train(steps=2)
     with pytest.raises(fsdp2.ConfigError, match="'inductor' or 'aot_eager' with overlap=True"):
         fsdp2.compile(pair.model, backend="eager", overlap=True)
@@ -845,11 +865,13 @@ def test_overlap_with_a_backend() -> None:
     ("name", "options"),
     with_slow(
         itertools.product(["stack", "scalars"], [{}, {"overlap": True}, {"bucket": False}]),
+        ci=[("scalars", {"overlap": True}), ("stack", {"bucket": False})],
     ),
 )
 @ranks(2, limit_s=500)
 def test_inductor(name: str, options: dict[str, Any]) -> None:
-    pair = TracedPair(name, backend="inductor", **options)
+    """Without options is as with overlap; `test_traced_models.py` has that, too."""
+    pair = TracedPair(shorter(name, 2), backend="inductor", **options)
     pair.first_rtol = pair.later_rtol = 5e-4
     pair.train(steps=5)
 
@@ -878,14 +900,14 @@ def test_five_steps_with_backends(name: str, backend: str) -> None:
 )
 @ranks(2, slow(4), limit_s=300)
 def test_cases_with_each_way_to_reshard(name: str, choice: bool | int) -> None:
-    TracedPair(name, reshard_after_forward=choice).train(steps=2)
+    TracedPair(shorter(name, 1), reshard_after_forward=choice).train(steps=2)
 
 
 @pytest.mark.slow
 @ranks(4, limit_s=500)
 def test_cases_that_wait_on_neighbours() -> None:
-    for name in ("scalars", "mixed_dtypes", "non_contiguous", "tied_lm", "shared_block"):
-        TracedPair(name, reshard_after_forward=2).train(steps=2)
+    for case in (EVERY_KIND, shorter("mixed_dtypes", 1)):
+        TracedPair(case, reshard_after_forward=2).train(steps=2)
 
 
 @pytest.mark.slow
@@ -904,7 +926,7 @@ def test_recomputation_after_a_graph_break() -> None:
 @ranks(4, limit_s=200)
 def test_overlap_of_what_is_gathered_twice() -> None:
     """A unit that waits on neighbours: the second gather is of what the first one returned."""
-    TracedPair("stack", backend="aot_eager", reshard_after_forward=2).train(steps=2)
+    TracedPair(TWO_BLOCKS, backend="aot_eager", reshard_after_forward=2).train(steps=2)
 
 
 # --- ranks that go different ways -----------------------------------------------------------------
