@@ -21,6 +21,7 @@ RTOL = {"aot_eager": 1e-6, "inductor": 5e-4}
 RTOL_BF16 = 2e-2  # where the compiler rounds to bf16 in other places
 EPS_BF16 = 0.1  # gradients that cancel are rounding then, which AdamW would make steps of
 LEARNING_RATE = 1e-3
+STEPS, MANY_STEPS = 8, 20  # a step of two models takes a hundredth of what compiling takes
 LEAST_SCALE = 10 * LEARNING_RATE  # what ten steps move: some gradients are sums that cancel
 
 
@@ -95,7 +96,7 @@ class CompiledPair:
         assert_same(losses[0], losses[1], "loss", self.rtol, self.scale)
         return losses[0]
 
-    def train(self, steps: int = 20, warm_up: int = 1) -> None:
+    def train(self, steps: int = STEPS, warm_up: int = 1) -> None:
         """Train both, and compare parameters; nothing may be compiled after the first steps."""
         start, made = graphs_made(), 0
         losses: list[list[Tensor]] = [[] for _ in self.batches]

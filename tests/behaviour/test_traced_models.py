@@ -14,15 +14,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fsdp2
-from tests._compiled_pair import EPS_BF16, RTOL_BF16, CompiledPair, loss_of_output
+from tests._compiled_pair import (
+    EPS_BF16,
+    MANY_STEPS,
+    RTOL_BF16,
+    STEPS,
+    CompiledPair,
+    loss_of_output,
+)
 from tests._models import (
     CASES,
+    EVERY_KIND,
     WIDTH,
     Batch,
     Block,
     Case,
     Stack,
     each_block,
+    first_blocks,
     floats,
     seeded,
 )
@@ -286,6 +295,7 @@ MODELS: dict[str, Case] = {
     "unused": Case(TwoWays, each_block, floats),
     "frozen": Case(PartlyTrained, each_block, floats),
     "twice": Case(partial(CalledTwice, count=2), each_block, floats),
+    "every_kind": EVERY_KIND,
     "scalars": CASES["scalars"],
     "one_row": CASES["one_row"],
     "few_rows": CASES["few_rows"],
@@ -305,6 +315,9 @@ BROKEN = {
     "looks_at_a_unit": NO_PARAMETERS,
 }
 BACKENDS = ["aot_eager", "inductor"]
+IN_CI = {"tied_encoder"}  # with inductor, which takes longer
+LONG = "tied_encoder"
+TOGETHER = {"scalars", "one_row", "few_rows", "shared_block"}  # they are blocks of `every_kind`
 
 
 def pair_of(name: str, **kwargs: Any) -> CompiledPair:
@@ -315,6 +328,8 @@ def marked(name: str, *more: str) -> Any:
     """Return a value of `parametrize`, which fails if the model is broken today."""
     reason = BROKEN.get(name)
     marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+    if name in TOGETHER or ("inductor" in more and name not in IN_CI):
+        marks += [pytest.mark.slow, pytest.mark.exhaustive]
     return pytest.param(name, *more, marks=marks)
 
 
@@ -332,9 +347,9 @@ def test_a_few_steps(name: str) -> None:
     ("name", "backend"), [marked(*pair) for pair in itertools.product(MODELS, BACKENDS)]
 )
 @ranks(2, limit_s=300)
-def test_twenty_steps(name: str, backend: str) -> None:
+def test_many_steps(name: str, backend: str) -> None:
     """Losses and parameters are the eager model's, from one graph that the first step made."""
-    pair_of(name, backend=backend).train()
+    pair_of(name, backend=backend).train(MANY_STEPS if name == LONG else STEPS)
 
 
 @pytest.mark.slow
@@ -343,12 +358,21 @@ def test_twenty_steps(name: str, backend: str) -> None:
 def test_rows_sent_by_index(backend: str) -> None:
     """Graphs end where data decides; each expert runs the rows that chose it, on each rank."""
     pair = CompiledPair(stack_of(RoutedByIndex), backend=backend, fullgraph=False)
-    pair.train(warm_up=10)  # counts of rows change, and become symbols
+    pair.train(MANY_STEPS, warm_up=10)  # counts of rows change, and become symbols
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
-@pytest.mark.parametrize("name", ["routed", "scalars", "few_rows", "tied_encoder", "adapted_bf16"])
+@pytest.mark.parametrize("backend", ["aot_eager", exhaustive("inductor")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "routed",
+        "every_kind",
+        *(exhaustive(name) for name in ("scalars", "few_rows")),
+        "tied_encoder",
+        "adapted_bf16",
+    ],
+)
 @ranks(3, limit_s=300)
 def test_three_ranks(name: str, backend: str) -> None:
     pair_of(name, backend=backend).train()
@@ -397,7 +421,8 @@ def test_batches_and_lengths_that_change(backend: str) -> None:
     """With ``dynamic=True`` one graph serves all sizes."""
     sizes = [(12, 7), (4, 9), (8, 5), (16, 11), (6, 6)]
     batches = [token_rows(rows, length) for rows, length in sizes]
-    pair_of("encoder", backend=backend, batches=batches, compiling={"dynamic": True}).train()
+    pair = pair_of("encoder", backend=backend, batches=batches, compiling={"dynamic": True})
+    pair.train(2 * len(batches))
 
 
 TENSOR_PARALLEL = {
@@ -438,22 +463,22 @@ def halve_gradients(module: nn.Module, inputs: Any, outputs: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path",
+    "paths",
     [
-        "blocks.0",
-        "blocks.1",
-        "blocks.0.mid",
-        "out",
+        ["blocks.0", "out"],
+        ["blocks.0.mid", "blocks.1"],
     ],
+    ids=" ".join,
 )
 @ranks(2, limit_s=300)
-def test_backward_hooks_of_modules(path: str) -> None:
+def test_backward_hooks_of_modules(paths: list[str]) -> None:
     """A hook may change gradients on their way, at a unit and at a layer; no one graph holds it."""
 
     def hook(model: nn.Module) -> None:
-        model.get_submodule(path).register_full_backward_hook(halve_gradients)
+        for path in paths:
+            model.get_submodule(path).register_full_backward_hook(halve_gradients)
 
-    CompiledPair(CASES["stack"], finish=hook, fullgraph=False).train()
+    CompiledPair(first_blocks(CASES["stack"], 2), finish=hook, fullgraph=False).train()
 
 
 @ranks(2)

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from tests._compiled_pair import RTOL_BF16, CompiledPair
+from tests._compiled_pair import MANY_STEPS, RTOL_BF16, STEPS, CompiledPair
 from tests._models import Batch, Case
 from tests._parity import make_mesh
 from tests._pool import ranks
@@ -147,9 +147,9 @@ def test_a_few_steps(name: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @pytest.mark.parametrize("name", MODELS)
 @ranks(2, limit_s=300)
-def test_twenty_steps(name: str, backend: str) -> None:
+def test_many_steps(name: str, backend: str) -> None:
     """Losses and parameters are the eager model's, from one graph that the first step made."""
-    pair_of(name, backend=backend).train()
+    pair_of(name, backend=backend).train(MANY_STEPS if name == "llama" else STEPS)
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_twenty_steps(name: str, backend: str) -> None:
 def test_experts_one_after_the_other() -> None:
     """Mixtral's plain kernel loops over the experts that rows chose: graphs end there."""
     case = Case(partial(mixtral, "eager"), each_layer, batch_of)
-    CompiledPair(case, loss=own_loss, fullgraph=False).train(warm_up=12)
+    CompiledPair(case, loss=own_loss, fullgraph=False).train(MANY_STEPS, warm_up=12)
 
 
 @pytest.mark.slow
@@ -185,4 +185,5 @@ def test_bf16(name: str) -> None:
 def test_batches_and_lengths_that_change() -> None:
     """With ``dynamic=True`` one graph serves all sizes."""
     batches = [batch_of(rows, length) for rows, length in [(12, 7), (4, 9), (8, 5), (16, 11)]]
-    pair_of("llama", batches=batches, compiling={"dynamic": True}).train()
+    pair = pair_of("llama", batches=batches, compiling={"dynamic": True})
+    pair.train(2 * len(batches))
