@@ -1,4 +1,4 @@
-"""Where inductor keeps the graphs and kernels of test runs: a folder for each version of the package.
+"""Where inductor keeps graphs and kernels of test runs: a folder for each version of the package.
 
 Inductor finds a graph again by what was traced, its own settings and the ``uuid`` of our passes.
 That names the sources of ``fsdp2/_compiled`` and of no other folder. A fault planted elsewhere that
