@@ -32,14 +32,15 @@ class Draw:
         self._ahead = ahead
         self._ahead.until = self._until = config.getoption("until")
         self._touched: set[str] = set()
-        self._ran = 0
-        self.left_out = 0
+        self._drawn = 0
+        self.left_out: set[str] = set()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
         by_name = {item.nodeid: item for item in items}
+        self._drawn = len(items)
         order = ring_order(by_name, self._commit)
         if self._since is not None:
             self._touched = touched_tests(order, config.rootpath, self._since)
@@ -53,22 +54,22 @@ class Draw:
         ]
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        # Skipped and not passed over: pytest then takes down the fixtures of the test before.
         if time.time() > self._until and self._ahead.gives_up(item.nodeid):
-            self.left_out += 1
-            return True  # nothing of this test runs
-        self._ran += 1
-        return None
+            self.left_out.add(item.nodeid)
+            pytest.skip("left out")
 
-    @property
-    def _share(self) -> float:
-        return self._ran / ((self._ran + self.left_out) or 1)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        is_left_out = report.when == "setup" and report.nodeid in self.left_out
+        return ("left out", "", "LEFT OUT") if is_left_out else None
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        share = self._share
+        ran = self._drawn - len(self.left_out)
+        share = ran / (self._drawn or 1)
         terminalreporter.section("what was drawn")
         terminalreporter.write_line(
-            f"{self._ran} tests ran, {self.left_out} were left out: {share:.0%}, from the place "
+            f"{ran} tests ran, {len(self.left_out)} were left out: {share:.0%}, from the place "
             f"on the ring of {self._commit[:12]}; {len(self._touched)} that the change touches "
             "came first"
         )
@@ -93,5 +94,5 @@ class Tally:
             for word in ("passed", "failed", "error", "skipped", "xfailed")
         }
         ran = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-        left_out = 0 if self._draw is None else self._draw.left_out
+        left_out = 0 if self._draw is None else len(self._draw.left_out)
         self._path.write_text(f"{ran or 'none'}|{left_out} left out\n")

@@ -268,7 +268,7 @@ ALONE = ["few_rows", "scalars", "tied_lm", "partly_frozen", "non_contiguous"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*HARD, *(exhaustive(name) for name in ALONE)])
+@pytest.mark.parametrize("case", [*HARD, *(slow(name) for name in ALONE)])
 @ranks(2, 3, limit_s=300)
 def test_every_kind_of_parameter(case: str) -> None:
     """Side by side in one model: a step is compiled for all parameters of an optimizer."""

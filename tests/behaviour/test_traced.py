@@ -267,7 +267,7 @@ def test_a_replicate_axis() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["scalars", exhaustive("stack"), "mixed_dtypes"])
+@pytest.mark.parametrize("name", ["scalars", slow("stack"), "mixed_dtypes"])
 @ranks(4, limit_s=200)
 def test_more_with_a_replicate_axis(name: str) -> None:
     """Blocks of ``scalars`` are those of ``stack`` with two parameters more."""
@@ -865,7 +865,6 @@ def test_overlap_with_a_backend() -> None:
     ("name", "options"),
     with_slow(
         itertools.product(["stack", "scalars"], [{}, {"overlap": True}, {"bucket": False}]),
-        ci=[("scalars", {"overlap": True}), ("stack", {"bucket": False})],
     ),
 )
 @ranks(2, limit_s=500)

@@ -315,9 +315,7 @@ BROKEN = {
     "looks_at_a_unit": NO_PARAMETERS,
 }
 BACKENDS = ["aot_eager", "inductor"]
-IN_CI = {"tied_encoder"}  # with inductor, which takes longer
 LONG = "tied_encoder"
-TOGETHER = {"scalars", "one_row", "few_rows", "shared_block"}  # they are blocks of `every_kind`
 
 
 def pair_of(name: str, **kwargs: Any) -> CompiledPair:
@@ -328,8 +326,6 @@ def marked(name: str, *more: str) -> Any:
     """Return a value of `parametrize`, which fails if the model is broken today."""
     reason = BROKEN.get(name)
     marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-    if name in TOGETHER or ("inductor" in more and name not in IN_CI):
-        marks += [pytest.mark.slow, pytest.mark.exhaustive]
     return pytest.param(name, *more, marks=marks)
 
 
@@ -362,13 +358,13 @@ def test_rows_sent_by_index(backend: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", exhaustive("inductor")])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @pytest.mark.parametrize(
     "name",
     [
         "routed",
         "every_kind",
-        *(exhaustive(name) for name in ("scalars", "few_rows")),
+        *(slow(name) for name in ("scalars", "few_rows")),
         "tied_encoder",
         "adapted_bf16",
     ],
