@@ -48,10 +48,16 @@ OWN = (
     ),
     Fault(
         "sum-of-accumulated-lost",
-        "fsdp2/_param_group/param.py",
-        "FSDPParam.set_unsharded",
-        "self.unsharded.grad = pending.to(device=tensor.device, dtype=dtype)",
-        "",
+        "fsdp2/_param_group/reduction.py",
+        "Reducer._take_gradients",
+        """
+        if grad.dtype is not plan.grad_dtype:
+            is_mixed = True
+        """,
+        """
+        if grad.dtype is not plan.grad_dtype:
+            grad, is_mixed = torch.zeros_like(grad), True
+        """,
         "What was accumulated in the reduce dtype without sync is lost.",
         near=(),
     ),
