@@ -9,10 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 
 def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None:
@@ -47,23 +45,6 @@ lerp_all_: Callable[..., object] = torch._foreach_lerp_
 fused_adam = torch._fused_adam_
 fused_adamw = torch._fused_adamw_
 """The kernels of ``Adam(fused=True)``, which ``torch.optim`` calls with lists of tensors."""
-
-
-# What operations cost, for who plans a step.
-
-FLOPS: dict[Any, Callable[..., float]] = {
-    **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ],
-}
-"""Operations of products, by what is called. Torch's list lacks attention on a CPU."""
-
-VIEW_OF_A_PRODUCT = torch.ops.aten._unsafe_view.default
-"""A view that does not say so: the only one without a public name."""
 
 
 # References: whether a buffer may be reused. See [Note: reused gradients] in gradient_buffer.

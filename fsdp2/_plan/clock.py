@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2._base import torch_dtensor, torch_tensors
+from fsdp2._base import torch_dtensor, torch_flops
 from fsdp2._base.containers import visit_tensors
 from fsdp2._base.torch_modes import DispatchMode
 from fsdp2._pages.content import COMPUTE, GATHER, REDUCE, Span
@@ -25,7 +25,7 @@ TAKES_NOTHING = {  # memory is taken, and not written
     aten.empty_like.default,
     aten.new_empty.default,
     aten.new_empty_strided.default,
-    torch_tensors.VIEW_OF_A_PRODUCT,
+    torch_flops.VIEW_OF_A_PRODUCT,
 }
 READS_ROWS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
 """These read as much as they make, whatever lies beside it."""
@@ -138,7 +138,7 @@ class ComputeTime(DispatchMode):
         else:
             nbytes = sum({id(one): one.nbytes for one in tensors}.values())
         moving: float = nbytes / hardware.memory_bandwidth
-        count = torch_tensors.FLOPS.get(func.overloadpacket)
+        count = torch_flops.FLOPS.get(func.overloadpacket)
         if count is None:
             return moving
         operations = count(*args, **kwargs, out_val=made)
