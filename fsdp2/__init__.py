@@ -1,12 +1,16 @@
-"""Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it."""
+"""Composable, per-parameter sharding for PyTorch: ``fully_shard`` and what belongs to it.
 
+[Note: names that load later]
+Every rank and every worker process imports this file. So it loads what a step needs. The other
+public names, and the submodules, load when somebody first asks for them (``__getattr__``); then
+they are in this module's ``__dict__``, and a second look costs what it costs for any name.
+"""
+
+import importlib as _importlib
 import os as _os
+import typing as _typing
 
 from fsdp2 import _pickles as _pickles
-from fsdp2 import checkpoint as checkpoint
-from fsdp2 import debug as debug
-from fsdp2 import optim as optim
-from fsdp2 import wrap as wrap
 from fsdp2._api.comm_hooks import Compress, register_comm_hook
 from fsdp2._api.finalization import GradientReductionHandle
 from fsdp2._api.fully_shard import fully_shard, register_fsdp_forward_method
@@ -25,21 +29,27 @@ from fsdp2._base.policy import (
     ShardPlacementResult,
 )
 from fsdp2._comm.collectives import AllGather, Comm, ReduceScatter
-from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
-from fsdp2._pages.content import Advice
-from fsdp2._plan.budget import Suggestion
-from fsdp2._plan.hardware import Hardware
-from fsdp2._plan.plan import Plan, plan
-from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, ParamPlan, StepPlan
-from fsdp2._record.align import Arrivals, ClockOffset
-from fsdp2._record.recording import Recording, record
-from fsdp2._record.recordings import Recordings, read_recordings
-from fsdp2._record.steps import RecordedStep
-from fsdp2._transfer.full_params import full_params
-from fsdp2._transfer.materialize import materialize
-from fsdp2._transfer.summon import summon_full_params
-from fsdp2._transfer.sync import sync_from_rank0
-from fsdp2.optim._clip import clip_grad_norm_
+
+if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers and editors
+    from fsdp2 import checkpoint as checkpoint
+    from fsdp2 import debug as debug
+    from fsdp2 import optim as optim
+    from fsdp2 import wrap as wrap
+    from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
+    from fsdp2._pages.content import Advice
+    from fsdp2._plan.budget import Suggestion
+    from fsdp2._plan.hardware import Hardware
+    from fsdp2._plan.plan import Plan, plan
+    from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, ParamPlan, StepPlan
+    from fsdp2._record.align import Arrivals, ClockOffset
+    from fsdp2._record.recording import Recording, record
+    from fsdp2._record.recordings import Recordings, read_recordings
+    from fsdp2._record.steps import RecordedStep
+    from fsdp2._transfer.full_params import full_params
+    from fsdp2._transfer.materialize import materialize
+    from fsdp2._transfer.summon import summon_full_params
+    from fsdp2._transfer.sync import sync_from_rank0
+    from fsdp2.optim._clip import clip_grad_norm_
 
 __all__ = [
     "Advice",
@@ -95,6 +105,52 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_SUBMODULES = ("checkpoint", "debug", "optim", "wrap")
+
+_LATER = {  # the same as the imports for type checkers above: name, and the module that has it
+    "Advice": "_pages.content",
+    "Arrivals": "_record.align",
+    "ClockOffset": "_record.align",
+    "Collective": "_plan.values",
+    "CompiledModel": "_compiled.compile",
+    "GroupPlan": "_plan.values",
+    "Hardware": "_plan.hardware",
+    "MemoryPoint": "_plan.values",
+    "ParamPlan": "_plan.values",
+    "Plan": "_plan.plan",
+    "RecordedStep": "_record.steps",
+    "Recording": "_record.recording",
+    "Recordings": "_record.recordings",
+    "StepPlan": "_plan.values",
+    "Suggestion": "_plan.budget",
+    "clip_grad_norm_": "optim._clip",
+    "compile": "_compiled.compile",
+    "full_params": "_transfer.full_params",
+    "materialize": "_transfer.materialize",
+    "plan": "_plan.plan",
+    "read_recordings": "_record.recordings",
+    "record": "_record.recording",
+    "summon_full_params": "_transfer.summon",
+    "sync_from_rank0": "_transfer.sync",
+}
+
+if not _typing.TYPE_CHECKING:  # or every misspelt name would pass the type checker
+
+    def __getattr__(name: str) -> object:
+        """Load a name of [Note: names that load later], or say that there is none."""
+        if name in _SUBMODULES:
+            return _importlib.import_module(f"{__name__}.{name}")  # which also binds it here
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(_importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES, *_LATER})
+
 
 if _os.environ.get(_REPLACES) == "1":  # a process that `python -m fsdp2 program` started
     replace_torch()

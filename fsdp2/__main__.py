@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import fsdp2
-from fsdp2 import _commands
 from fsdp2._api.replacement import REPLACES
 
 USAGE = "usage: python -m fsdp2 [-m] program [arguments of the program]"
@@ -35,6 +34,9 @@ def main(arguments: Sequence[str]) -> None:
         print(f"{__doc__}\n{USAGE}")
         return
     if program in COMMANDS and not is_module:
+        # Not at the top: every rank of a program starts here, and would load plans and recordings.
+        from fsdp2 import _commands
+
         _commands.run(program, rest)
         return
     if not program or program.startswith("-"):

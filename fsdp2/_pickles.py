@@ -1,11 +1,17 @@
 """The one private place that pickles of sharded models and optimizers name.
 
 A pickle names each class by a module. These say that they are from here, so that a pickle outlives
-a move of files. What is not here is found where it is: a name may join this table, never leave it.
+a move of files. What is not here is found where it is: a name may join a table, never leave it.
+
+``NAMED`` are objects that every process loads. ``LATER`` has the modules of others, which name this
+one themselves (``[Note: names that load later]`` of the package); a pickle that has them loads
+them.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from fsdp2._api.comm_hooks import Compress, Hooked
@@ -31,8 +37,6 @@ from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import ShardLayout
 from fsdp2._param_group.param import ChosenDtypes, FSDPParam, OwnerMark, Site
 from fsdp2._param_group.placement import ParamPlacement
-from fsdp2.optim._ema import EMA
-from fsdp2.optim._local import rebuild_optimizer
 
 NAMED: tuple[Any, ...] = (
     CPUOffloadPolicy,
@@ -43,7 +47,6 @@ NAMED: tuple[Any, ...] = (
     DataMesh,
     DataMesh.of,
     DataParallelMeshDims,
-    EMA,
     FSDPParam,
     ForwardHooks,
     ForwardMethod,
@@ -67,8 +70,19 @@ NAMED: tuple[Any, ...] = (
     UnitInfo,
     Wire,
     rebuild_module,
-    rebuild_optimizer,
 )
+
+LATER: Mapping[str, str] = {
+    "EMA": "fsdp2.optim._ema",
+    "rebuild_optimizer": "fsdp2.optim._local",
+}
 
 for _named in NAMED:
     _named.__module__ = __name__
+
+
+def __getattr__(name: str) -> Any:
+    """Load an object of ``LATER``: pickles look it up here."""
+    if name not in LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(LATER[name]), name)

@@ -152,8 +152,8 @@ class Callee:
 
 SUBMODULES = {
     name: value
-    for name, value in vars(fsdp2).items()
-    if isinstance(value, types.ModuleType) and not name.startswith("_")
+    for name in dir(fsdp2)
+    if not name.startswith("_") and isinstance(value := getattr(fsdp2, name), types.ModuleType)
 }
 MORE = {  # of calls with **kwargs
     "shard_model": fsdp2.fully_shard,

@@ -21,6 +21,7 @@ import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 import torch.testing
 
+import fsdp2
 from tests._meshes import DEVICE
 from tests._rank import PRELOADED
 
@@ -36,6 +37,8 @@ def show_values_in_asserts() -> None:
 
 
 show_values_in_asserts()
+for name in dir(fsdp2):
+    getattr(fsdp2, name)  # which loads it: else each rank would
 for name in ("tests._parity", *filter(None, os.environ.get(PRELOADED, "").split(","))):
     importlib.import_module(name)
 

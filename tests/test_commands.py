@@ -169,7 +169,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif("record" not in vars(fsdp2), reason="this version has no recordings")
+@pytest.mark.skipif(not hasattr(fsdp2, "record"), reason="this version has no recordings")
 def test_a_report(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", RECORDED], cwd=here, env=where, check=True)

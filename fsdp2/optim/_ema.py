@@ -252,6 +252,9 @@ class EMA:
         return values
 
 
+EMA.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+
+
 def _placed_alike(value: Tensor, average: Tensor) -> Tensor:
     """Return a value placed as an average is."""
     if not isinstance(average, DTensor):

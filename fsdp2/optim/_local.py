@@ -446,6 +446,9 @@ def rebuild_optimizer(cls: type[Optimizer]) -> Any:
     return made.__new__(made)
 
 
+rebuild_optimizer.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+
+
 def _check_groups(cls: type[Optimizer], groups: Groups) -> None:
     for group in groups:
         for flag in ("capturable", "differentiable"):

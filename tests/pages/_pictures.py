@@ -81,7 +81,7 @@ def plan_page() -> Page:
 
 def recording_page() -> Page:
     """Tell a recording of four ranks on this machine; a sample, where none can be made."""
-    reader = vars(fsdp2).get("read_recordings")
+    reader = getattr(fsdp2, "read_recordings", None)
     if reader is None:
         return samples.RECORDED
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ def main(folder: str) -> None:
     fsdp2.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(0, 255, (2, 128))
-    record: Any = vars(fsdp2)["record"]
+    record: Any = fsdp2.record
     with record(model, folder):
         for _ in range(STEPS):
             model(tokens, tokens).mean().backward()
