@@ -264,15 +264,14 @@ HARD = {
     "every_kind": first_blocks(EVERY_KIND, 4),
     "mixed_dtypes": first_blocks(CASES["mixed_dtypes"], 1),
 }
-ALONE = ["few_rows", "scalars", "tied_lm", "partly_frozen", "non_contiguous"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*HARD, *(slow(name) for name in ALONE)])
+@pytest.mark.parametrize("case", HARD)
 @ranks(2, 3, limit_s=300)
 def test_every_kind_of_parameter(case: str) -> None:
     """Side by side in one model: a step is compiled for all parameters of an optimizer."""
-    twins = Twins(HARD.get(case, case), torch.optim.AdamW)
+    twins = Twins(HARD[case], torch.optim.AdamW)
     if case == "every_kind":
         twins.rtol = 5e-6  # its gradients are larger than the others', and sums of more terms
     train_compiled_steps(twins, keeps=True)

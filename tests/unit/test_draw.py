@@ -30,12 +30,13 @@ def pytest_runtest_logfinish(nodeid):
 
 def pytest_collection_finish(session):
     global PLUGIN
-    (PLUGIN,) = (p for p in session.config.pluginmanager.get_plugins() if type(p).__name__ == "Draw")
+    plugins = session.config.pluginmanager.get_plugins()
+    (PLUGIN,) = (p for p in plugins if type(p).__name__ == "Draw")
 """
 
 
 def draw(folder: Path, fails: str = "") -> tuple[int, str, str]:
-    """Return the status, what was printed, and the tally of a run over three files of five tests."""
+    """Run three files of five tests; return the status, what was printed, and the tally."""
     for name in ("one", "two", "three"):
         (folder / f"test_{name}.py").write_text(FILE.format(name=name, fails=fails))
     (folder / "conftest.py").write_text(CLOCK)
