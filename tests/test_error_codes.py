@@ -18,7 +18,9 @@ HIGHEST = {"1": 103, "2": 230, "3": 320, "4": 409, "5": 515, "6": 625, "7": 709,
 """The last code of each family: it goes up with a new code, and never down."""
 
 OF_OTHERS = {
+    ("__init__.py", "AttributeError"): "Python's own words: a module without that name",
     ("_api/module.py", "AttributeError"): "Python's own words: a class without that name",
+    ("_pickles.py", "AttributeError"): "Python's own words: a module without that name",
     ("_base/policy.py", "FrozenInstanceError"): "the words of a frozen dataclass",
     ("_commands.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
     ("_engine/unit.py", "AttributeError"): "has FS910",
