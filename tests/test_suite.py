@@ -11,6 +11,8 @@ from tests._suite import Chosen
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("behaviour", "unit", "sim", "docs", "pages")
 POOL_ONLY = {
+    "tests/behaviour/test_compiled_buckets.py": "all of it compiles with inductor",
+    "tests/behaviour/test_compiled_overlap.py": "too long; test_traced.py has an overlapped step",
     "tests/docs/test_site.py": "needs the generator; a stage of CI of its own",
     "tests/pages/test_browser.py": "needs a browser",
 }

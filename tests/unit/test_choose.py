@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests._choose import Measured, choose, entered_by_few, lines_of
+from tests._choose import LONGEST_S, Measured, choose, entered_by_few, lines_of
 from tests._suite import Chosen
 
 A, B, C = (f"tests/test_{name}.py::test_{name}" for name in "abc")
@@ -46,7 +46,7 @@ def test_a_test_that_found_a_fault_is_in_it() -> None:
 
 
 def test_a_test_that_takes_too_long_is_for_the_pool() -> None:
-    assert choose(measured(a=(7.0, "xyz"), b=(0.001, "")), (), 100.0) == [B]
+    assert choose(measured(a=(LONGEST_S + 1, "xyz"), b=(0.001, "")), (), 100.0) == [B]
 
 
 def test_waiting_in_pytests_own_process_counts() -> None:
