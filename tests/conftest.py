@@ -55,6 +55,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for option in ("where", "reach"):  # whose next word may be a test file, and would be written
+        path = config.getoption(option)
+        if path not in (None, "-") and not path.endswith(".json"):
+            raise pytest.UsageError(f"--{option} writes a file that ends in .json; found {path!r}")
     observers = [kind(config) for kind in (Where, Reach) if config.getoption(kind.option)]
     ahead = AheadOfTests(config, observers)
     draw = Draw(config, ahead) if config.getoption(Draw.option) else None

@@ -83,8 +83,8 @@ def shorter(name: str, count: int) -> Case:
 
 
 @ranks(2, limit_s=200)
-def test_five_steps_and_what_may_come_between() -> None:
-    """Losses and gradients are the unsharded model's, from two graphs that nothing disturbs.
+def test_five_steps() -> None:
+    """Losses and gradients are the unsharded model's, from two graphs.
 
     One body for several promises, because compiling is what takes the time.
     """
@@ -97,12 +97,20 @@ forward: 5 all_gather
 backward: 3 all_gather, 5 reduce_scatter""",
     )
     saves_no_weight_of_a_block(pair)
+    collectives_may_be_moved(pair)
+    assert pair.graphs.counts == "1 forward, 1 backward"
+
+
+@ranks(2, limit_s=200)
+def test_what_may_come_between_steps() -> None:
+    """Nothing of it disturbs the graphs: one more pair of them, and one of evaluation, are made."""
+    pair = TracedPair(TWO_BLOCKS)
+    pair.train(steps=2)
     gradients_that_wait_for_sync_are_not_lost(pair)
     eager_steps_and_evaluation_come_between(pair)
     an_exception_leaves_the_model_sharded(pair)
     assert pair.graphs.counts == "3 forward, 2 backward"
     assert pair.graphs.frames == 3  # training, with gradients that waited, evaluation
-    collectives_may_be_moved(pair)
 
 
 @ranks(1)
@@ -944,7 +952,7 @@ class Branches(nn.Module):
         return self.blocks[self.which](x) if self.which < 2 else self.wide(x)
 
 
-@ranks(3, limit_s=100)
+@ranks(2, slow(3), limit_s=100)
 def test_ranks_that_compile_different_graphs_get_an_error_each() -> None:
     """Not a hang, in a first step or later; then all may go on."""
     model = Branches()
