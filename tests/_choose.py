@@ -38,6 +38,8 @@ LONGEST_S = 8.0
 """A longer test is never chosen: it is for the pool."""
 FREE_S = 0.02
 """A test below this is taken without a question."""
+WHOLE = 0.8
+"""If more of a function's variants than this share are free, all of them are taken."""
 HERE = 0.5
 """What a second counts that a test waits in pytest's own process: the other tests wait with it."""
 WEIGHTS = {"promise": 4.0, "enters": 2.0, "enters from": 0.02}
@@ -97,6 +99,14 @@ def _names() -> Callable[[str], str]:
     return name
 
 
+def variants_of(tests: Iterable[str]) -> dict[str, list[str]]:
+    """Return the tests of each function, in the order of their names."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for test in sorted(tests):
+        found[function_of(test)].append(test)
+    return found
+
+
 def signs(measured: Measured, test: str) -> Iterable[tuple[str, ...]]:
     """Yield what a test finds."""
     yield ("promise", function_of(test))
@@ -126,8 +136,11 @@ def choose(measured: Measured, forced: Iterable[str], budget_s: float) -> list[s
         new = sum(WEIGHTS[sign[0]] for sign in signs(measured, test) if sign not in found)
         return new / (measured.cost(test) + FREE_S)
 
-    for test in sorted(measured.seconds):
-        if measured.cost(test) < FREE_S:
+    for tests in variants_of(measured.seconds).values():
+        free = [test for test in tests if measured.cost(test) < FREE_S]
+        # Where nearly all variants are free the rest is noise. Whole functions are whole for
+        # variants to come, too: a new file of the package is one of such a test.
+        for test in tests if len(free) > WHOLE * len(tests) else free:
             take(test)
     for test in sorted(set(forced) & measured.seconds.keys()):
         take(test)
@@ -153,14 +166,9 @@ def choose(measured: Measured, forced: Iterable[str], budget_s: float) -> list[s
 
 def lines_of(measured: Measured, chosen: Iterable[str]) -> list[str]:
     """Return the lines of `default.txt`: a function whose variants are all chosen is one line."""
-    variants: dict[str, list[str]] = defaultdict(list)
-    for test in measured.seconds:
-        variants[function_of(test)].append(test)
-    taken: dict[str, list[str]] = defaultdict(list)
-    for test in chosen:
-        taken[function_of(test)].append(test)
+    variants = variants_of(measured.seconds)
     seconds: dict[str, float] = {}
-    for function, tests in taken.items():
+    for function, tests in variants_of(chosen).items():
         if len(tests) == len(variants[function]):
             seconds[function] = sum(measured.seconds[test] for test in tests)
         else:

@@ -38,6 +38,13 @@ def test_the_budget_is_kept_and_what_is_worth_most_goes_first() -> None:
     assert choose(rows, (), 1.5) == [C]
 
 
+def test_a_function_of_free_variants_is_whole() -> None:
+    """So that a variant to come is in the suite, too."""
+    variants = {f"a{n}": (0.001, "x") for n in range(9)}
+    rows = measured(**variants, a9=(0.1, "x"))
+    assert lines_of(rows, choose(rows, (), 1.0)) == [f"  0.11 {A}"]
+
+
 def test_a_test_that_found_a_fault_is_in_it() -> None:
     rows = measured(a=(3.0, "x"), b=(1.0, "xyz"))
     assert choose(rows, [A, "tests/test_gone.py::test_gone"], 3.5) == [A]
