@@ -48,7 +48,7 @@ COMPILING = {
     "tests.behaviour.test_compiled_optimizers",
     "tests.behaviour.test_composition",
 }
-WITH_INDUCTOR = {"tests.behaviour.test_compiled_buckets"}  # on ranks in the long matrix only
+WITH_INDUCTOR = {"tests.behaviour.test_compiled_buckets"}  # on ranks in the pool only
 
 if DEVICE == "cpu" and COMPILING & set(sys.modules):
     # The first call of a compiler loads 600 modules and builds its tables: two seconds a rank.
