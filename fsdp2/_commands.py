@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 
 import fsdp2
-from fsdp2._base.names import class_name
+from fsdp2._base.names import class_name, printable
 from fsdp2._base.paragraphs import CODE, in_terminal, read_paragraphs
 from fsdp2._pages.content import Page
 
@@ -53,7 +53,16 @@ def run(command: str, arguments: Sequence[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (fsdp2.FSDPError, OSError) as error:
-        parser.error(str(error).removeprefix(f"{command}: "))
+        parser.error(_shown(str(error).removeprefix(f"{command}: ")))
+
+
+def _shown(text: str) -> str:
+    """Return text for a terminal: names in it, of units, hosts and files, may hold escapes."""
+    return "\n".join(map(_in_a_line, text.split("\n")))
+
+
+def _in_a_line(text: str) -> str:
+    return printable(text, most=len(text))
 
 
 # plan
@@ -110,14 +119,14 @@ def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if given.offload:
         keywords["offload_policy"] = fsdp2.CPUOffloadPolicy()
     found = fsdp2.plan(model, **{k: v for k, v in keywords.items() if v is not None})
-    print(found)
+    print(_shown(str(found)))
     if given.advice:
         for said in found.advice(given.budget):
-            print(f"\n{said.about}: {said.found}.\n  {said.change}\n  {said.gain}")
+            print(_shown(f"\n{said.about}: {said.found}.\n  {said.change}\n  {said.gain}"))
     if given.budget is not None:
         print()
         for one in found.suggest(given.budget):
-            print(one)
+            print(_shown(str(one)))
     if given.html is not None:
         found.html(given.html, budget=given.budget)
         print(f"\nwrote {given.html}")
@@ -209,12 +218,13 @@ def _batch(parser: argparse.ArgumentParser, text: str | None) -> Any:
             if "," in text or text[:1].isdigit():
                 parser.error(f"--batch: expected a shape as 4x128:int64, found {part!r}")
             return _named(parser, "--batch", text)()
-        shape = [int(size) for size in found[1].split("x")]
         try:
-            dtype = _dtype(found[2])
+            shape, dtype = [int(size) for size in found[1].split("x")], _dtype(found[2])
+            tensors.append(torch.empty(shape, dtype=dtype, device="meta"))
         except argparse.ArgumentTypeError as error:
             parser.error(f"--batch: {error}")
-        tensors.append(torch.empty(shape, dtype=dtype, device="meta"))
+        except (ValueError, TypeError, RuntimeError, OverflowError):  # more than memory has bytes
+            parser.error(f"--batch: expected a tensor that can be, found {part[:60]!r}")
     return tuple(tensors)
 
 
@@ -229,7 +239,7 @@ def _memory(text: str | None) -> str | int | None:
     if text is None or not text[:1].isdigit():
         return text
     units = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-    found = re.fullmatch(r"([\d.]+)\s*([a-z]*)", text.lower())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{0,18})?)\s*([a-z]*)", text.lower())
     if found is None or found[2] not in units:
         return text  # and set_memory says what it takes
     return int(float(found[1]) * units[found[2]])
@@ -237,9 +247,10 @@ def _memory(text: str | None) -> str | int | None:
 
 def _mesh(text: str) -> int | tuple[int, ...]:
     sizes = text.lower().split("x")
-    if not all(size.isdecimal() and int(size) > 0 for size in sizes) or len(sizes) > 2:
+    if not all(re.fullmatch(r"0*[1-9]\d{0,17}", size) for size in sizes) or len(sizes) > 2:
         raise argparse.ArgumentTypeError(
-            f"expected ranks to shard over, as 64, or replicas and ranks, as 8x64; found {text!r}"
+            "expected ranks to shard over, as 64, or replicas and ranks, as 8x64; found "
+            f"{text[:60]!r}"
         )
     return int(sizes[0]) if len(sizes) == 1 else tuple(map(int, sizes))
 
@@ -278,14 +289,14 @@ def _report_parser() -> argparse.ArgumentParser:
 
 
 def _report(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    found = _read_recordings(parser, given.folders)
+    found = fsdp2.read_recordings(*given.folders)
     wrote = []
     for name in ("trace", "rows", "html"):  # a page needs a complete step, the others nothing
         path = getattr(given, name)
         if path is not None:
             getattr(found, name)(path)
             wrote.append(f"wrote {path}")
-    print("\n".join([*_lines(found.page()), *wrote]))
+    print("\n".join([*map(_in_a_line, _lines(found.page())), *wrote]))
 
 
 def _lines(page: Page) -> Iterator[str]:
@@ -296,10 +307,11 @@ def _lines(page: Page) -> Iterator[str]:
     for fact in page.facts:
         yield f"{fact.name}: {fact.value}" + (f" ({fact.note})" if fact.note else "")
     for table in page.tables:
-        widths = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
+        rows = [[_in_a_line(cell) for cell in row] for row in (table.columns, *table.rows)]
+        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
         yield ""
         yield table.heading
-        for first, *others in (table.columns, *table.rows):
+        for first, *others in rows:
             cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
             yield "  ".join([f"{first:<{widths[0]}}", *cells])
     for advice in page.advice:
@@ -307,14 +319,6 @@ def _lines(page: Page) -> Iterator[str]:
         yield f"{advice.severity}: {advice.about} {advice.found}"
         yield from (f"  {line}" for line in (advice.change, advice.gain) if line)
     yield ""
-
-
-def _read_recordings(parser: argparse.ArgumentParser, folders: Sequence[str]) -> Any:
-    """Read folders: the one place that knows who does."""
-    reader = vars(fsdp2).get("read_recordings")
-    if reader is None:
-        parser.error("this version of fsdp2 has no recordings")
-    return reader(*folders)
 
 
 # explain

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp2._api.checks import is_container
 from fsdp2._api.fully_shard import check_call, fully_shard
 from fsdp2._api.ignored import Ignored
-from fsdp2._base import torch_modules
+from fsdp2._base import torch_comm, torch_modules
 from fsdp2._base.arguments import (
     check_count,
     check_device_type,
@@ -341,8 +341,17 @@ def _mesh_of(key: str, device_type: str | None) -> DeviceMesh:
     require_process_group("strategy")
     kind, size = device_type or default_device_type(), dist.get_world_size()
     if key == "NO_SHARD":
-        return init_device_mesh(kind, (size, 1), mesh_dim_names=("replicate", "shard"))
+        return _waiting_as_the_world(
+            init_device_mesh(kind, (size, 1), mesh_dim_names=("replicate", "shard"))
+        )
     return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+
+
+def _waiting_as_the_world(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the groups of a mesh of ours the time-out of the default one."""
+    for dim in range(mesh.ndim):
+        torch_comm.wait_as_the_world(mesh.get_group(dim))
+    return mesh
 
 
 def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = None) -> DeviceMesh:
@@ -390,4 +399,6 @@ def hybrid_mesh(device_type: str | None = None, *, ranks_per_node: int | None = 
             "with equal nodes, or pass ranks_per_node, or a mesh of your own.",
         )
     kind = device_type or default_device_type()
-    return DeviceMesh(kind, list(rows.values()), mesh_dim_names=("replicate", "shard"))
+    return _waiting_as_the_world(
+        DeviceMesh(kind, list(rows.values()), mesh_dim_names=("replicate", "shard"))
+    )

@@ -24,6 +24,7 @@ from benchmarks import (
     quick,
     scale,
     state,
+    walk,
 )
 from benchmarks._dispatch import CopyCounter, OpCounter
 from benchmarks._emulated import EmulatedGroup
@@ -41,6 +42,7 @@ from benchmarks._models import (
 )
 from benchmarks._report import Figure, Origin, Result
 from benchmarks._rounds import rotate, spread
+from tests._pool import ranks
 from tests._slow import with_slow
 
 SMALL = Size(depth=2)
@@ -276,6 +278,17 @@ def test_rounds_rotate_and_ratios_are_taken_by_round() -> None:
     assert spread([2.0, 4.0, 6.0], [1.0, 1.0, 2.0]).value == 3.0
     assert gloo.choose_rounds([9.0, 1.0, 1.0, 1.0, 1.0, 1.0], cores=2) == [1, 2, 3, 4, 5]
     assert gloo.choose_rounds([9.0, 1.0], cores=2) == [0, 1]
+
+
+@ranks(2)
+def test_a_walk_counts_the_calls_of_a_library(rank: int, world_size: int) -> None:
+    for library in walk.MODULES:
+        found = walk.walk(rank, world_size, library)
+        for calls, changes in found.values():
+            assert 0 < changes < len(calls)
+            assert all("fsdp" in file and not name.endswith(">") for file, name in calls)
+        hook = "pre_forward" if library == "fsdp2" else "FSDPState._pre_forward"
+        assert [name for _, name in found["forward"][0]].count(hook) == 5
 
 
 def test_the_check_is_skipped_where_figures_cannot_be_compared(

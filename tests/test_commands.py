@@ -12,6 +12,7 @@ import pytest
 import fsdp2
 from fsdp2 import _commands
 from fsdp2.__main__ import main
+from fsdp2._pages.content import Fact, Page, Table
 from tests import _sample_pages as samples
 
 ROOT = Path(__file__).parent.parent
@@ -132,6 +133,23 @@ def test_a_page_and_suggestions(capsys: pytest.CaptureFixture[str], here: Path) 
         ("toy_of_commands:build --mesh 2 --batch 4x:int64", "as 4x128:int64, found '4x:int64'"),
         ("toy_of_commands:build --mesh 2 --batch 4:intx", "found 'intx'"),
         (
+            "toy_of_commands:build --mesh 2 --batch 999999999999x99999999999:int64",
+            "a tensor that can be, found '999999999999x99999999999:int64'",
+        ),
+        (f"toy_of_commands:build --mesh 2 --batch {'9' * 5000}:int64", "a tensor that can be"),
+        ("toy_of_commands:build --mesh 2 --batch 4x16:int64,", "as 4x128:int64, found ''"),
+        (f"toy_of_commands:build --mesh {'9' * 5000}", "found '99999"),
+        ("toy_of_commands:build --mesh 999999999999x999999999999", "ranks"),
+        ("toy_of_commands:build --mesh ²", "found '²'"),
+        ("toy_of_commands:build --mesh 2 --rank -1", "found -1"),
+        (f"toy_of_commands:build --mesh 2 --rank {'9' * 40}", "found"),
+        ("toy_of_commands:build --mesh 2 --memory 1.2.3GB", "1.2.3GB"),
+        (f"toy_of_commands:build --mesh 2 --memory {'9' * 400}GB", "99999"),
+        ("toy_of_commands:build --mesh 2 --batch 4x16:int64 --budget x", "x"),
+        (f"toy_of_commands:build --mesh 2 --batch 4x16:int64 --budget {'9' * 400}GB", "999"),
+        ("toy_of_commands:build --mesh 2 --batch 4x16:int64 --hardware none", "none"),
+        ("toy_of_commands:build\x1b[2J --mesh 2", "toy_of_commands has no 'build"),
+        (
             "toy_of_commands:build --mesh 2 --batch 4x16:int64,4x16:int64",
             "a step of the model failed",
         ),
@@ -169,10 +187,13 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(not hasattr(fsdp2, "record"), reason="this version has no recordings")
-def test_a_report(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+def test_a_report(
+    capsys: pytest.CaptureFixture[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", RECORDED], cwd=here, env=where, check=True)
+    # another test may have loaded it, and a program that asks for a report has not
+    monkeypatch.delitem(vars(fsdp2), "read_recordings", raising=False)
     main(["report", "run", "--html", "a.html", "--trace", "a.json", "--rows", "a.jsonl"])
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "Recording of Sequential"
@@ -191,6 +212,19 @@ def test_a_report_has_what_a_page_says() -> None:
         "reduce_scatter       9  13.2 MiB    1 ms",
     ]
     assert "note: blocks.3 is gathered again in backward, as the others are." in lines
+
+
+def test_a_name_of_a_file_is_no_command_of_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Units, hosts and models have any names, and a recording may be somebody else's."""
+    escape = "\x1b[2J\x1b]0;owned\x07\r\n\u202e\ud800"
+    table = Table("heading", ("unit", "n"), ((f"a{escape}", "1"), ("plain", "2")))
+    page = Page(f"of {escape}", "", tables=(table,), facts=(Fact(f"f{escape}", "v", escape),))
+    printed = "\n".join(map(_commands._in_a_line, _commands._lines(page)))
+    assert all(line.isprintable() for line in printed.split("\n"))
+    assert "a\\x1b[2J\\x1b]0;owned\\x07\\r\\n\\u202e\\ud800  1" in printed
+    with pytest.raises(SystemExit):
+        main(["report", "no\x1b[2Jfolder"])
+    assert "no\\x1b[2Jfolder" in capsys.readouterr().err
 
 
 def test_report_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,26 +14,37 @@ from tests._error_sites import sites
 PARAGRAPHS = read_paragraphs()
 PARTS = ("*How you get here.* ", "*What to do.* ")
 
-HIGHEST = {"1": 103, "2": 230, "3": 320, "4": 409, "5": 515, "6": 625, "7": 709, "8": 808, "9": 919}
+HIGHEST = {"1": 103, "2": 231, "3": 323, "4": 409, "5": 515, "6": 626, "7": 710, "8": 808, "9": 919}
 """The last code of each family: it goes up with a new code, and never down."""
 
 OF_OTHERS = {
     ("__init__.py", "AttributeError"): "Python's own words: a module without that name",
-    ("_api/module.py", "AttributeError"): "Python's own words: a class without that name",
+    ("_base/torch_modules.py", "AttributeError"): "Python's own words: a class without that name",
     ("_pickles.py", "AttributeError"): "Python's own words: a module without that name",
     ("_base/policy.py", "FrozenInstanceError"): "the words of a frozen dataclass",
     ("_commands.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
-    ("_engine/unit.py", "AttributeError"): "has FS910",
+    ("_engine/torch_view.py", "AttributeError"): "has FS910",
+    ("_record/format.py", "ValueError"): "becomes FS914",
     ("_record/rows.py", "ValueError"): "becomes FS914",
     ("_record/trace.py", "ValueError"): "becomes FS917",
     ("_pages/files.py", "OSError"): "of the system, with the path that the user gave",
     ("_param_group/gradient_buffer.py", "RuntimeError"): "becomes FS319",
+    ("_base/regular_files.py", "OSError"): "becomes FS618, FS914 or FS917",
+    ("checkpoint/_archive.py", "DamagedError"): "becomes FS618",
     ("checkpoint/_checksums.py", "DamagedError"): "becomes FS618",
+    ("checkpoint/_extra.py", "DamagedError"): "becomes FS618",
+    ("checkpoint/_extra.py", "PicklingError"): "becomes FS403",
     ("checkpoint/_publish.py", "OSError"): "caught where locks are tried",
     ("checkpoint/_reading.py", "DamagedError"): "becomes FS618",
-    ("checkpoint/_safetensors.py", "ValueError"): "becomes FS618",
+    ("checkpoint/_safetensors.py", "DamagedError"): "becomes FS618",
     ("checkpoint/_saved.py", "DamagedError"): "becomes FS618",
-    ("checkpoint/_unpickling.py", "RefusedError"): "becomes FS616",
+    ("checkpoint/_pickle_machine.py", "RefusedError"): "becomes FS616",
+    ("checkpoint/_pickle_machine.py", "UnpicklingError"): "becomes FS618",
+    ("checkpoint/_summing.py", "OSError"): "becomes FS403",
+    ("checkpoint/_torch_files.py", "DamagedError"): "becomes FS618",
+    ("checkpoint/_torch_files.py", "RefusedError"): "becomes FS616",
+    ("checkpoint/_torch_files.py", "UnpicklingError"): "becomes FS618",
+    ("checkpoint/_unpickling.py", "UnpicklingError"): "becomes FS618",
 }
 """What the package raises that is no FSDPError, and why a user does not meet it without a code."""
 

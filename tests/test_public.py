@@ -176,6 +176,7 @@ def test_signatures_of_the_modules_methods() -> None:
     assert_expected_inline(
         "\n".join(text_of(method) for method in methods),
         """\
+FSDPModule.state_dict(self, *args, **kwargs)
 FSDPModule.load_state_dict(self, state_dict, *args, **kwargs)
 FSDPModule.train(self, mode=True)
 FSDPModule.zero_grad(self, set_to_none=True)

@@ -127,8 +127,9 @@ def check_policies(mp_policy: object, offload_policy: object) -> None:
         if isinstance(mp_policy, torch.dtype):
             hint = f"Pass MixedPrecisionPolicy(param_dtype={mp_policy})."
         raise wrong_type("fully_shard", "mp_policy", expected, mp_policy, hint)
-    if not isinstance(offload_policy, OffloadPolicy):
-        raise wrong_type("fully_shard", "offload_policy", "a fsdp2.OffloadPolicy", offload_policy)
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        expected = "a fsdp2.OffloadPolicy or None"
+        raise wrong_type("fully_shard", "offload_policy", expected, offload_policy)
 
 
 def check_comm(name: str, comm: object) -> None:

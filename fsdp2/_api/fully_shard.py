@@ -69,7 +69,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008  # frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
@@ -96,16 +96,17 @@ def fully_shard(
         mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``. ``None``: all ranks. With
             ``dp_mesh_dims``: the full mesh, of any number of named dims.
         reshard_after_forward: ``True`` frees the parameters between forward and backward. ``False``
-            keeps them. An int, a divisor of the shard size, keeps them sharded over that many
-            neighbouring ranks (1 means ``False``, the shard size means ``True``). ``None`` is
-            ``True`` below the root and ``False`` at the root.
+            keeps them for the backward. An int, a divisor of the shard size, keeps them sharded
+            over that many neighbouring ranks (1 means ``False``, the shard size means ``True``).
+            ``None`` is ``True`` below the root and ``False`` at the root. The next forward gathers
+            again in any case: it sees whatever was written to the shards.
         shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim (also
             a negative one, also one that the ranks do not divide), ``Replicate()``, ``None`` for
             ``Shard(0)``, or a ``ShardPlacementResult``, which can name a mesh for the parameter.
             Scalars are replicated.
         mp_policy: dtypes of compute, reduction and outputs. torch's own policies and
             ``DataParallelMeshDims`` are taken, too.
-        offload_policy: where shards are kept.
+        offload_policy: where shards are kept. ``None`` means no offloading.
         ignored_params: parameters to leave alone: not sharded, moved or reduced.
         dp_mesh_dims: which dims of ``mesh`` data parallelism uses. Parameters must be DTensors on
             that mesh, with ``Replicate()`` on these dims; plain ones will do if all dims are named.
@@ -132,6 +133,8 @@ def fully_shard(
     """
     modules = check_modules(module)
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
+    if offload_policy is None:
+        offload_policy = OffloadPolicy()
     collected, smaller = check_call(
         modules,
         mesh=mesh,
@@ -210,7 +213,7 @@ def check_call(
     reshard_after_forward: bool | int | None,
     shard_placement_fn: ShardPlacementFn | None,
     mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
+    offload_policy: OffloadPolicy | None,
     ignored_params: set[nn.Parameter] | None,
     dp_mesh_dims: DataParallelMeshDims | None,
     conditional: bool,
@@ -265,13 +268,13 @@ def _make_params(
     return params
 
 
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+def register_fsdp_forward_method(module: nn.Module | None, method_name: str) -> None:
     """Let ``module.method_name(...)`` gather and free parameters as ``module(...)`` does.
 
-    Does nothing for a module that is not an ``FSDPModule``.
+    Does nothing for a module that is not an ``FSDPModule``, or for None: an optional module.
 
     Args:
-        module: the module that has the method.
+        module: the module that has the method, or None.
         method_name: its name. The method must run its body when it is called.
 
     Raises:
@@ -279,6 +282,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     Source: the meaning of the same function in ``torch.distributed.fsdp``.
     """
+    if module is None:
+        return
     name = check_method(module, method_name)
     if isinstance(module, FSDPModule):
         module.__dict__[name] = ForwardMethod(module, name)

@@ -3,6 +3,7 @@
 Owns the description. It changes nothing and communicates nothing.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_dtensor
 from fsdp2._base.arguments import check_module
 from fsdp2._base.sizes import nbytes_text
 from fsdp2._engine.between_steps import units_below
@@ -74,7 +74,8 @@ class UnitInfo:
     ``is_root`` says that no unit is above it; once the model has run, that its forward was the
     first to run. ``is_conditional`` and ``reshard_after_forward`` are what ``fully_shard`` was
     given, or a setter since. ``groups`` has one entry for each mesh that parameters lie on, and
-    one for each large part of a root.
+    one for each large part of a root. ``str()`` and ``print`` give a line about the unit, with the
+    bytes of its parameters that are on this rank.
     """
 
     names: tuple[str, ...]
@@ -88,6 +89,25 @@ class UnitInfo:
     def parameters(self) -> tuple[str, ...]:
         """The first name of each parameter, in the order of the flat buffers."""
         return tuple(shard.names[0] for group in self.groups for shard in group.shards)
+
+    def __str__(self) -> str:
+        """Name the modules; say how many bytes are here, and over how many ranks they lie."""
+        name = ", ".join(name or "<root>" for name in self.names)
+        shards = [shard for group in self.groups for shard in group.shards]
+        if not shards:
+            return f"{name}: unit without parameters"
+        here = sum(math.prod(shard.local_shape) * shard.dtype.itemsize for shard in shards)
+        whole = sum(math.prod(shard.shape) * shard.dtype.itemsize for shard in shards)
+        places = {
+            f"{group.shard_size}"
+            + (f" x {group.replicate_size} replicas" if group.replicate_size > 1 else "")
+            for group in self.groups
+        }
+        count = f"{len(shards)} parameter" + ("s" if len(shards) > 1 else "")
+        return (
+            f"{name}: unit of {count}, {nbytes_text(here)} here of {nbytes_text(whole)}, "
+            f"sharded over {' and '.join(sorted(places))}"
+        )
 
 
 def units(model: nn.Module) -> list[UnitInfo]:
@@ -120,24 +140,6 @@ def units(model: nn.Module) -> list[UnitInfo]:
         )
         for unit in found
     ]
-
-
-def words_on(unit: Unit) -> str:
-    """Return what ``print`` says of a unit. Reads shapes only: nothing is planned or waited for."""
-    params = [param for group in unit.own_groups for param in group.params]
-    if not params:
-        return "unit without parameters"
-    here = sum(torch_dtensor.local_part(param.sharded).nbytes for param in params)
-    whole = sum(param.sharded.numel() * param.sharded.element_size() for param in params)
-    meshes = {(group.data.shard.size, group.data.replicate.size) for group in unit.own_groups}
-    places = [
-        f"{size}" + (f" x {copies} replicas" if copies > 1 else "") for size, copies in meshes
-    ]
-    count = f"{len(params)} parameter" + ("s" if len(params) > 1 else "")
-    return (
-        f"unit of {count}, {nbytes_text(here)} here of {nbytes_text(whole)}, "
-        f"sharded over {' and '.join(sorted(places))}"
-    )
 
 
 def _group_info(group: ParamGroup, names: dict[nn.Module, list[str]]) -> GroupInfo:

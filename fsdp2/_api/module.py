@@ -12,13 +12,13 @@ has and ours has not is hidden, as if it were not inherited.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch.nn as nn
 
 from fsdp2._api.finalization import GradientReductionHandle, finalize, set_manual
-from fsdp2._api.inspect import words_on
 from fsdp2._api.settings import ControlSurface, own_unit, units_in
 from fsdp2._base import torch_compiler, torch_modules
 from fsdp2._base.arguments import check_flag, check_mapping
@@ -111,15 +111,6 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             forward_raised(unit, depth)
             raise
 
-    def __repr__(self) -> str:
-        """As the module's own, with a comment on its first line that says what is sharded."""
-        text = super().__repr__()
-        unit = self.__dict__.get(UNIT_ATTRIBUTE)
-        if unit is None:  # an empty instance, see __new__
-            return text
-        first, newline, rest = text.partition("\n")
-        return f"{first}  # {words_on(unit)}{newline}{rest}"
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         own_unit(self).reshard_if_idle()
         reduced: Any = super().__reduce_ex__(protocol)
@@ -148,6 +139,19 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
                 param.see_grad_dtype()
             for param, grad in kept.items():
                 param.sharded.grad = grad.to(param.sharded.device)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the shards under their names, as ``nn.Module.state_dict`` does.
+
+        It takes the same arguments. A step that another thread begins meanwhile waits for it.
+
+        Raises:
+            StateError: another thread is inside of a forward or a backward, or keeps parameters
+                whole for the next one.
+        """
+        unit = self.__dict__.get(UNIT_ATTRIBUTE)
+        with unit.unless_another_thread_steps() if unit is not None else contextlib.nullcontext():
+            return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load the shards that ``state_dict()`` returned, as ``nn.Module.load_state_dict`` does.
@@ -329,6 +333,13 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         """Return what torch's pipelining asks for, under the name by which it does."""
         return own_unit(self)
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept what torch's own accepts, and change nothing.
+
+        There it chooses in which stream gathers allocate memory. Here that is always the same.
+        """
+        check_flag("_set_unshard_async_op", "async_op", async_op)
+
 
 def _root_runtime(who: str, unit: Unit) -> Runtime | None:
     """Return the runtime that a unit is the root of; None before the first forward."""
@@ -345,25 +356,7 @@ def _root_runtime(who: str, unit: Unit) -> Runtime | None:
     return runtime
 
 
-class _Hidden:
-    """A name of torch's class that ours does not have: as if it were not inherited."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        raise AttributeError(f"type object {owner.__name__!r} has no attribute {self._name!r}")
-
-
-def _hide_torchs_own(ours: type, theirs: type) -> None:
-    """Hide what ``ours`` would inherit from ``theirs``. See [Note: recognised as torch's]."""
-    own = set().union(*(vars(cls) for cls in ours.__mro__ if cls not in (theirs, object)))
-    for name in vars(theirs):
-        if name not in own and not hasattr(object, name):
-            setattr(ours, name, _Hidden(name))
-
-
-_hide_torchs_own(FSDPModule, torch_modules.FSDPModule)
+torch_modules.hide_torchs_own(FSDPModule, torch_modules.FSDPModule)
 
 
 class UnshardHandle(torch_modules.UnshardHandle):

@@ -17,11 +17,13 @@ from fsdp2._api.settings import refuse_during_step, sharded_units
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Let backwards inside the context add up gradients without communication.
 
-    The next backward outside of it reduces the sum. What counts is where ``backward()`` is called,
-    not the forward. Gradients add up on whole parameters, in the reduce dtype: on each rank they
-    take the memory of the gradients of the whole model. Inside the context,
-    ``set_requires_gradient_sync`` of every unit in ``module`` is False. Afterwards it is what it
-    was before. Contexts may be nested.
+    The next backward outside of it that goes through the same root reduces the sum. A unit with no
+    unit above it is a root; a ``module`` that contains several has one such backward to wait for in
+    each. An optimizer's step before that goes on without these gradients, and warns. What counts is
+    where ``backward()`` is called, not the forward. Gradients add up on whole parameters, in the
+    reduce dtype: on each rank they take the memory of the gradients of the whole model. Inside the
+    context, ``set_requires_gradient_sync`` of every unit in ``module`` is False. Afterwards it is
+    what it was before. Contexts may be nested.
 
     Args:
         module: the model, or a part of it. It need not be sharded itself.

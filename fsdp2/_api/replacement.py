@@ -7,6 +7,9 @@ Names live in torch's public homes (``torch_modules.HOMES``); whoever imports fr
 ours. Who imported before has torch's object under a name of its own: of every module that is loaded
 and is not torch's or ours, and of the classes in it, such names are rebound, by identity. Torch's
 own modules that are loaded keep what they have: they work on what torch's ``fully_shard`` made.
+So does the one that torch's FSDP2 is written in (``torch_modules.INNER_HOME``), for its own
+functions. Who imports a name from there, or reads it as an attribute, gets ours: the module becomes
+a ``_Shown``. (Policies that come from where they are defined stay torch's, and are taken.)
 Defaults of arguments, closures and containers are out of reach; torch's policies in there are taken
 (``_base.policy.ours``).
 """
@@ -69,13 +72,19 @@ class Replacement:
         self._is_first = not any(vars(home).get("fully_shard") is fully_shard for home in homes)
         for holder in (*homes, *_others()):
             self._bound += _rebind(holder, _by_torchs)
-        if self._bound:
+        inner = sys.modules[torch_modules.INNER_HOME]
+        self._shows = type(inner) is ModuleType  # else another replacement does
+        if self._shows:
+            inner.__class__ = _Shown
+        if self.names:
             logger.info("replace_torch: rebound %s", ", ".join(self.names))
 
     @property
     def names(self) -> list[str]:
         """Full names of what was rebound, in order."""
-        return sorted(f"{_name_of(holder)}.{name}" for holder, name, _, _ in self._bound)
+        bound = [f"{_name_of(holder)}.{name}" for holder, name, _, _ in self._bound]
+        shown = [f"{torch_modules.INNER_HOME}.{name}" for name in _shown()] if self._shows else []
+        return sorted(bound + shown)
 
     def undo(self) -> None:
         """Bind torch's objects again, wherever this replacement put ours.
@@ -87,6 +96,9 @@ class Replacement:
             if vars(holder).get(name) is ours:
                 setattr(holder, name, theirs)
         self._bound.clear()
+        if self._shows:
+            self._shows = False
+            sys.modules[torch_modules.INNER_HOME].__class__ = ModuleType
         if not self._is_first:
             return
         self._is_first = False
@@ -136,6 +148,20 @@ def replace_torch() -> Replacement:
             "fsdp2.",
         )
     return Replacement()
+
+
+class _Shown(ModuleType):
+    """Torch's inner module while a replacement lasts: others see ours, its own functions do not."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return _by_torchs.get(id(value), value)
+
+
+def _shown() -> list[str]:
+    """Names of the inner module that lead to ours."""
+    own = vars(sys.modules[torch_modules.INNER_HOME])
+    return [name for name, value in own.items() if id(value) in _by_torchs]
 
 
 def _sharded_by_torch() -> str | None:

@@ -160,6 +160,11 @@ class ControlSurface:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Say whether parameters are freed after forward, from the next forward on.
 
+        After False, what a forward without gradients gathered also serves the next forward without
+        gradients, unless the shards were written to since. Writes that count no version
+        (``p.data.mul_``, NumPy) are not noticed there: call ``reshard()`` after them. The argument
+        of ``fully_shard`` keeps parameters for their backward only.
+
         Args:
             reshard_after_forward: True or False. A number of ranks can be given to ``fully_shard``
                 only; a call of this method replaces it.
@@ -169,7 +174,7 @@ class ControlSurface:
             ConfigError: not a bool.
         """
         flag = _flag("set_reshard_after_forward", reshard_after_forward)
-        configure(self, recurse, reshard_after_forward=flag)
+        configure(self, recurse, reshard_after_forward=flag, keeps_in_evaluation=not flag)
         for group in groups_in(self, recurse):
             group.reshard_to(None)
 
@@ -180,6 +185,8 @@ class ControlSurface:
 
         False keeps the memory of whole parameters, while shards are registered. The next forward
         then gathers nothing, unless the shards were written to since, as by an optimizer step.
+        Writes that count no version (``p.data.mul_``, NumPy) are not noticed: call ``reshard()``
+        after them.
 
         Args:
             reshard_after_backward: True or False.
@@ -284,23 +291,26 @@ class ControlSurface:
 
     # What a gradient is.
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide this unit's summed gradients (not those of units below it) by ``factor``.
 
         The sum is over all data-parallel ranks, of the shard and the replicate axis. Without a
-        factor it is divided by their number. ``set_gradient_reduction`` sets a whole tree.
+        factor, or after None, it is divided by their number. ``set_gradient_reduction`` sets a
+        whole tree.
 
         Raises:
-            ConfigError: ``factor`` is not a finite number above 0.
+            ConfigError: ``factor`` is neither None nor a finite number above 0.
         """
-        who, expected = "set_gradient_divide_factor", "a finite number above 0"
-        configure(self, False, divide_by=_factor(who, "factor", factor, expected))
+        if factor is not None:
+            who, expected = "set_gradient_divide_factor", "a finite number above 0 or None"
+            factor = _factor(who, "factor", factor, expected)
+        configure(self, False, divide_by=factor)
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """Do what ``set_gradient_divide_factor`` does. Deprecated: a ``FutureWarning`` says so.
 
         Raises:
-            ConfigError: ``factor`` is not a finite number above 0.
+            ConfigError: ``factor`` is neither None nor a finite number above 0.
         """
         warnings.warn(
             coded(
@@ -368,7 +378,7 @@ class ControlSurface:
         configure(self, recurse, reduce_unused=flag)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+        self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
     ) -> None:
         """Call ``hook(reduced)`` on each flat reduced gradient of this unit, before it is stored.
 
@@ -377,17 +387,18 @@ class ControlSurface:
                 part of the reduce-scatter, after the all-reduce over the replicate axis if there is
                 one. A unit whose parameters lie on several meshes calls the hook once for each.
                 While a hook is set, a parameter that no rank used gets a gradient and not None.
+                ``None`` removes the hook.
             stream: the device stream to run the hook in, of any class (``torch.Stream``,
                 ``torch.cuda.Stream``). Work that the hook puts there may use ``reduced`` until it
                 is done: the memory is held for so long. On a CPU the hook runs at once.
 
         Raises:
-            ConfigError: not a function; not a stream; or a stream together with a replicate axis:
-                the hook then runs in the stream of the all-reduce.
+            ConfigError: neither a function nor None; not a stream; or a stream together with a
+                replicate axis: the hook then runs in the stream of the all-reduce.
         """
         who = "set_all_reduce_hook"
-        if not callable(hook):
-            raise wrong_type(who, "hook", "a function", hook)
+        if hook is not None and not callable(hook):
+            raise wrong_type(who, "hook", "a function or None", hook)
         if stream is not None and not isinstance(stream, torch.Stream):
             raise wrong_type(who, "stream", "a torch.Stream or None", stream)
         groups = groups_in(self)
@@ -545,7 +556,8 @@ class ControlSurface:
 
         The sum is made in the reduce dtype from parts in ``dtype``, by an all-to-all and a local
         sum, on every backend. So bf16 sends half the bytes of fp32. Each rank's part is rounded
-        once, and the sum is not. The all-reduce over a replicate axis stays in the reduce dtype.
+        once, and the sum is not. The all-reduce over a replicate axis stays in the reduce dtype. So
+        does a unit with complex gradients.
 
         Args:
             dtype: a floating dtype; ``None``, the default, is the reduce dtype.
@@ -574,21 +586,20 @@ class ControlSurface:
         Without it they wait for all work that was given to the compute stream before.
 
         Args:
-            event: recorded after the optimizer step, anew in each step. On a CPU the host waits:
-                ``event`` may be anything with a method ``synchronize``, or None, which is nothing
-                to wait for (``torch.cpu.current_stream().record_event()`` returns it).
+            event: recorded after the optimizer step, anew in each step. ``None`` takes an earlier
+                one back. On a CPU the host waits: ``event`` may be anything with a method
+                ``synchronize``; ``torch.cpu.current_stream().record_event()`` returns None.
 
         Raises:
-            ConfigError: ``event`` lacks ``synchronize``, or on a device ``wait``; None on a device.
+            ConfigError: ``event`` lacks ``synchronize``, or on a device ``wait``.
         """
         unit = own_unit(self)
-        is_nothing = event is None and unit.device.type == "cpu"
         methods = ("synchronize",) if unit.device.type == "cpu" else ("synchronize", "wait")
         is_event = not isinstance(event, type) and all(
             callable(getattr(event, method, None)) for method in methods
         )
-        if not is_event and not is_nothing:
-            raise wrong_type("set_post_optim_event", "event", "a torch.Event", event)
+        if event is not None and not is_event:
+            raise wrong_type("set_post_optim_event", "event", "a torch.Event or None", event)
         root = unit if unit.runtime is None else unit.runtime.root
         root.post_optim_event = event
 

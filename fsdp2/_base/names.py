@@ -1,7 +1,7 @@
 """Names of parameters without the wrappers around their modules, and modules by name.
 
-Owns which parts of a name are a wrapper's, and which class a user wrote. It must not know states or
-files.
+Owns which parts of a name are a wrapper's, how a name is shown, and which class a user wrote. It
+must not know states or files.
 
 A wrapper of activation checkpointing, of the compiler or of torch's FSDP1 is a module between a
 parent and its child, and so its attribute stands in the names of ``named_parameters()``. Torch's
@@ -24,6 +24,15 @@ V = TypeVar("V")
 def class_name(module: object) -> str:
     """Return the name of the class that a user wrote; ``fully_shard`` makes one on top of it."""
     return getattr(type(module), "_fsdp2_original", type(module)).__name__
+
+
+def printable(text: object, most: int = 200) -> str:
+    """Return text of a file, or a name in it, as a terminal can show it: no escapes, one line."""
+    shown = str(text)
+    shown = shown if len(shown) <= most else f"{shown[:most]}..."
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
 
 
 def clean(name: str) -> str:

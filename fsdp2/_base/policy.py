@@ -313,7 +313,8 @@ class Settings:
     """Run-time settings of one unit; ``FSDPModule.set_*`` replace it as a whole.
 
     ``reshard_after_forward`` is what the user said: ``None`` (True below the root, False at the
-    root), a bool, or the number of ranks to reshard to. The sum of gradients is divided by
+    root), a bool, or the number of ranks to reshard to. ``keeps_in_evaluation``: what a forward
+    without gradients gathered serves the next one. The sum of gradients is divided by
     ``divide_by`` (None: by the number of ranks). ``manual_finalization`` is the root's: backwards
     of the tree end by ``finalize_backward``. ``input_buffers`` reductions may hold their inputs
     at a time (None: as many as ``overlap`` says). The prefetch lists are of units; None: by the
@@ -321,6 +322,7 @@ class Settings:
     """
 
     reshard_after_forward: bool | int | None = None
+    keeps_in_evaluation: bool = False
     reshard_after_backward: bool = True
     keep_unsharded_storage: bool = False
     reduce_grads: bool = True

@@ -6,9 +6,9 @@ knows what a unit or a group is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -45,6 +45,43 @@ class EndOfBackward:
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """The running backward's number in this thread, -1 outside of any."""
+
+
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that autograd gives to the next node that this thread makes."""
+
+age_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""The number of a node: of two of one thread, the one with the higher is younger."""
+
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node of autograd that is running, or whose hooks are, in this thread."""
+
+
+def nodes_between(first: int, last: int, node: Any, owner: object) -> Iterator[Any]:
+    """Walk from a node to those that made its inputs, as far as their numbers are in a range.
+
+    Yields each node once for an owner, and none that accumulates the gradient of a leaf.
+    """
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        is_outside = not first <= age_of(node) <= last  # a leaf's has the highest number there is
+        if is_outside or owner in node.metadata:
+            continue
+        node.metadata[owner] = True
+        yield node
+        waiting.extend(before for before, _ in node.next_functions if before is not None)
+
+
+def node_before(number: int, tensor: torch.Tensor) -> Any:
+    """Return the node of a tensor's history from before the one of a number. None: there is none.
+
+    An update in place makes a node whose first edge leads to the history until then.
+    """
+    node = tensor.grad_fn
+    while node is not None and age_of(node) >= number:
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node
 
 
 def computes_gradient(param: torch.Tensor) -> bool:
@@ -101,9 +138,37 @@ def accumulators_of(tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     return [edge(t).node for t in tensors if t is not None and t.requires_grad]
 
 
-def is_packing_saved_tensors() -> bool:
-    """True inside of ``torch.autograd.graph.saved_tensors_hooks``, as under checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+packing_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""Return the innermost hooks on saved tensors, if any, as under checkpointing. Give it False."""
+
+
+@contextmanager
+def without_packing() -> Iterator[None]:
+    """Take hooks on saved tensors off their stack for a while.
+
+    A work holds the state of the thread that issued it, these hooks with it, and they own a graph.
+    Gloo's own thread lets go of a work some time after it has ended: until then the graph would
+    live, and hooks of the user's might be freed in that thread.
+    """
+    autograd: Any = torch._C._autograd  # its stub lacks names
+    hooks = []
+    while (top := packing_hooks(False)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(*pair)
+
+
+def may_pack_saved_tensors(own: Callable[..., Any] | None) -> bool:
+    """True if hooks on saved tensors would hide none, or only those that pack by ``own``."""
+    autograd: Any = torch._C._autograd  # its stub lacks a name
+    if not autograd._saved_tensors_hooks_is_enabled():
+        return False
+    top = packing_hooks(False)
+    return top is None or top[0] == own
 
 
 def own_grad_dtype(param: torch.Tensor) -> tuple[bool, torch.dtype | None]:

@@ -9,14 +9,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import hashlib
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from fsdp2._base.capabilities import capabilities
 
@@ -42,6 +47,90 @@ def is_gloo(group: dist.ProcessGroup, kind: str = "cpu") -> bool:
 _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, frozenset[str]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+# Process groups of some ranks, and how long they wait.
+
+_naming = threading.RLock()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""How many groups of the same ranks were made here, for each world."""
+
+
+def group_of(ranks: Sequence[int], what: str, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a process group of some ranks, which alone call this. It waits as long as the world's.
+
+    Torch's ``new_group(use_local_synchronization=True)`` is called for that, with two additions.
+
+    - Torch names such a group by its ranks and by how many groups *this rank* is in. If ranks are
+      in different numbers of groups, they wait for each other under different names, for ever. So
+      the name is ours: the ranks, and how many groups of just these ranks were made before.
+    - If the world is bound to a device (``init_process_group(device_id=...)``), torch splits the
+      world's communicator, in which every rank of the world must join. So the world is not bound
+      meanwhile: the new group gets a communicator of its own.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    key = tuple(sorted(ranks))
+    with _naming:
+        count = _made.setdefault(world, Counter())
+        count[key] += 1
+        digest = hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
+        with _group_called(f"fsdp2_{count[key]}_{digest}"), _unbound(world):
+            made: dist.ProcessGroup | None = dist.new_group(
+                list(key),
+                timeout=timeout_of(world),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=f"fsdp2 {what}",
+            )
+    assert made is not None
+    return made
+
+
+@contextlib.contextmanager
+def _group_called(name: str) -> Iterator[None]:
+    """Let the next process group have this name. No public way exists."""
+    module = vars(distributed_c10d)
+    original = module["_process_group_name"]
+    module["_process_group_name"] = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        module["_process_group_name"] = original
+
+
+@contextlib.contextmanager
+def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
+    """Let a group be bound to no device meanwhile."""
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long a group's operations wait; None if its backend does not say."""
+    with contextlib.suppress(AttributeError, IndexError, RuntimeError):
+        device = group._device_types[0]
+        found: timedelta = group._get_backend(device).options._timeout
+        return found
+    return None
+
+
+def wait_as_the_world(group: dist.ProcessGroup) -> None:
+    """Let a group that torch made for us wait as long as the world's, if its backend can."""
+    world = dist.group.WORLD
+    timeout = None if world is None or group is world else timeout_of(world)
+    if timeout is not None and timeout != timeout_of(group) and hasattr(group, "set_timeout"):
+        group.set_timeout(timeout)
+
 
 EXIT_PAUSE_S = 0.02
 
@@ -103,8 +192,22 @@ def functional(name: str, sent: torch.Tensor, *args: Any) -> torch.Tensor:
     ``args`` are what the operation takes behind ``sent``; process groups go by their names.
     """
     ops = torch.ops._c10d_functional
-    received: torch.Tensor = ops.wait_tensor(getattr(ops, name)(sent, *args))
-    return received
+    received: torch.Tensor = ops.wait_tensor(getattr(ops, name)(_as_real(sent), *args))
+    return torch.view_as_complex(received) if sent.is_complex() else received
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs of real ones, ``[N, 2]`` for ``[N]``: NCCL has no others.
+
+    Most of torch.distributed's public functions do so; its reduce-scatter and the functional
+    collectives do not.
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def flat_as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return contiguous complex numbers as twice as many real ones; others as they are."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 def functional_coalesced(name: str, sent: Sequence[torch.Tensor], *args: Any) -> list[torch.Tensor]:
@@ -114,9 +217,14 @@ def functional_coalesced(name: str, sent: Sequence[torch.Tensor], *args: Any) ->
     sent, without an error (tried: torch 2.13.0).
     """
     ops = torch.ops._c10d_functional
+    real = [_as_real(one) for one in sent]
     received: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(one.dtype for one in sent):
-        places = [place for place, one in enumerate(sent) if one.dtype == dtype]
-        came = getattr(ops, f"{name}_coalesced")([sent[place] for place in places], *args)
+    for dtype in dict.fromkeys(one.dtype for one in real):
+        places = [place for place, one in enumerate(real) if one.dtype == dtype]
+        came = getattr(ops, f"{name}_coalesced")([real[place] for place in places], *args)
         received.update(zip(places, came, strict=True))
-    return [ops.wait_tensor(received[place]) for place in range(len(sent))]
+    waited = [ops.wait_tensor(received[place]) for place in range(len(sent))]
+    return [
+        torch.view_as_complex(one) if own.is_complex() else one
+        for one, own in zip(waited, sent, strict=True)
+    ]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors without memory
 from torch.autograd import forward_ad
+from torch.autograd.graph import _CloneArgBeforeMutateMode  # of allow_mutation_on_saved_tensors
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,  # the test torch itself uses
@@ -62,7 +63,11 @@ def has_real_memory() -> bool:
 
 _count_modes = torch._C._len_torch_dispatch_stack
 _transforms_are_active = torch._C._are_functorch_transforms_active
-_CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+_ASIDE_MODES = (
+    _CachingTorchDispatchMode,
+    _CachedTorchDispatchMode,
+    _CloneArgBeforeMutateMode,  # it would copy saved parameters whose memory is being filled
+)
 
 
 def is_under_modes() -> bool:
@@ -121,7 +126,7 @@ def unseen_view(tensor: torch.Tensor) -> torch.Tensor:
 def _unseen() -> Iterator[None]:
     """Take the modes of selective checkpointing off the stack of dispatch modes for a while."""
     modes = [torch._C._get_dispatch_stack_at(i) for i in range(_count_modes())]
-    others = [mode for mode in modes if not isinstance(mode, _CHECKPOINT_MODES)]
+    others = [mode for mode in modes if not isinstance(mode, _ASIDE_MODES)]
     if len(others) == len(modes):
         yield
         return

@@ -10,18 +10,21 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
+from torch.distributed import _composable_state  # what `_get_module_state` looks into
 from torch.distributed import fsdp as _fsdp
 from torch.distributed._composable.contract import (  # what `replicate` and the like read
     REGISTRY_KEY,
     STATE_KEY,
     RegistryItem,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
 from torch.distributed.fsdp import FSDPModule as FSDPModule  # what isinstance checks ask about
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
@@ -29,10 +32,22 @@ from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
 from torch.distributed.fsdp import fully_shard  # for its accessor alone
+from torch.distributed.fsdp._fully_shard._fsdp_common import (  # what other code asks a mesh for
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+)
 from torch.distributed.fsdp.wrap import CustomPolicy as CustomPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
 
 from fsdp2._base.errors import ConfigError
+
+if TYPE_CHECKING:
+
+    class FSDPState:
+        """Torch's class, by which its getters know a state. Ours inherits nothing of it."""
+else:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 
 try:
     from torch.distributed.fsdp import (  # type: ignore[attr-defined]  # since torch 2.15
@@ -62,7 +77,10 @@ HOMES = (
 )
 """Modules of torch from which software imports the names of FSDP2: loaded now, see below."""
 
-for _home in HOMES:
+INNER_HOME = "torch.distributed.fsdp._fully_shard._fully_shard"
+"""The module that torch's FSDP2 is written in, from which some software imports its names too."""
+
+for _home in (*HOMES, INNER_HOME):
     importlib.import_module(_home)  # else the later ones would import ours from the first
 
 PUBLIC = {name: getattr(_fsdp, name) for name in _fsdp.__all__}
@@ -95,6 +113,10 @@ def profiler_is_running() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
+REGISTRIES = (REGISTRY_KEY, STATE_KEY)
+"""Attributes of a module by which torch finds what was applied to it: from there to the unit."""
+
+
 class _Registry(dict[str, RegistryItem]):
     """The composable APIs of one module, with a sentence for torch's own ``fully_shard``.
 
@@ -123,12 +145,16 @@ def register_composable_name(module: nn.Module, name: str) -> None:
     module.__dict__[REGISTRY_KEY] = _Registry({**known, name: RegistryItem()})
 
 
-def register_torch_state(module: nn.Module, state: object) -> None:
-    """Let ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state``.
+def register_torch_state(module: nn.Module, state: FSDPState) -> None:
+    """Let torch's getters return ``state``: ``fully_shard.state(module)``, and two private ones.
 
     The accessor, itself public, looks under the function that the decorator ``contract`` wrapped.
+    Programs ask ``_get_module_state`` and ``_get_module_fsdp_state`` whether a module is sharded
+    already, and shard it once more if the answer is None. The latter returns an ``FSDPState`` only.
     """
     module.__dict__.setdefault(STATE_KEY, {})[inspect.unwrap(fully_shard)] = state
+    found: Any = state  # to a type checker ours is no `_State`
+    _composable_state._module_state_mapping[module] = weakref.ref(found)
 
 
 def composable_names(module: nn.Module) -> list[str]:
@@ -140,3 +166,33 @@ def forget_composable_names(state: dict[str, Any]) -> None:
     """Drop the registry from a module's state before it is pickled: its key is per process."""
     state.pop(STATE_KEY, None)
     state.pop(REGISTRY_KEY, None)
+
+
+def mesh_info(mesh: DeviceMesh, shard_dim: int | None, replicate_dim: int | None) -> Any:
+    """Describe a mesh as torch's FSDP2 does inside: which dim is which, with sizes and groups."""
+    if shard_dim is None:
+        return DDPMeshInfo(mesh, replicate_mesh_dim=replicate_dim)
+    if replicate_dim is None:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=shard_dim)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=shard_dim, replicate_mesh_dim=replicate_dim)
+
+
+# What torch's classes have and ours, which are recognised as theirs, have not.
+
+
+class _Hidden:
+    """A name of torch's class that ours does not have: as if it were not inherited."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"type object {owner.__name__!r} has no attribute {self._name!r}")
+
+
+def hide_torchs_own(ours: type, theirs: type) -> None:
+    """Hide what ``ours`` would inherit from ``theirs``, which it is a subclass of."""
+    own = set().union(*(vars(cls) for cls in ours.__mro__ if cls not in (theirs, object)))
+    for name in vars(theirs):
+        if name not in own and not hasattr(object, name):
+            setattr(ours, name, _Hidden(name))

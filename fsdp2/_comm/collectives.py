@@ -85,8 +85,8 @@ class ReduceScatter(Comm):
         """Fill ``output_tensor`` ``[S]`` with this rank's part of all ``input_tensor`` ``[W * S]``.
 
         W is the number of ranks in ``group``, and S is a number of elements. Both tensors are 1-D,
-        in the reduce dtype. ``op`` says how parts are joined: ``AVG``, or ``SUM`` where the group
-        scales the gradients itself.
+        in the reduce dtype; complex gradients come as their real and imaginary parts. ``op`` says
+        how parts are joined: ``AVG``, or ``SUM`` where the group scales the gradients itself.
 
         Returns:
             With ``async_op`` a ``Work``, which is waited for; or None, with ``async_op`` or
@@ -325,9 +325,15 @@ class Wire:
     def reduce_scatter(
         self, output: torch.Tensor, sent: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> Any:
-        """Fill ``output`` ``[S]`` with this rank's part of all ``sent`` ``[W * S]``, joined."""
+        """Fill ``output`` ``[S]`` with this rank's part of all ``sent`` ``[W * S]``, joined.
+
+        Complex numbers travel as their two parts, also to a reduce-scatter of the user's: NCCL has
+        none, and torch's reduce-scatter hands them on as they are.
+        """
         group = self.scatter_group or axis.pg
         assert group is not None
+        if sent.is_complex():
+            output, sent = torch_comm.flat_as_real(output), torch_comm.flat_as_real(sent)
         return self.scatter(output, sent, group, op, async_op)
 
     def reduce_scatter_each(

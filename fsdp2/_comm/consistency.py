@@ -32,6 +32,13 @@ what was predicted. So a rank that gives up goes on with that too, one empty ope
 other, until all others have seen it.
 A wire that carries nothing (a benchmark that replaces collectives by no-ops) is recognised by the
 missing stamp of the rank itself, and is not checked.
+
+[Note: numbers that are free again]
+Models are copied, run and dropped, and there are 65,535 numbers. When which object dies differs
+between ranks, so it says nothing. What all ranks know is what was issued: after every ``RENEWED``
+numbers, an operation that was issued by no rank since the last time, and is no younger, gives its
+number back, and is forgotten. Its stamp makes it known again if it comes back after all. What ranks
+expect is forgotten at that moment too, so the next step exchanges its numbers.
 """
 
 from __future__ import annotations
@@ -50,8 +57,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2._base import torch_comm, torch_modes
+from fsdp2._base import torch_autograd, torch_comm, torch_modes
 from fsdp2._base.errors import StateError
+from fsdp2._comm.backend_words import known_of
 from fsdp2._comm.collectives import Wire
 from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.mesh import MeshAxis
@@ -74,7 +82,7 @@ from fsdp2._comm.operation_ids import (
     number_of_digits,
     stamp_of,
 )
-from fsdp2._comm.predictions import CONTEXT, UNCERTAIN, Predictions
+from fsdp2._comm.predictions import CONTEXT, UNCERTAIN, Predictions, Recent
 
 NO_NUMBER = -2
 GAVE_UP = 0
@@ -87,6 +95,10 @@ SAME_ON_EVERY_RANK = (
     "conditional=True to fully_shard for it."
 )
 """What to ask and to do, the commonest mistake first."""
+
+LAST_NUMBER = (1 << NUMBER_BITS) - 1
+RENEWED = 8192
+"""How many numbers are handed out from one time that idle ones are given back to the next."""
 
 FOLLOWED = 100_000
 FOLLOWED_S = 10.0
@@ -153,7 +165,8 @@ def _beside(device: torch.device) -> Iterator[tuple[bool, Callable[[Any], Any]]]
     Yields if works are asked for, and what makes a work of what was issued.
     """
     if device == HOST:
-        yield True, lambda work: work
+        with torch_autograd.without_packing():
+            yield True, lambda work: work
         return
     stream = _streams.of.get(device)
     if stream is None:
@@ -164,7 +177,7 @@ def _beside(device: torch.device) -> Iterator[tuple[bool, Callable[[Any], Any]]]
             work.wait()
         return Enqueued(stream.record_event())
 
-    with stream:
+    with stream, torch_autograd.without_packing():
         yield False, end
 
 
@@ -183,7 +196,9 @@ class Agreement:
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
         self.tensors: dict[int, tuple[NamedShape, ...]] = {}  # that an operation sends
-        self._count = 0
+        self._last = 0  # the number that was handed out last
+        self._young: list[int] = []  # those since numbers were given back
+        self._in_use: set[int] = set()  # those that were not, then
         self._operations: dict[int, Operation] = {}
         self._predictions = Predictions()
         self.predicted = self._predictions.first  # what is certain: looked up before each operation
@@ -193,17 +208,38 @@ class Agreement:
         self.stamps: weakref.WeakSet[Stamp] = weakref.WeakSet()
         self.late: LateLook | None = None  # a device's: what came is looked at later
         self._last_words: list[Sent] = []
+        self._issued: tuple[Recent, int] | None = None  # what is issued in place of another, where
 
     def number(self, name: str) -> int:
         """Return the number of a new operation. Ranks must ask in the same order."""
-        number = 1 + self._count % ((1 << NUMBER_BITS) - 1)
-        self._count += 1
+        if len(self._young) == RENEWED:
+            self._give_back()
+        number = self._last % LAST_NUMBER + 1
+        while number in self._in_use:
+            number = number % LAST_NUMBER + 1
+        self._last = number
+        self._young.append(number)
         self.names[number] = name
         return number
+
+    def _give_back(self) -> None:
+        """Forget what no rank issues any more. See [Note: numbers that are free again]."""
+        issued = {fields_of(number)[0] for number in self._predictions.numbers}
+        kept = issued.union(self._young)
+        self._in_use = kept if len(kept) < LAST_NUMBER else set()
+        self._young = []
+        self.names = {own: name for own, name in self.names.items() if own in kept}
+        self.tensors = {own: found for own, found in self.tensors.items() if own in kept}
+        known = self._operations.items()
+        self._operations = {n: operation for n, operation in known if fields_of(n)[0] in kept}
+        self._predictions.clear()
 
     def register(self, operation: Operation) -> None:
         """Learn how an operation travels; again if its group's plan changed."""
         self._operations[operation.number] = operation
+
+    def knows(self, number: int) -> bool:
+        return number in self._operations
 
     def retire(self, number: int) -> None:
         """Never expect an operation again: its group sends over another process group now."""
@@ -242,7 +278,11 @@ class Agreement:
             self.compare(number, [*self._wait(number, sent, axis).tolist()], axis)
         else:
             self.recent = (*recent[1:], predicted)  # that is what was issued, if this raises
-            self._stand_in(self._operations[predicted], number, axis)
+            self._issued = recent, predicted
+            try:
+                self._stand_in(self._operations[predicted], number, axis)
+            finally:
+                self._issued = None
         self._predictions.learn(recent, number)
 
     def _stand_in(self, expected: Operation, number: int, axis: MeshAxis) -> None:
@@ -389,8 +429,10 @@ class Agreement:
 
     def lose(self, number: int, error: Exception, axis: MeshAxis) -> StateError:
         """Return the error for a collective that failed, the last one of this process group."""
+        known = known_of(str(error))
+        first = f"{known}. Look first at what the others printed" if known else "it has ended"
         return self._give_up_everywhere(
-            f"{self.describe(number)}: waited for ranks that issued something else, or nothing. "
+            f"{self.describe(number)}: another rank did not take part: {first}. Else ranks differ: "
             f"{SAME_ON_EVERY_RANK} The backend said: {error}",
             axis,
             last_word(number, ()),
@@ -416,6 +458,8 @@ class Agreement:
         """
         if self.broken is not None or self.is_silent:
             return None
+        if self._issued is not None:  # ranks that wanted it learned it, and expect by that
+            self._predictions.learn(*self._issued)
         self.broken, predictions = why, self._predictions
         self._predictions = Predictions()
         self.predicted = self._predictions.first  # whatever comes next is looked at, and refused
@@ -523,6 +567,9 @@ class Stamp:
         self.seen: Tensor | None = None  # where a device leaves the stamps of all ranks, as bytes
         self._agreement = agreement_of(axis)
         self.number = NO_NUMBER
+        self.name = ""
+        self.tensors: tuple[NamedShape, ...] = ()
+        self.operation: Operation | None = None  # as it was registered
         self.code = [0.0] * len(stamp_of(kind, NO_NUMBER))
         self._group = group
         self._agreement.stamps.add(self)
@@ -534,7 +581,8 @@ class Stamp:
 
     def enroll(self, fqn: str) -> None:
         """Take a number, and a name for errors. Ranks enroll the same operations in one order."""
-        self.number = self._agreement.number(f"{fqn or '<root>'} ({NAMES[self.kind]})")
+        self.name = f"{fqn or '<root>'} ({NAMES[self.kind]})"
+        self.number = self._agreement.number(self.name)
         self.code = stamp_of(self.kind, self.number)
 
     def update_signature(self, signature: Signature) -> bool:
@@ -542,7 +590,7 @@ class Stamp:
         before = self.number
         if before != NO_NUMBER:
             own = before % (1 << NUMBER_BITS)
-            self._agreement.tensors[own] = signature.tensors
+            self._agreement.tensors[own] = self.tensors = signature.tensors
             self.number = own | signature.bits << NUMBER_BITS
             self.code = stamp_of(self.kind, self.number)
         return self.number != before
@@ -559,20 +607,19 @@ class Stamp:
         """Say how the operation travels; see ``Operation``."""
         if self.number == NO_NUMBER:
             return
-        self._agreement.register(
-            Operation(
-                self.number,
-                self.kind,
-                tuple(numels),
-                dtype,
-                seen_as,
-                start,
-                weakref.ref(wire),
-                reduction,
-                wire.is_custom,
-                self.device,
-            )
+        self.operation = Operation(
+            self.number,
+            self.kind,
+            tuple(numels),
+            dtype,
+            seen_as,
+            start,
+            weakref.ref(wire),
+            reduction,
+            wire.is_custom,
+            self.device,
         )
+        self._agreement.register(self.operation)
 
     def before(self) -> None:
         """Make sure that every rank is about to issue this operation. See [Note: agreement]."""
@@ -581,7 +628,17 @@ class Stamp:
         if agreement.predicted.get(recent) == number:  # what is certain takes no other call
             agreement.recent = (*recent[1:], number)
         elif number != NO_NUMBER:
+            if not agreement.knows(number):
+                self._come_back()
             agreement.before(number, self.axis, self.device)
+
+    def _come_back(self) -> None:
+        """Make the operation known again, if it was idle for so long that it was forgotten."""
+        if self.operation is not None and self.operation.number == self.number:
+            own = fields_of(self.number)[0]
+            self._agreement.names[own] = self.name
+            self._agreement.tensors[own] = self.tensors
+            self._agreement.register(self.operation)
 
     def retire(self) -> None:
         """No rank issues this operation again."""

@@ -12,6 +12,7 @@ At most one dim has the role to shard; several that a user names become one firs
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._base import torch_comm, torch_dtensor, torch_modes
 from fsdp2._base.arguments import wrong_type
-from fsdp2._base.errors import ConfigError, UnsupportedError
+from fsdp2._base.errors import ConfigError, UnsupportedError, coded
 from fsdp2._base.policy import DataParallelMeshDims
 
 SHARD = "shard"
@@ -48,14 +49,9 @@ class MeshAxis:
         assert self.pg is not None
         group = _separate.get(self.pg)
         if group is None:
-            made = dist.new_group(
-                self.global_ranks,
-                backend=dist.get_backend(self.pg),
-                use_local_synchronization=True,
-                group_desc=f"fsdp2 reductions over {self.name}",
+            group = _separate[self.pg] = torch_comm.group_of(
+                self.global_ranks, f"reductions over {self.name}", dist.get_backend(self.pg)
             )
-            assert made is not None
-            group = _separate[self.pg] = made
         return group
 
     @property
@@ -169,7 +165,7 @@ class DataMesh:
             groups = []
             for lines in (ranks.t().tolist(), ranks.tolist()):
                 (line,) = (line for line in lines if dist.get_rank() in line)
-                groups.append(dist.new_group(line, use_local_synchronization=True))
+                groups.append(torch_comm.group_of(line, "neighbours of a smaller mesh"))
             kept[key] = DataMesh.of(
                 DeviceMesh.from_group(
                     groups, self.mesh.device_type, ranks, mesh_dim_names=("outer", "inner")
@@ -221,18 +217,49 @@ def _joined_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> MeshAxis:
             "plan: dp_mesh_dims with several dims of one role is not planned, because it makes "
             "process groups. Pass mesh with one dim of each role, of the same number of ranks.",
         )
-    return _axis(torch_dtensor.flatten_dims(mesh, names), 0)
+    joined = torch_dtensor.flatten_dims(mesh, names)
+    torch_comm.wait_as_the_world(joined.get_group())
+    return _axis(joined, 0)
 
 
 def _axis(mesh: DeviceMesh, dim: int) -> MeshAxis:
     torch_comm.pause_at_exit()
     names = mesh.mesh_dim_names
-    return MeshAxis(
+    axis = MeshAxis(
         names[dim] if names else f"axis {dim}",
         mesh.size(dim),
         mesh.get_local_rank(dim),
         mesh.get_group(dim),
     )
+    if axis.size > 1 and axis.is_real:
+        _tell_of_timeout(axis)
+    return axis
+
+
+def _tell_of_timeout(axis: MeshAxis) -> None:
+    """Warn, once for each world, of a user's group that waits longer than the world."""
+    world, group = dist.group.WORLD, axis.pg
+    if world is None or group is None or group is world or world in _told:
+        return
+    asked, own = torch_comm.timeout_of(world), torch_comm.timeout_of(group)
+    if asked is None or own is None or own <= asked:
+        return
+    _told.add(world)
+    warnings.warn(
+        coded(
+            "FS231",
+            f"the process group of mesh dim {axis.name!r} waits {own.total_seconds():g} s for "
+            f"other ranks, and the default group {asked.total_seconds():g} s: a mesh does not take "
+            "over the time-out that init_process_group was given. If a link breaks, ranks wait "
+            f"that long. Set it: mesh.get_group({axis.name!r}).set_timeout(datetime.timedelta("
+            f"seconds={asked.total_seconds():g})), for each dim.",
+        ),
+        stacklevel=2,
+    )
+
+
+_told: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Default groups whose users were told that a mesh waits longer."""
 
 
 def default_mesh() -> DeviceMesh:

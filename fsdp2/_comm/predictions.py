@@ -87,6 +87,12 @@ class Predictions:
         for turn in [turn for turn, known in self._turns.items() if known == number]:
             del self._turns[turn]
 
+    @property
+    def numbers(self) -> set[int]:
+        """The numbers of all that was learned."""
+        runs = {last for last, _ in self._runs.values()}
+        return ({*self.first.values(), *self._turns.values()} | runs) - {UNCERTAIN}
+
     def clear(self) -> None:
         """Forget everything."""
         self.first.clear()

@@ -42,10 +42,17 @@ from fsdp2._base.errors import (
     coded,
 )
 from fsdp2._base.interrupts import kept_interrupts, take_interrupt
+from fsdp2._comm.backend_words import known_of
 from fsdp2._comm.mesh import MeshAxis
 
 T = TypeVar("T")
 NOTHING: Mapping[str, object] = MappingProxyType({})
+
+FAULTS: tuple[type[Exception], ...] = (
+    *(AssertionError, AttributeError, ImportError, MemoryError, NameError, RecursionError),
+    torch.OutOfMemoryError,
+)
+"""Faults of a program or of a machine, which somebody may catch by their own class."""
 
 _KINDS: dict[str, type[FSDPError]] = {
     kind.__name__: kind for kind in (ConfigError, ConfigTypeError, StateError, UnsupportedError)
@@ -64,10 +71,12 @@ class LostRank(StateError):  # noqa: N818  # a StateError, by another cause
         return type(self), (self.cause, self.where), vars(self)
 
     def __str__(self) -> str:
+        known = known_of(self.cause)
+        what = f": {known}. If no rank has ended, one" if known else ". It has ended, or it"
         text = (
-            f"{': '.join(self.where) or 'a collective'}: another rank did not take part. It has "
-            "ended, or it called something else: is this call under `if rank == 0:`? Look at what "
-            f"the others printed, and start all ranks again. The backend said: {self.cause}"
+            f"{': '.join(self.where) or 'a collective'}: another rank did not take part{what} "
+            "called something else: is this call under `if rank == 0:`? Look at what the others "
+            f"printed, and start all ranks again. The backend said: {self.cause}"
         )
         return coded(self.code, text)
 
@@ -100,6 +109,16 @@ def operation(what: str) -> Iterator[None]:
     """Around all that a public function does with the other ranks; a context, or a decorator."""
     with named(what), kept_interrupts():
         yield
+
+
+def _of_kind(failed: StateError, error: BaseException | None) -> StateError:
+    """Return an error that is also caught as the fault that this rank has met, if it is one."""
+    kind = next((fault for fault in FAULTS if isinstance(error, fault)), None)
+    if kind is None:
+        return failed
+    as_told = {"__reduce__": lambda _: (StateError, (failed.code, failed.text))}
+    both: type[StateError] = type(kind.__name__, (StateError, kind), as_told)
+    return both(failed.code, failed.text)
 
 
 class _Told(NamedTuple):
@@ -246,7 +265,8 @@ class Grid:
             return
         if told.kind in _KINDS:
             raise _KINDS[told.kind](told.code, told.text) from error
-        raise StateError("FS403", f"{what}: rank {told.rank} failed with {told.text}") from error
+        failed = StateError("FS403", f"{what}: rank {told.rank} failed with {told.text}")
+        raise _of_kind(failed, error) from error
 
     def _tell(
         self, error: BaseException | None, what: str, same: Mapping[str, object]

@@ -20,9 +20,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
+from fsdp2._base import torch_autograd
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
+from fsdp2._base.torch_autograd import packing_hooks
 from fsdp2._comm.late_look import LateLook
 
 
@@ -121,6 +123,9 @@ class Streams:
         """Run ``issue(*args)`` in a lane, behind ``after``."""
         if after is not None:
             after.wait()
+        if packing_hooks(False) is not None:
+            with torch_autograd.without_packing():
+                return issue(*args)
         return issue(*args)
 
     def order_after_compute(self, lane: str) -> None:
@@ -192,7 +197,7 @@ class DeviceStreams(Streams):
         self._retired[lane].clear()
         if after is not None:
             after.hold_back(stream)
-        with stream:
+        with stream, torch_autograd.without_packing():
             flight = issue(*args)
             flight.wait()  # a work that a collective of the user's returned, unasked
             flight.end_with(stream.record_event())

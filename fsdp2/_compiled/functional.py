@@ -40,7 +40,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_compiler, torch_dtensor, torch_modes
-from fsdp2._base.containers import map_tensors
+from fsdp2._base.containers import Loan, map_tensors
 from fsdp2._base.errors import StateError
 from fsdp2._base.policy import Overlap
 from fsdp2._compiled.ops import outer_gather, unshard
@@ -528,15 +528,15 @@ class TracedUnit:
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a module of the unit, whose parameters are there, with the casts of its policy."""
-        dtype = self.input_dtype
-        if dtype is not None:
-            args = tuple([map_tensors(lambda t: _cast(t, dtype), arg) for arg in args])
-            kwargs = {
-                name: map_tensors(lambda t: _cast(t, dtype), arg) for name, arg in kwargs.items()
-            }
+        loan = Loan(lambda t: _cast(t, self.input_dtype))
+        if self.input_dtype is not None or self.output_dtype is not None:
+            args = tuple([loan.exchange(arg) for arg in args])
+            kwargs = {name: loan.exchange(arg) for name, arg in kwargs.items()}
         output = run(*args, **kwargs)
+        loan.give_back()
         if self.output_dtype is not None:
             output = map_tensors(lambda t: _cast(t, self.output_dtype), output)
+            loan.map_added(lambda t: _cast(t, self.output_dtype))
         return output
 
     def _is_whole(self) -> bool:

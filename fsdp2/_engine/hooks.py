@@ -1,4 +1,4 @@
-"""Module hooks and autograd hooks: what happens when. This is the time line of a step.
+"""Module hooks, and what autograd hooks do: what happens when. This is the time line of a step.
 
 ::
 
@@ -12,24 +12,17 @@
                           end_forward, if this unit began it
 
     pre_backward(call)    on a marked output: unshard, wait, prefetch the call before it
-      ... autograd through the module ...
+      ... autograd through the module ...     mark its gradients   (create_graph)
     post_backward(call)   on a marked input: reshard, reduce
     end_backward          by the engine: whatever no marked input covered
 
-Owns every hook registration. It must not know buffers or collectives.
+Owns the hooks of modules; those of autograd's nodes are in ``_engine.marks``. It must not know
+buffers or collectives.
 
-[Note: marks]
-A mark is a pre-hook on an autograd node. On the output side it is the node that made the output
-(and the one that made its base, if the output is a view: an in-place update of a view moves the
-view's history onto its base). On the input side it is the node of a ``view_as`` (or of the dtype
-cast) put between the caller's tensor and the module: it is older than every node of the module, so
-the engine, which runs younger nodes first, has finished the module when it gets there. A view is a
-plain autograd view: updating it, or a view of it, in place stays legal, which a custom
-``autograd.Function`` there would forbid.
-
-What no mark tells, because a rank's graph goes another way, follows from the order of the forward:
-see [Note: the order of backward] in ``_engine.unit_order``. It puts marks in order, too, that
-share a node: a unit may return what a unit inside it returned, or its input.
+[Note: memory of parameters in outputs]
+A unit may return its own weight, or a view of it. The memory of that is freed, so a copy is
+returned, through which the gradient comes. In an object that cannot be made again with a copy in
+it (a function, slots, a set) it is an error: who reads it later would read freed memory.
 
 [Note: one reduction a backward]
 A unit may run several forwards before a backward. Each recorded call is *open* until its
@@ -56,94 +49,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._base import torch_autograd, torch_compiler, torch_modes
-from fsdp2._base.containers import map_tensors, visit_tensors
-from fsdp2._base.errors import StateError
+from fsdp2._base.containers import Loan, map_tensors, visit_tensors
+from fsdp2._base.errors import StateError, UnsupportedError
 from fsdp2._base.events import FORWARD
+from fsdp2._engine.marks import Call, mark_beginning
 from fsdp2._engine.runtime import Runtime, attach
 from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit
 from fsdp2._engine.unit_order import Visit
-
-
-class Call:
-    """The marks of one forward of a unit. Autograd's graph owns it."""
-
-    __slots__ = ("__weakref__", "is_marked", "runtime", "visit")
-
-    def __init__(self, visit: Visit, runtime: Runtime) -> None:
-        self.visit = visit
-        self.runtime = runtime
-        self.is_marked = False
-
-    @torch_compiler.always_eager
-    def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
-        """A gradient reached an output."""
-        visit, runtime = self.visit, self.runtime
-        runtime.begin_backward()
-        if visit.opened_in == runtime.backward.number:
-            return
-        if visit.unit.precision.policy is not visit.policy:
-            raise StateError(
-                "FS302",
-                f"{visit.unit.fqn or '<root>'}: train() or eval() was called between this forward "
-                "and its backward. Its policy has full_precision_in_eval, so the parameters that "
-                "it needs are gone. Run the backward first.",
-            )
-        if torch_modes.is_under_modes():
-            torch_modes.run_aside(runtime.arrive, visit)
-        else:
-            runtime.arrive(visit)
-
-    @torch_compiler.always_eager
-    def post_backward(self, grads: tuple[Tensor | None, ...]) -> None:
-        """Every gradient inside the unit has been computed; this one leaves it."""
-        visit, runtime = self.visit, self.runtime
-        number = runtime.backward.number
-        if visit.opened_in != number or visit.closed_in == number:
-            return
-        if torch.is_grad_enabled():  # create_graph: a backward may come through these gradients
-            mark = self._mark_layers if torch_modes.is_under_transforms() else self._mark
-            visit_tensors(mark, grads)
-        if torch_modes.is_under_modes():
-            torch_modes.run_aside(runtime.depart, visit)
-        else:
-            runtime.depart(visit)
-
-    def mark_input(self, tensor: Tensor, cast: Tensor) -> Tensor:
-        """Put a node between the caller's tensor and the module, with post-backward on it."""
-        if cast is tensor:
-            cast = torch_modes.unseen_view(tensor)
-        if cast.grad_fn is not None:
-            cast.grad_fn.register_prehook(self.post_backward)
-            self.visit.marks_input = True
-        return cast
-
-    def __del__(self) -> None:
-        if self.is_marked:
-            self.runtime.lose_graph(self.visit.unit)
-
-    def mark_outputs(self, output: Any) -> bool:
-        """Put pre-backward on what made the outputs; return True if any has a gradient."""
-        mark = self._mark_layers if torch_modes.is_under_transforms() else self._mark
-        if type(output) is Tensor:
-            mark(output)
-        else:
-            visit_tensors(mark, output)
-        return self.is_marked
-
-    def _mark(self, tensor: Tensor) -> None:
-        """Put pre-backward on what made a tensor."""
-        if tensor.requires_grad:
-            if not self.is_marked:
-                self.is_marked = True
-                self.visit.unit.calls.recorded += 1
-            base = torch_autograd.base_of(tensor)
-            for made in (tensor,) if base is None else (tensor, base):
-                if made.grad_fn is not None:
-                    made.grad_fn.register_prehook(self.pre_backward)
-
-    def _mark_layers(self, tensor: Tensor) -> None:
-        for layer in torch_modes.layers_of(tensor):
-            self._mark(layer)
 
 
 def _enter(unit: Unit) -> None:
@@ -186,9 +98,12 @@ def pre_forward(
     if torch.is_grad_enabled() and unit.groups:
         order = runtime.order if runtime.context.phase is FORWARD else None
         call = Call(Visit(unit, order, runtime.context.streams.current()), runtime)
+        call.given = args, kwargs
+        if unit.calls.saves_by_hooks and not runtime.is_recomputing:
+            call.save_by_hooks()
     unit.calls.running.append(call)
     dtype = unit.precision.input_dtype
-    if call is None and dtype is None:
+    if call is None and dtype is None and unit.precision.policy.output_dtype is None:
         return args, kwargs
 
     def prepare(tensor: Tensor) -> Tensor:
@@ -199,36 +114,148 @@ def pre_forward(
             cast = call.mark_input(tensor, cast)
         return cast
 
-    args = tuple(
-        [prepare(a) if type(a) is Tensor else map_tensors(prepare, a) for a in args]  # a call less
-    )
+    loan: Loan | None = None
+    prepared = []
+    for arg in args:
+        if type(arg) is Tensor:
+            prepared.append(prepare(arg))
+        else:
+            loan = unit.calls.lend(prepare) if loan is None else loan
+            prepared.append(loan.exchange(arg))
+    args = tuple(prepared)
     if kwargs:
-        kwargs = {name: map_tensors(prepare, value) for name, value in kwargs.items()}
+        loan = unit.calls.lend(prepare) if loan is None else loan
+        kwargs = {name: loan.exchange(value) for name, value in kwargs.items()}
     return args, kwargs
 
 
 @torch_compiler.always_eager
 def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     """Prepare the outputs and give parameters back."""
-    call: Call | None = unit.calls.running.pop() if unit.calls.running else None  # type: ignore[assignment]  # ours
+    calls = unit.calls
+    call: Call | None = calls.running.pop() if calls.running else None  # type: ignore[assignment]  # ours
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # what a tree is, without a call
-    dtype = unit.precision.policy.output_dtype
-    if dtype is not None:
-        output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+    if call is not None:
+        if call.saves is not None:
+            call.end_saving()
+        if call.views is not None:
+            call.follow_updates()
+    outputs = output
+    if calls.lent or unit.precision.policy.output_dtype is not None:
+        output, outputs = _cast_and_give_back(unit, output)
     recomputing = runtime.context.phase is not FORWARD and runtime.is_recomputing
-    if call is not None and (call.mark_outputs(output) or (unit.trains and not recomputing)):
-        if not recomputing or unit.calls.open == 0:  # else it repeats a call that is open
-            unit.calls.open += 1
-        if not recomputing:
-            visit = call.visit
-            visit.previous = runtime.remember(unit)
-            runtime.order.leave(visit)
-    if not unit.calls.running:
+    if call is None:
+        output = _end_unrecorded(unit, runtime, output, outputs, recomputing)
+    else:
+        call.mark_outputs(outputs)
+        if call.has_leaf:
+            output = _without_parameters(output, unit, call, recomputing)
+        if recomputing:
+            if call.is_marked and calls.open == 0:  # else it repeats a call that is open
+                calls.open = 1
+        else:
+            _end_recorded(unit, runtime, module, call, output)
+        call.given = None
+    if not calls.running:
         if torch_modes.is_under_modes():
             torch_modes.run_aside(_leave, unit, runtime, module, recomputing)
         else:
             _leave(unit, runtime, module, recomputing)
     return output
+
+
+def _cast_and_give_back(unit: Unit, output: Any) -> tuple[Any, Any]:
+    """Return the output in its dtype, and what is to be marked: it, and what the caller lent."""
+    loan = unit.calls.take_back()
+    dtype = unit.precision.policy.output_dtype
+    if dtype is not None:
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        output = map_tensors(cast, output)
+        if loan is not None:
+            loan.map_added(cast)
+    return output, output if loan is None else loan.with_added(output)
+
+
+def _end_recorded(unit: Unit, runtime: Runtime, module: nn.Module, call: Call, output: Any) -> None:
+    """Note a forward that a backward may come to."""
+    calls, visit = unit.calls, call.visit
+    if calls.kept_on != []:
+        call.mark_kept()
+    # ``call.goes_on``, a call less: an output's node is the forward's last one as a rule.
+    if torch_autograd.sequence_number() > call.last_marked + 1 and call.mark_hidden(output):
+        runtime.note_hidden(unit, keeps_memory=not call.saved_by_hooks)
+    if not call.is_marked:
+        if not unit.trains:
+            return
+        _refuse_lazy(unit, module, output)
+        runtime.note_unmarked(unit)
+    calls.open += 1
+    visit.previous = runtime.remember(unit)
+    runtime.order.leave(visit)
+
+
+def _end_unrecorded(
+    unit: Unit, runtime: Runtime, output: Any, outputs: Any, recomputing: bool
+) -> Any:
+    """Return the output of a forward that has no marks of its own."""
+    with_grad, owner = torch.is_grad_enabled(), unit.owner
+    if with_grad and owner is not None and owner.calls.running:
+        around: Call | None = owner.calls.running[-1]  # type: ignore[assignment]  # ours
+        if around is not None:  # a hook on it may differentiate before those of that unit
+            around.mark_outputs(outputs)
+    output = _without_parameters(output, unit, None, recomputing)
+    if with_grad and runtime.forward_root is unit:
+        mark_beginning(runtime, output)
+    return output
+
+
+def _without_parameters(output: Any, unit: Unit, call: Call | None, recomputing: bool) -> Any:
+    """Copy what lies in memory of the unit's parameters; return anything else as it is.
+
+    See [Note: memory of parameters in outputs].
+    """
+
+    def apart(tensor: Tensor) -> Tensor:
+        if not unit.holds(tensor):
+            return tensor
+        copied = tensor.clone()
+        if call is not None:
+            call.mark_outputs(copied)
+        return copied
+
+    output = map_tensors(apart, output)
+    stays = unit.calls.running or unit.keeps_after_forward(call is not None)
+    if type(output) is not Tensor and not stays and not recomputing:
+        visit_tensors(lambda tensor: _refuse_own(tensor, unit), output)
+    return output
+
+
+def _refuse_own(tensor: Tensor, unit: Unit) -> None:
+    """Raise UnsupportedError for a parameter in an output that could not be made again."""
+    if unit.holds(tensor):
+        raise UnsupportedError(
+            "FS323",
+            f"{unit.fqn or '<root>'}: its forward returned a parameter of its own, or a view of "
+            "one, inside an object that cannot be copied with another tensor in it. The memory of "
+            "parameters is given back after a forward. Return the tensor itself, in a list, tuple, "
+            "dict or dataclass, or return a clone() of it.",
+        )
+
+
+def _refuse_lazy(unit: Unit, module: nn.Module, output: Any) -> None:
+    """Raise UnsupportedError for a forward that is a generator: it computes later."""
+    own_code = getattr(type(module).forward, "__code__", None)
+    code = getattr(output, "gi_code", getattr(output, "cr_code", None))
+    if code is not None and code is own_code:
+        raise UnsupportedError(
+            "FS322",
+            f"{unit.fqn or '<root>'}: its forward returned a {type(output).__name__}, whose body "
+            "runs later, when the parameters are sharded. Return a list of what it yields, or "
+            "apply fully_shard to the modules that it calls.",
+        )
 
 
 def _leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -> None:
@@ -269,7 +296,7 @@ def forward_raised(unit: Unit, depth: int) -> None:
     It may be caught further up, or be no failure at all: a recomputation that has all it needs
     stops by raising. The next forward recovers if it left the outermost unit.
     """
-    del unit.calls.running[depth:]
+    unit.calls.give_up(depth)
     runtime = unit.runtime
     if not isinstance(runtime, Runtime) or unit.calls.running or runtime.is_recomputing:
         return

@@ -58,7 +58,7 @@ class PartHook:
         if torch.compiler.is_compiling() or torch_autograd.graph_task_id() != -1:
             return
         self.readers.is_called = True
-        if torch_autograd.is_packing_saved_tensors():
+        if torch_autograd.packing_hooks(False) is not None:
             self.readers.is_recomputed = True
         if not torch.is_grad_enabled():
             self.readers.ran_without_grad = True

@@ -15,6 +15,11 @@ In manual mode it leaves both to ``finalize``. A unit whose post-backward did no
 memory until then, and owes its gradients. The caller may wait for the reductions later. Until then
 nothing of a tree that shares the streams may start: lanes hold the buffers of what is in flight.
 
+[Note: threads]
+One thread runs steps. Another one may look at the state between them (``state_dict``): it holds the
+lock meanwhile, and a step that begins waits for it. During a step it gets an error. What ranks do
+together has one order on all of them, so only the thread of the steps may begin it.
+
 [Note: a step is a transaction]
 An exception leaves no trace that the next step could meet. A forward that raises passes through
 the unit that began it, which marks the runtime. A backward that raises never calls its callback,
@@ -44,17 +49,19 @@ from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.streams import StepContext, streams_for
 from fsdp2._engine.reduction_queue import SMALL_NBYTES, ReductionQueue
 from fsdp2._engine.root_groups import Part, Parts
-from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._engine.unit import Marks, Unit, unit_of
 from fsdp2._engine.unit_order import Order, Schedule, Visit
+from fsdp2._param_group import optimizer_steps
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam
+from fsdp2._param_group.replaced_params import Serves
 
 
 class Backward:
     """The backward that is running, or ran last."""
 
     def __init__(self) -> None:
-        self.number = 0  # tells the visits of one backward from those of another
+        self.number = 1  # tells the visits of one backward from those of another; 0 is of none
         self.order: Order | None = None  # of the forward that it is in
         self.open: list[Visit] = []  # that it has come to
         self.with_graph = False  # it creates a graph
@@ -79,11 +86,16 @@ class Runtime:
         self.schedule: Schedule[Unit] = Schedule()  # who followed whom in the last forward
         self.forward_root: Unit | None = None  # whose forward began outside of any other
         self.failed = False  # the last forward raised; the next one recovers
+        self.is_pipelined = False  # a caller ends backwards, and runs many forwards before
+        self.thread = 0  # that ran the last forward
+        self.lock = threading.RLock()  # of who looks at parameters between steps
         self.backward = Backward()
         self.order = Order()  # of the running forward
+        self.saving: Marks | None = None  # of the innermost forward whose nodes save by hooks
         self.last_units: tuple[Unit, ...] = ()  # that ran before this point, the last one first
         self.parts: Parts | None = None  # None: the tree has no large part of a root
         sizes = [sum(param.nbytes for param in group.params) for group in self._groups]
+        self.unmarked: set[Unit] = set()  # that ran, and no output tells of a backward
         self.reductions = ReductionQueue(self.context, max(sizes, default=0) >= SMALL_NBYTES)
         self._known_looks: tuple[int, tuple[LateLook, ...]] = (0, ())  # by how many were made
         self._prefetched: list[Unit] = []  # gathers that somebody may not have used
@@ -95,6 +107,10 @@ class Runtime:
         if self.context.streams.pending is not None:
             self.refuse_pending("forward")
         self.recover_if_failed()
+        for unit in self.unmarked:
+            for group in unit.groups:
+                group.refuse_hidden_gradients()
+        self._forget_unmarked()
         self.context.streams.look_late(self._looks())
         events.follow(events.profile_event, torch_modules.profiler_is_running())
         events.follow(events.log_event, events.logger.isEnabledFor(logging.DEBUG))
@@ -106,7 +122,9 @@ class Runtime:
                     group.reducer.release_gradients()
         else:  # an optimizer beside the compute may still read gradients that nobody holds
             self.context.streams.order_after_event("gather", event)
-        self.context.phase = FORWARD
+        self.thread = threading.get_ident()
+        with self.lock:
+            self.context.phase = FORWARD
         self.forward_root = entry
         self.last_units = ()
         self.order = Order()
@@ -172,9 +190,38 @@ class Runtime:
             self.context.streams.finish_host_reads()
             self.context.streams.note_late(self._looks())
 
+    def note_unmarked(self, unit: Unit) -> None:
+        """A forward that trains is over, and no output of it has a mark."""
+        self.unmarked.add(unit)
+        for group in unit.groups:
+            optimizer_steps.note_unreduced(group)
+
+    def note_hidden(self, unit: Unit, keeps_memory: bool) -> None:
+        """A backward may read parameters of a forward before it comes to a mark of it.
+
+        See [Note: outputs that nobody sees] in ``marks``.
+        """
+        if keeps_memory:
+            unit.calls.hides = True
+            for group in unit.groups:
+                group.keep_memory(True)
+        if not unit.calls.saves_by_hooks:
+            kinds = {type(module) for module in unit.modules}
+            for other in self.units:
+                if not kinds.isdisjoint(map(type, other.modules)):
+                    other.calls.saves_by_hooks = True
+
+    def _forget_unmarked(self) -> None:
+        for unit in self.unmarked:
+            if not unit.calls.recorded:
+                unit.stop_hiding()
+        self.unmarked.clear()
+
     def lose_graph(self, unit: Unit) -> None:
         """A recorded forward of a unit is gone: no backward through it can come any more."""
         unit.calls.recorded -= 1
+        if not unit.calls.recorded:
+            unit.stop_hiding()
         if not unit.calls.recorded and self.context.phase is IDLE:
             unit.show_shards()
             if self.context.streams.host_read is not None:
@@ -205,25 +252,35 @@ class Runtime:
         failed = functools.partial(self._drop_backward, backward.number)
         backward.callback = weakref.ref(EndOfBackward(self._finish_backward, failed))
         backward.with_graph = torch.is_grad_enabled()
-        self.context.phase = BACKWARD
+        with self.lock:
+            self.context.phase = BACKWARD
         if backward.began_manual is None:
             backward.began_manual = self.root.settings.manual_finalization
         if self.parts is not None:
             self.parts.begin()
 
-    def arrive(self, visit: Visit) -> None:
-        """Backward comes to a forward of a unit: make its parameters whole."""
-        if visit.opened_in == self.backward.number:
+    def arrive(self, visit: Visit, is_in_order: bool = True) -> None:
+        """Backward comes to a forward of a unit: make its parameters whole.
+
+        ``is_in_order``: through the forward. Through gradients that another backward made, it comes
+        in an order of its own, and through the forward afterwards.
+        """
+        number = self.backward.number
+        if visit.opened_in == number:
             return
+        is_again = visit.closed_in == number
         order = visit.order
-        if order is not None:  # inline, here and in depart: no call where nothing was missed
+        # Inline, here and in depart: no call where nothing was missed.
+        if order is not None and is_in_order and not is_again:
             if order is not self.backward.order or order.place != visit.left + 1:
                 self._catch_up(order, visit.left)
             order.place = visit.left
         unit = visit.unit
-        visit.opened_in = self.backward.number
+        visit.opened_in = number
         unit.calls.active += 1
         self.backward.open.append(visit)
+        if is_again:
+            unit.calls.open = unit.calls.open or 1  # it is reduced at the end
         loses = not unit.settings.reduce_grads and not unit.is_unsharded
         wanted = [
             group
@@ -237,17 +294,18 @@ class Runtime:
             group.unshard()
         for group in wanted:
             group.wait_for_unshard()
-        self.prefetch_backward(unit, visit.previous)
+        if not is_again:  # a solver comes many times to one unit
+            self.prefetch_backward(unit, visit.previous)
         if loses:
             unit.note_unsynced_backward()
 
     def depart(self, visit: Visit) -> None:
         """Backward leaves a forward of a unit: give parameters back, reduce if it was the last."""
         number = self.backward.number
-        if visit.opened_in != number or visit.closed_in == number:
+        if visit.opened_in != number:
             return
         order = visit.order
-        if order is not None:
+        if order is not None and visit.closed_in != number:
             if order is not self.backward.order or order.place != visit.entered + 1:
                 self._catch_up(order, visit.entered)
             order.place = visit.entered
@@ -263,11 +321,13 @@ class Runtime:
             self.reduce(unit)
 
     def _count_closed(self, visit: Visit) -> None:
-        unit = visit.unit
-        visit.closed_in = self.backward.number
-        unit.calls.active -= 1
-        if unit.calls.open:
-            unit.calls.open -= 1
+        calls, number = visit.unit.calls, self.backward.number
+        visit.opened_in = 0
+        calls.active -= 1
+        if visit.closed_in != number:
+            visit.closed_in, visit.closed_by = number, torch_autograd.graph_task_id()
+            if calls.open:
+                calls.open -= 1
 
     def _catch_up(self, order: Order, place: int) -> None:
         """Do first what backward missed before a place of a forward's order."""
@@ -282,10 +342,10 @@ class Runtime:
         """Do what is due at events that no gradient reached on this rank."""
         for visit, opens in missed:
             with self.context.streams.on(visit.stream):  # gradients of the unit are ordered there
-                if opens:
-                    self.arrive(visit)
-                else:
+                if not opens:
                     self.depart(visit)
+                elif visit.closed_in != self.backward.number:
+                    self.arrive(visit)
 
     def remember(self, unit: Unit) -> tuple[Unit, ...]:
         """Note that a unit's forward is over; return those before it, the last one first."""
@@ -378,12 +438,13 @@ class Runtime:
             self._go_through(self.backward.order.rest())
         ran = {unit for unit in self.units if unit.calls.open or unit.calls.active}
         for visit in self.backward.open:
-            if visit.closed_in != self.backward.number:
+            if visit.opened_in == self.backward.number:
                 self._count_closed(visit)
         self.backward.forget_places()
         is_manual = self.root.settings.manual_finalization
         is_last = not is_manual and all(unit.settings.is_last_backward for unit in self.units)
         self._reduce_the_rest(ran, is_last, is_manual)
+        self._forget_unmarked()
         if is_last:
             self.end_reductions()
         else:
@@ -435,6 +496,7 @@ class Runtime:
                 f"({len(lost)} in this stage) had freed them. Apply fully_shard to the modules of "
                 "a stage with reshard_after_forward=False.",
             )
+        self.is_pipelined = True
         if self.parts is not None:
             self.parts.is_off = True  # several forwards may run before their backwards
         self._reduce_the_rest(set(), is_last=True, is_manual=False)
@@ -477,7 +539,7 @@ class Runtime:
         for group in unit.groups:
             group.is_held = False
             if group.is_unsharded:
-                group.watch.note_values()
+                group.watch.note_values(Serves.FORWARDS if keeps else Serves.BACKWARDS)
         if is_last and self.forward_root is None:  # else the step goes on
             unit.show_shards()
 
@@ -539,9 +601,28 @@ class Runtime:
         for unit in self.units:
             unit.reshard_unless_gathering()
 
+    @property
+    def has_other_thread(self) -> bool:
+        """True if steps run in another thread than this one, and that lives."""
+        if self.thread in (0, threading.get_ident()):
+            return False
+        if torch_autograd.graph_task_id() != -1:  # of a device, autograd's thread is in that step
+            return False
+        return any(one.ident == self.thread for one in threading.enumerate())
+
+    @property
+    def is_in_other_thread(self) -> bool:
+        """True if another thread is inside of a forward or a backward. See [Note: threads]."""
+        phase = self.context.phase
+        if phase is IDLE or self.failed or not self.has_other_thread:
+            return False
+        callback = self.backward.callback
+        return phase is FORWARD or (callback is not None and callback() is not None)
+
     def recover_if_failed(self) -> None:
         """Recover from a forward or a backward that raised, if one did."""
-        if self.failed or (self.context.phase is BACKWARD and torch_autograd.graph_task_id() == -1):
+        seems_dead = self.context.phase is BACKWARD and torch_autograd.graph_task_id() == -1
+        if (self.failed or seems_dead) and not self.is_in_other_thread:
             self.recover()
 
     def recover(self) -> None:
@@ -565,11 +646,14 @@ class Runtime:
         self.backward.forget_places()
         for unit in self.units:
             unit.calls.abandon()
+            unit.stop_hiding()
             unit.reshard()
             for group in unit.groups:
                 group.forget_step()
         self.context.streams.reset()
         self._prefetched.clear()
+        self._forget_unmarked()
+        self.saving = None
         self.schedule.abandon()
         if self.parts is not None:
             self.parts.end()

@@ -20,7 +20,10 @@ unsharded parameters. After the last one it sets all three to True, calls ``post
 group that it finds under ``_state_ctx.all_states``, and then
 ``_root_post_backward_final_callback``. No backward runs at that time, so no hook of ours would. The
 order of reductions is the runtime's to choose: the list of states is empty, and the callback is the
-end of a backward. What else torch's own state has, this one has not, and says so.
+end of a backward. Other software reads a few more names; [Note: what tools may read] in
+``_engine.torch_view`` says which. Torch's getters return an ``FSDPState`` only, so a unit is one,
+and every name of that class is overridden or hidden. What else torch's own state has, this one has
+not, and says so.
 """
 
 from __future__ import annotations
@@ -35,16 +38,25 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_autograd, torch_compiler
-from fsdp2._base.errors import ConfigError, StateError, coded
+from fsdp2._base import (
+    torch_autograd,
+    torch_compiler,
+    torch_dtensor,
+    torch_modes,
+    torch_modules,
+)
+from fsdp2._base.containers import Loan
+from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import clean
-from fsdp2._base.policy import Settings
+from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.streams import StepContext, Streams, streams_for
 from fsdp2._engine.precision import Precision
+from fsdp2._engine.torch_view import ADVICE, GroupView, Views, missing
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SHARDED, FSDPParam
+from fsdp2._param_group.replaced_params import Serves
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 
@@ -56,6 +68,15 @@ class Tree(Protocol):
     units: list[Unit]
     context: StepContext
     failed: bool  # a forward raised, and nothing recovered yet
+    is_pipelined: bool  # many forwards run before their backwards, and somebody ends these
+    thread: int  # that ran the last forward
+    lock: Any  # taken by who looks at parameters between steps
+
+    @property
+    def has_other_thread(self) -> bool: ...
+
+    @property
+    def is_in_other_thread(self) -> bool: ...
 
     def recover_if_failed(self) -> None: ...
 
@@ -77,24 +98,58 @@ class Runner(Protocol):
     ) -> Any: ...
 
 
+class Marks(Protocol):
+    """The marks of one forward. ``Call`` in ``_engine.marks`` is what it is."""
+
+    def let_go(self) -> None:
+        """Hold nothing of the forward any more: it is over."""
+
+
 class Calls:
     """The forwards of a unit, and where backwards are in them."""
 
     def __init__(self) -> None:
-        self.running: list[object] = []  # their marks, see _engine.hooks; the innermost last
+        self.running: list[Marks | None] = []  # the marks of each; the innermost last
+        self.lent: list[tuple[int, Loan]] = []  # to how many of these, and what of the caller's
         self.ran: set[nn.Module] = set()  # of several modules: which did in this forward
         self.recorded = 0  # whose graph lives: a backward through them may come
         self.open = 0  # recorded, and not past their post-backward
         self.active = 0  # that the running backward has entered and not left
+        self.kept_on: list[tuple[nn.Module, str]] | None = None  # attributes; None: not yet known
+        self.hides = False  # memory stays: a backward may begin where a recorded one has no mark
+        self.saves_by_hooks = False  # a backward that begins there tells when it reads a parameter
+
+    def lend(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Loan:
+        """Let the innermost call have other tensors in the caller's containers."""
+        loan = Loan(function)
+        self.lent.append((len(self.running), loan))
+        return loan
+
+    def take_back(self) -> Loan | None:
+        """Give the caller back what was lent to the call that is over, if anything was."""
+        if not self.lent or self.lent[-1][0] <= len(self.running):
+            return None
+        _, loan = self.lent.pop()
+        loan.give_back()
+        return loan
+
+    def give_up(self, depth: int) -> None:
+        """Forget the calls that run inside of this many."""
+        for marks in reversed(self.running[depth:]):
+            if marks is not None:
+                marks.let_go()
+        del self.running[depth:]
+        while self.take_back() is not None:
+            pass
 
     def abandon(self) -> None:
         """Forget what an unfinished step left."""
-        self.running.clear()
+        self.give_up(0)
         self.ran.clear()
         self.open = self.active = 0
 
 
-class Unit:
+class Unit(torch_modules.FSDPState):
     """What one call of ``fully_shard`` made: its modules, its groups, its settings."""
 
     _state_ctx = SimpleNamespace(all_states=())  # see [Note: the state that torch's software ...]
@@ -122,6 +177,7 @@ class Unit:
         self.calls = Calls()
         self.may_lose_gradients = False  # in a pipeline, see note_unsynced_backward
         self.runner: Runner | None = None  # None: the hooks
+        self.views = Views()  # of the groups, for other software
         self.summoned_on = ""  # ranks with whole ones registered: "all", "first"; "": no summon
 
     @property
@@ -204,11 +260,33 @@ class Unit:
         choice = self.settings.reshard_after_forward
         return choice is False or (choice is None and self.is_root and with_grad)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor lies in memory of whole parameters that the unit's hooks move."""
+        local = torch_dtensor.local_part(tensor)
+        if type(local) not in (torch.Tensor, nn.Parameter) or torch_modes.is_under_transforms():
+            return False  # made of other tensors: it may have no memory
+        storage = local.untyped_storage()
+        return any(group.lies_in(storage) for group in self.groups)
+
     def keep(self) -> None:
         """Let whole parameters stay after a forward; who writes to the shards is noticed."""
+        is_pipelined = self.runtime is not None and self.runtime.is_pipelined
+        serves = Serves.BACKWARDS
+        if is_pipelined and self.settings.reshard_after_forward is False:
+            serves = Serves.FORWARDS
+        elif self.settings.keeps_in_evaluation and not torch.is_grad_enabled():
+            serves = Serves.EVALUATIONS
         for group in self.groups:
             if group.is_unsharded:
-                group.watch.note_values()
+                group.take_writes()
+                group.watch.note_values(serves)
+
+    def stop_hiding(self) -> None:
+        """Keep memory no longer for a backward that may begin where it has no mark."""
+        if self.calls.hides:
+            self.calls.hides = False
+            for group in self.groups:
+                group.keep_memory(False)
 
     def reshard(self) -> None:
         for group in self.groups:
@@ -224,6 +302,7 @@ class Unit:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
         for group in self.groups:
             group.watch.forget_stand_ins()
+            group.watch.forget_whole_writes()
             if group.gathering is not None:  # from a smaller mesh: its shards may be registered
                 group.show_shards()
             else:
@@ -255,14 +334,51 @@ class Unit:
 
     def reshard_if_idle(self, *_: Any, **__: Any) -> None:
         """Register sharded parameters, before ``state_dict`` for one (a hook)."""
-        if self.runtime is not None:
-            with contextlib.suppress(StateError):  # ranks that diverged can still save their state
-                self.runtime.recover_if_failed()
-        if self.runtime is None or self.runtime.context.phase is IDLE:
-            for group in self.own_groups:
-                if group.gathering is None or self.runtime is None or not self.runtime.failed:
-                    group.reshard()
-                    group.context.streams.finish_host_reads()
+        with self.unless_another_thread_steps() as is_another:
+            if is_another:  # to free what it keeps would change its collectives on this rank alone
+                self._require_sharded()
+                return
+            if self.runtime is not None:
+                with contextlib.suppress(StateError):  # ranks that diverged can still save theirs
+                    self.runtime.recover_if_failed()
+            if self.runtime is None or self.runtime.context.phase is IDLE:
+                for group in self.own_groups:
+                    if group.gathering is None or self.runtime is None or not self.runtime.failed:
+                        group.reshard()
+                        group.context.streams.finish_host_reads()
+
+    @contextlib.contextmanager
+    def unless_another_thread_steps(self) -> Iterator[bool]:
+        """Around what looks at parameters between steps. See [Note: threads] of the runtime.
+
+        It gives True if steps run in another thread.
+
+        Raises:
+            StateError: another thread is inside of a forward or a backward.
+        """
+        runtime = self.runtime
+        if runtime is None:
+            yield False
+            return
+        with runtime.lock:
+            if runtime.is_in_other_thread:
+                raise StateError(
+                    "FS301",
+                    f"{self.fqn or '<root>'}: another thread is inside a {runtime.context.phase} "
+                    "of it, where parameters are gathered and freed. Read, copy or save its state "
+                    "in the thread that trains, between steps.",
+                )
+            yield runtime.has_other_thread
+
+    def _require_sharded(self) -> None:
+        whole = [group for group in self.own_groups if group.machine.state is not SHARDED]
+        if whole or any(group.gathering is not None for group in self.own_groups):
+            raise StateError(
+                "FS301",
+                f"{self.fqn or '<root>'}: another thread has run a forward, and keeps parameters "
+                "whole for its backward or for the next forward. Read, copy or save its state in "
+                "that thread, between steps.",
+            )
 
     def before_load(
         self,
@@ -314,20 +430,43 @@ class Unit:
             self.streams = streams_for(self.device)
         return self.streams
 
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self.precision.chosen
+
+    @property
+    def _is_root(self) -> bool | None:
+        """None before the first forward, which decides it."""
+        return None if self.runtime is None else self.is_root
+
+    def _lazy_init(self) -> None:
+        """Do nothing: a first forward initialises by itself, and later is never wrong."""
+
+    @property
+    def _fsdp_param_groups(self) -> list[GroupView]:
+        return self.views.of(self.own_groups)
+
+    @property
+    def _fsdp_param_group(self) -> GroupView | None:
+        """The parameters of the unit; None if it has none, as torch's own says.
+
+        Raises:
+            UnsupportedError: they lie on several meshes.
+        """
+        views = self._fsdp_param_groups
+        if len(views) > 1:
+            raise UnsupportedError(
+                "FS910",
+                f"{self.fqn or '<root>'}: has parameters on {len(views)} meshes, so it is not one "
+                f"'_fsdp_param_group'. Read '_fsdp_param_groups'. {ADVICE}",
+            )
+        return views[0] if views else None
+
     if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
 
         def __getattr__(self, name: str) -> NoReturn:
             """Nothing has this name: it is one of torch's own state, if a tool asks for it."""
-            raise AttributeError(
-                coded(
-                    "FS910",
-                    f"the state of a module that fsdp2 has sharded has no {name!r}: it is not "
-                    "torch's FSDPState. fsdp2.units(module) tells what is sharded and how, "
-                    "fsdp2.debug what a step does.",
-                ),
-                name=name,
-                obj=self,
-            )
+            raise missing("state", name, self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""
@@ -340,6 +479,9 @@ class Unit:
         vars(self).update(state)
         self.precision.choose_input_dtype(is_root=False)
         self.groups = self.own_groups
+
+
+torch_modules.hide_torchs_own(Unit, torch_modules.FSDPState)
 
 
 @torch_compiler.always_eager

@@ -33,6 +33,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from fsdp2._base import torch_autograd
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._engine.unit import Unit
 
@@ -94,6 +95,7 @@ class Visit:
     """One forward of a unit, and the backwards that have been through it."""
 
     __slots__ = (
+        "closed_by",
         "closed_in",
         "entered",
         "left",
@@ -111,13 +113,23 @@ class Visit:
         self.policy: MixedPrecisionPolicy = unit.precision.policy
         self.previous: tuple[Unit, ...] = ()  # whose forwards ended before, the last one first
         self.marks_input = False  # a gradient tells when backward leaves it
-        self.opened_in = self.closed_in = 0  # numbers of backwards
+        self.opened_in = 0  # the number of the backward that is in it; 0: none is
+        self.closed_in = 0  # the number of the last backward that was through it
+        self.closed_by = -1  # which of autograd's runs was: one may begin inside another
         self.stream = stream  # in which it ran, and autograd goes back through it
         self.order = order  # None: a recomputation, which has no place of its own in the order
         self.entered = self.left = -1  # places in the order; left is -1 if no backward can come
         if order is not None:
             self.entered = len(order.events)
             order.events.append(self)
+
+    def was_passed(self) -> bool:
+        """True if the run of autograd that is under way has closed this visit.
+
+        A gradient that comes then is of a node that has two marks, and needs no parameters. One of
+        another run, inside or around the one that closed it, differentiates the forward again.
+        """
+        return self.closed_by == torch_autograd.graph_task_id()
 
 
 class Order:
@@ -160,6 +172,12 @@ class Order:
     def rest(self) -> Iterator[tuple[Visit, bool]]:
         """Go to the end of a backward. See *entered first* in [Note: the order of backward]."""
         first = next((at for at, visit in enumerate(self.events) if visit.left == at), 0)
+        left = self.events[: self.place]  # which backward has yet to leave
+        lowest = self.place
+        for at, visit in enumerate(left):
+            if at == visit.entered and visit.left >= 0 and (at > first or visit.marks_input):
+                lowest = at
+                break
         for visit, opens in self.missed(-1):
-            if opens or visit.entered > first or visit.marks_input:
+            if opens or visit.entered >= lowest:  # what is inside of one is left before it
                 yield visit, opens

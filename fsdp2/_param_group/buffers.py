@@ -312,7 +312,8 @@ class FullBuffer:
         self._storage = self.flat.untyped_storage()
         self.number = torch_tensors.number_of(self._storage)  # to count who holds it
         self.has_memory = True  # the state of the group does not tell: a gather may fill it
-        self.keeps_memory = False  # the user wants it to stay at one address
+        self.is_fixed = False  # the user wants it to stay at one address
+        self.is_read_later = False  # a backward may read it before a gather
         self.stream: torch.Stream | None = None  # whose memory it is
 
     @property
@@ -327,9 +328,10 @@ class FullBuffer:
 
     def free(self) -> None:
         """Give the memory back, unless it is to stay; what it holds counts as gone."""
-        if not self.keeps_memory:
-            self._storage.resize_(0)
-            self.has_memory = False
+        if self.is_fixed or self.is_read_later:
+            return
+        self._storage.resize_(0)
+        self.has_memory = False
 
     def bind(self, buffer: ShardBuffer) -> None:
         """Let another shard buffer fill this one: views cannot be made of a freed storage."""

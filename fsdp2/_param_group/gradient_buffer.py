@@ -15,6 +15,7 @@ would lie idle where the step needs most, while allocating it anew costs next to
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import cast
 from weakref import WeakValueDictionary
@@ -104,6 +105,7 @@ class GradientBuffer:
 
     def _references(self) -> list[int]:
         counts = list(map(torch_tensors.use_count, self._numbers))
+        counts += map(sys.getrefcount, self._storages)  # a storage is one object in Python
         return counts + torch_tensors.count_references(self._grads)
 
     @staticmethod

@@ -15,10 +15,21 @@ and the unsharded parameters stay if dtypes allow, because a recorded graph may 
 Between steps ``parameters()`` are the shards, so that an optimizer made there trains them. Memory
 is another matter: a group may keep its whole parameters for the next forward or backward (by
 choice, or because a recorded graph reads them). Then it *shows* its shards: they are registered,
-and the state stays UNSHARDED. The next forward compares the versions of the shards with those that
-were gathered, however the parameters came to be whole, and gathers again if somebody wrote to the
-shards. Only ``unshard()`` by hand *holds* whole parameters registered: until ``reshard()``, the
-unit's next forward, or the end of a backward of its root.
+and the state stays UNSHARDED. They serve the backwards of the forward that they stayed from. The
+next forward gathers again: what is written to ``.data``, a NumPy array or a local tensor counts no
+version, so nobody knows whether the shards still have the gathered values. It takes what stayed
+only if the user asked for that: by ``unshard()``, by ``set_reshard_after_backward(False)``, by
+``set_reshard_after_forward(False)`` from one forward without gradients to the next, or by
+``reshard_after_forward=False`` in a pipeline, of which many forwards run before their backwards.
+Then too it compares the versions of the shards with those that were gathered, and gathers again if
+they differ. Only ``unshard()`` by hand *holds* whole parameters registered: until ``reshard()``,
+the unit's next forward, or the end of a backward of its root.
+
+[Note: written while whole]
+A forward may write to its parameters in place: it clamps a weight, renormalizes an embedding, moves
+a codebook. Such a write counts a version of the unsharded parameter. Before that is given up, each
+rank copies what changed in its own rows to its shard, so ranks have to write the same values, as
+replicas of a plain model do. A forward or a backward that raises takes its writes with it.
 
 [Note: what is registered]
 A form of ours is put in the place of a form of ours only. Anything else there is the user's; it
@@ -34,17 +45,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp2._base import events, torch_dtensor
+from fsdp2._base import events, torch_dtensor, torch_tensors
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import BACKWARD, IDLE
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, Settings
+from fsdp2._base.torch_autograd import version_of
 from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.operation_ids import Signature
 from fsdp2._comm.streams import InFlight, StepContext, Streams
-from fsdp2._param_group import packing
+from fsdp2._param_group import optimizer_steps, packing
 from fsdp2._param_group.buffers import FullBuffer, PostForward, ShardBuffer
 from fsdp2._param_group.collective_ids import CollectiveIds
 from fsdp2._param_group.early_release import EarlyRelease
@@ -66,6 +78,7 @@ from fsdp2._param_group.param import (
 from fsdp2._param_group.placement import shrink
 from fsdp2._param_group.reduction import Reducer, Reduction
 from fsdp2._param_group.replaced_params import (
+    Serves,
     Source,
     Watch,
     own_rows,
@@ -241,9 +254,20 @@ class ParamGroup:
         """Keep the memory of unsharded parameters, or free it, as the settings say from now on."""
         full = self._full
         if full is not None:
-            full.keeps_memory = self.settings.keep_unsharded_storage
+            full.is_fixed = self.settings.keep_unsharded_storage
             if self.machine.state is not UNSHARDED and self.gathering is None:
                 full.free()
+
+    def keep_memory(self, stays: bool) -> None:
+        """Let the memory of unsharded parameters outlive reshards from now on, or no longer."""
+        if self._full is not None and (self.is_unsharded or not stays):
+            self._full.is_read_later = stays
+            self.context.streams.hold_back(self._full.stream)
+            self.follow_storage()
+
+    def lies_in(self, storage: torch.UntypedStorage) -> bool:
+        """True if a storage is that of the unsharded parameters."""
+        return self._full is not None and self._full.number == torch_tensors.number_of(storage)
 
     def reshard_to(self, size: int | None) -> None:
         """Reshard to ``size`` neighbours after forward from now on; None: to the whole axis.
@@ -395,7 +419,8 @@ class ParamGroup:
         tensors = packing.full_tensors(full.flat, layout)
         for param, tensor in zip(self._flat_params, tensors, strict=False):
             param.set_unsharded(tensor)
-        full.keeps_memory = self.settings.keep_unsharded_storage
+        self.watch.see_whole(param.unsharded for param in self._flat_params)
+        full.is_fixed = self.settings.keep_unsharded_storage
         full.free()
 
     def prepare_unsharded(self) -> None:
@@ -442,7 +467,8 @@ class ParamGroup:
             wholes = [param.unsharded for param in self.params]
             readers.follow(wholes, self.context.streams.current())
         watch = self.watch
-        if not recomputing and watch.values is not None and watch.were_written:
+        stays = watch.values is not None and not recomputing
+        if stays and (not watch.serves_this_forward or watch.were_written):
             self.reshard()
         changes = watch.detect_changes(self.params)
         if changes.toggled:
@@ -492,7 +518,8 @@ class ParamGroup:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear sharded gradients that are not registered, and those that wait for a reduction."""
-        if self.reducer.unreduced.is_waiting or self.reducer.unreduced.is_owed:
+        unreduced = self.reducer.unreduced
+        if unreduced.is_waiting or unreduced.is_owed or optimizer_steps.may_be_unreduced(self):
             self.reducer.discard()
         if self.machine.state is SHARDED:
             return
@@ -544,7 +571,8 @@ class ParamGroup:
         assert source is not None
         phase = self.context.phase
         if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
-            self.watch.note_values()  # in a forward those are noted that stay, at its end
+            # In a forward, the values of those that stay are noted at its end.
+            self.watch.note_values(Serves.FORWARDS)
         if events.listeners:
             nbytes = source.axis.size * source.sent_nbytes
             events.emit("unshard", self.fqn, self.context.phase, nbytes)
@@ -615,9 +643,37 @@ class ParamGroup:
             return
         if self.machine.state is SHARDED_POST_FORWARD:
             self.post_forward.free()
+        elif list(map(version_of, self.watch.wholes)) != self.watch.whole_versions:  # a call less
+            self._write_back()
         self.machine.move(SHARDED, self.fqn)
         self._register(SHARDED)
         self._give_up_full()
+
+    def take_writes(self) -> None:
+        """Copy to the shards what was written in place to unsharded parameters, if anything was.
+
+        See [Note: written while whole].
+        """
+        if list(map(version_of, self.watch.wholes)) != self.watch.whole_versions:
+            self._write_back()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Copy this rank's rows to its shards, of each parameter that was written while whole."""
+        written = self.watch.take_whole_writes()
+        for param in self._flat_params:
+            assert param.unsharded is not None
+            forms = param.unsharded, torch_dtensor.local_part(param.unsharded)
+            if not any(form is one for form in forms for one in written):
+                continue  # its shard may be newer
+            rows, shard = own_rows(param, param.unsharded, self.data.shard.rank), param.local
+            assert shard is not None
+            kept = shard.to(rows.device)
+            if kept.dtype is not rows.dtype:  # what did not change keeps its precision
+                rows = torch.where(rows == kept.to(rows.dtype), kept, rows.to(kept.dtype))
+            shard.copy_(rows)
+        self.context.streams.order_after_compute("gather")
 
     def show_shards(self) -> None:
         """Register the sharded parameters, whatever stays in memory. See [Note: between steps]."""
@@ -647,6 +703,7 @@ class ParamGroup:
         self.watch.values = None
         if self.machine.state is UNSHARDED and self.is_unread():
             assert self._full is not None
+            self.take_writes()
             self.machine.move(SHARDED, self.fqn)
             self._register(SHARDED)
             self.context.streams.hold_back(self._full.stream)
@@ -668,7 +725,8 @@ class ParamGroup:
         if waiting is None or self.machine.state is not UNSHARDED:
             self.reshard()
             return
-        self.watch.note_values()
+        self.take_writes()
+        self.watch.note_values(Serves.BACKWARDS)
         layout = waiting.layout
         waiting.flat.untyped_storage().resize_(layout.shard_nbytes)
         with torch.no_grad():
@@ -693,10 +751,33 @@ class ParamGroup:
     def reduce(self, with_graph: bool) -> Reduction | None:
         """Pack local gradients. Returns the reduction to start, or None while sync is off."""
         self.reducer.unreduced.is_owed = not self.settings.reduce_grads
+        if not (self.settings.reduce_grads and self.settings.all_reduce_grads):
+            optimizer_steps.note_unreduced(self)
         reduction = self.reducer.reduce(self.settings, self.context.streams, with_graph)
         if reduction is not None and events.listeners:
             events.emit("reduce", self.fqn, self.context.phase, reduction.nbytes)
         return reduction
+
+    @property
+    def has_unreduced(self) -> bool:
+        """True if gradients are here that no reduction has taken."""
+        reducer = self.reducer
+        return reducer.has_local_gradients or reducer.unreduced.partial is not None
+
+    def refuse_hidden_gradients(self) -> None:
+        """Raise StateError if gradients came here that nobody will reduce.
+
+        Call it after a forward of which no output told of a backward, and no backward of the tree.
+        """
+        if self.has_unreduced and not self.reducer.unreduced.is_waiting:
+            raise StateError(
+                "FS321",
+                f"{self.fqn or '<root>'}: a backward left gradients on its unsharded parameters, "
+                "and nothing told that it began: what the forward returned held no tensor with a "
+                "gradient. So no gradient was reduced. Return the tensors that backward begins "
+                "from, or put them on an attribute of the module. zero_grad() on the model drops "
+                "the gradients that came.",
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""

@@ -16,13 +16,18 @@ raises; every rank made it at the same moment.
 ``fully_shard`` on the outermost module is easily forgotten. What is in no unit is trained, and
 nobody averages its gradients over ranks: they drift apart, without a word. An optimizer sees such
 parameters beside sharded ones; its first step warns.
+
+[Note: gradients that no optimizer sees]
+Gradients may wait for a reduction: of a backward without sync, until the next backward of the same
+root with sync. An optimizer's step in between goes on without them. It may be meant (one optimizer,
+several roots), so it is told once. Gradients that nobody will ever reduce are an error.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -32,12 +37,39 @@ from torch.optim.optimizer import (
 
 from fsdp2._base import torch_compiler
 from fsdp2._base.errors import StateError, coded
-from fsdp2._param_group.param import OwnerMark, is_forgotten, stand_in_of
+from fsdp2._param_group.param import FSDPParam, OwnerMark, is_forgotten, stand_in_of
+
+
+class Group(Protocol):
+    """Parameters that are reduced together. ``ParamGroup`` is what it is."""
+
+    fqn: str
+    params: list[FSDPParam]
+
+    @property
+    def has_unreduced(self) -> bool: ...
+
+    def refuse_hidden_gradients(self) -> None: ...
+
 
 _count = 0
 _is_watching = False
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """How many param groups of each optimizer were looked at."""
+
+
+_unreduced: weakref.WeakSet[Group] = weakref.WeakSet()
+"""Groups that may hold gradients which no reduction has taken."""
+
+
+def note_unreduced(group: Group) -> None:
+    """Let the next optimizer step look whether a group holds gradients that are not reduced."""
+    _unreduced.add(group)
+
+
+def may_be_unreduced(group: Group) -> bool:
+    """True if somebody noted it, and no optimizer step has found out that there are none."""
+    return group in _unreduced
 
 
 def watch_optimizers() -> None:
@@ -57,6 +89,8 @@ def steps_so_far() -> int:
 @torch_compiler.always_eager
 def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     groups = optimizer.param_groups
+    if _unreduced:
+        _tell_of_unreduced(optimizer)
     if _looked_at.get(optimizer) == len(groups):
         return
     for group in groups:
@@ -72,6 +106,29 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
                 )
     _looked_at[optimizer] = len(groups)
     _warn_of_forgotten(optimizer)
+
+
+def _tell_of_unreduced(optimizer: Optimizer) -> None:
+    """See [Note: gradients that no optimizer sees]."""
+    stepped = [OwnerMark.owner_of(p) for group in optimizer.param_groups for p in group["params"]]
+    waiting = []
+    for group in tuple(_unreduced):
+        if not group.has_unreduced:
+            _unreduced.discard(group)
+        elif any(param in stepped for param in group.params):
+            group.refuse_hidden_gradients()
+            waiting.append(group.fqn or "<root>")
+    if waiting:
+        warnings.warn(
+            coded(
+                "FS710",
+                f"{type(optimizer).__name__}: {', '.join(sorted(waiting))}: gradients of a "
+                "backward without sync wait here, and this step does not see them. The next "
+                "backward with sync reduces them, if its forward begins at the same outermost "
+                "unit. Run that before the step, or call zero_grad() on the model to drop them.",
+            ),
+            stacklevel=4,
+        )
 
 
 def _warn_of_forgotten(optimizer: Optimizer) -> None:

@@ -156,7 +156,8 @@ class Reducer:
         dtype = self._sum_dtype(members) if members else grad_dtype
         shards = [param.placement.layout for param in members]
         size = self.data.shard.size
-        wire_dtype = dtype if size == 1 else self.wire.gradient_dtype or dtype
+        chosen = None if dtype.is_complex else self.wire.gradient_dtype  # no imaginary part fits
+        wire_dtype = dtype if size == 1 else chosen or dtype
         # A zero-copy gradient is sent as autograd left it: nothing was added up, nothing is cast.
         as_it_is = len(dtypes) == 1 and grad_dtype == dtype == wire_dtype != torch.float16
         layout = ReduceLayout.plan(

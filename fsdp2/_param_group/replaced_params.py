@@ -6,6 +6,7 @@ holds. It must not know buffers, states or collectives. A group asks before ever
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
@@ -48,6 +49,14 @@ class Changes:
     stand_ins: list[StandIn]
 
 
+class Serves(enum.Enum):
+    """What whole parameters that stay may be used for without a gather. See ``group``."""
+
+    BACKWARDS = enum.auto()  # the backwards of the forward that gathered them
+    EVALUATIONS = enum.auto()  # a later forward without gradients, too
+    FORWARDS = enum.auto()  # any later forward, too
+
+
 class Watch:
     """What a group looks at to see what programs did to its parameters."""
 
@@ -55,6 +64,9 @@ class Watch:
         self.stand_ins: list[StandIn] = []  # for the forward that begins
         self.placed: list[StandIn] = []  # whose whole tensors are registered in a running one
         self.values: list[int] | None = None  # of the shards, when they were gathered to stay
+        self.serves = Serves.BACKWARDS  # what these are kept for
+        self.wholes: list[Tensor] = []  # the unsharded parameters that lie in the flat buffer
+        self.whole_versions: list[int] = []  # of them, while nobody but us wrote there
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[Tensor] = []
         self._shells: list[int] = []  # see _shells_now
@@ -66,6 +78,26 @@ class Watch:
         forms = [f for p in self._sharded for f in (p, torch_dtensor.local_tensor(p))]
         self._versioned = [form for form in forms if not form.is_inference()]
         self._shells = self._shells_now()
+
+    def see_whole(self, wholes: Iterable[Tensor | None]) -> None:
+        """Look at what is written from now on to unsharded parameters; a gather counts no version.
+
+        A DTensor counts operations on it, its local tensor those on that.
+        """
+        forms = [form for w in wholes if w is not None for form in (w, torch_dtensor.local_part(w))]
+        self.wholes = list(dict.fromkeys(forms))
+        self.forget_whole_writes()
+
+    def forget_whole_writes(self) -> None:
+        """Take what is in unsharded parameters now for what was gathered."""
+        self.whole_versions = list(map(torch_autograd.version_of, self.wholes))
+
+    def take_whole_writes(self) -> list[Tensor]:
+        """Return the unsharded parameters that were written in place; forget that they were."""
+        seen = zip(self.wholes, self.whole_versions, strict=True)
+        written = [whole for whole, noted in seen if torch_autograd.version_of(whole) != noted]
+        self.forget_whole_writes()
+        return written
 
     def detect_changes(self, params: Sequence[FSDPParam]) -> Changes:
         """Compare what is registered with what the group registered, by identity.
@@ -113,10 +145,18 @@ class Watch:
         """
         return list(map(torch_tensors.number_of, map(_storage_of, self._sharded)))
 
-    def note_values(self) -> None:
-        """Remember what the unsharded parameters, which may stay, are gathered from."""
+    def note_values(self, serves: Serves) -> None:
+        """Remember what the unsharded parameters, which may stay, are gathered from, and why."""
         if self.values is None:
             self.values = self._versions()
+        self.serves = serves
+
+    @property
+    def serves_this_forward(self) -> bool:
+        """True if what stayed was kept for such a forward as begins now."""
+        if self.serves is Serves.EVALUATIONS:
+            return not torch.is_grad_enabled()
+        return self.serves is Serves.FORWARDS
 
     @property
     def were_written(self) -> bool:

@@ -175,16 +175,16 @@ class StepRun:
             self._running.pop()
         self._show()
 
-    def _arrive(self, arrive: Callable[[Visit], None], visit: Visit) -> None:
+    def _arrive(self, arrive: Callable[..., None], visit: Visit, **how: Any) -> None:
         was_open = visit.opened_in
-        arrive(visit)
+        arrive(visit, **how)
         if visit.opened_in != was_open:
             self._enter(visit.unit, events.BACKWARD)
 
     def _depart(self, depart: Callable[[Visit], None], visit: Visit) -> None:
-        was_closed = visit.closed_in
+        was_open = visit.opened_in
         depart(visit)
-        if visit.closed_in != was_closed:
+        if visit.opened_in != was_open:
             self._leave()
 
     def _show(self) -> None:

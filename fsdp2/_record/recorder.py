@@ -378,19 +378,19 @@ class Recorder:
         self._end_raised(rows.pop() if rows else None)
 
     def _around_arrive(
-        self, runtime: Runtime, tree: Tree, arrive: Callable[..., Any], visit: Visit
+        self, runtime: Runtime, tree: Tree, arrive: Callable[..., Any], visit: Visit, **how: Any
     ) -> None:
         """Backward comes to a unit: if for the first time, its parameters are made whole."""
         number = runtime.backward.number
         if visit.opened_in == number:
-            arrive(visit)
+            arrive(visit, **how)
             return
         self._ledger.round = number
         if tree.running is None:
             self._begin_pass(tree, "backward")
         unit = visit.unit
-        self._act(self._names.get(unit, unit.fqn), None, arrive, visit)
-        if visit.opened_in == number and visit.closed_in != number and unit in self._names:
+        self._act(self._names.get(unit, unit.fqn), None, partial(arrive, **how), visit)
+        if visit.opened_in == number and unit in self._names:
             tree.backwards[visit] = self._begin_unit(unit, "backward")
 
     def _around_close(

@@ -33,11 +33,12 @@ from fsdp2._engine.unit import Unit
 from fsdp2._pages.content import Page, Planned
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._record.clock import clock_for
+from fsdp2._record.format import FORMAT
 from fsdp2._record.ledger import Ledger
 from fsdp2._record.memory import Allocator, Entry, Memory
 from fsdp2._record.recorder import Recorder
 from fsdp2._record.recordings import Recordings, read_recordings
-from fsdp2._record.rows import FORMAT, Writer, file_of
+from fsdp2._record.rows import Writer, file_of
 from fsdp2._record.steps import RecordedStep, Step
 
 Scalars = Callable[[int, dict[str, float]], Any]

@@ -15,15 +15,20 @@ import json
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp2._base.errors import ConfigError, coded
+from fsdp2._base.names import printable
+from fsdp2._base.regular_files import is_hollow, open_regular
 from fsdp2._pages.files import write_whole
+from fsdp2._record.format import FORMAT, check_header, check_row
 
-FORMAT = 1
+LINE_NBYTES = 64 << 20
+"""Most bytes of a line: a header names all units."""
+
 MANY = 1024
 """Lines that are kept at most until they are written."""
 
@@ -119,29 +124,48 @@ def read_file(path: Path) -> RankFile:
     Raises:
         ConfigError: it is no recording.
     """
+    rows: list[dict[str, Any]] = []
     try:
-        lines = path.read_bytes().split(b"\n")
+        for line in _lines(path):
+            row = json.loads(line)
+            (check_row if rows else check_header)(row)
+            rows.append(row)
+        if not rows:
+            raise ValueError("it is empty")
     except OSError as error:
         raise ConfigError(
             "FS914",
-            f"read_recordings: {path} cannot be read ({error}). Pass folders that fsdp2.record "
-            "wrote.",
+            f"read_recordings: {printable(path)} cannot be read ({error.strerror}). Pass folders "
+            "that fsdp2.record wrote.",
         ) from error
-    whole = lines[:-1]  # behind the last newline is nothing, or half a line
-    try:
-        header, *rows = [json.loads(line) for line in whole]
-        if header["kind"] != "header" or header["format"] != FORMAT:
-            raise ValueError(f"format {header.get('format')}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             "FS914",
-            f"read_recordings: expected {path} to be a recording of format {FORMAT}, found "
-            f"something else ({error}). Pass folders that this version of fsdp2.record wrote.",
+            f"read_recordings: expected {printable(path)} to be a recording of format {FORMAT}, "
+            f"found something else in line {len(rows) + 1} ({printable(error)}). Pass folders that "
+            "this version of fsdp2.record wrote.",
         ) from error
+    header, *rows = rows
     ended = {row["n"] for row in rows if row["kind"] == "wait"}
     rows = [row for row in rows if row["kind"] != "waiting" or row["n"] not in ended]
     rows.sort(key=lambda row: row["n"])
     return RankFile(path, header, tuple(rows))
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file; what is behind the last newline is nothing, or half a line.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: a line never ends.
+    """
+    with open_regular(path) as file:
+        if is_hollow(os.fstat(file.fileno())):
+            raise ValueError("it is mostly holes")
+        while (line := file.readline(LINE_NBYTES)).endswith(b"\n"):
+            yield line
+        if len(line) == LINE_NBYTES:
+            raise ValueError("a line never ends")
 
 
 def files_in(folders: Sequence[Path]) -> list[Path]:

@@ -11,14 +11,17 @@ as torch.profiler writes it: what ``ts``, in microseconds, is counted from.
 
 from __future__ import annotations
 
-import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fsdp2._base.errors import ConfigError
+from fsdp2._base.names import printable
+from fsdp2._base.regular_files import read_regular
 from fsdp2._pages.content import COMPUTE, GATHER, REDUCE
+from fsdp2._record.format import MOST, MOST_RANKS
 from fsdp2._record.rows import EVENTS, RankFile
 from fsdp2._record.time_line import Piece, has_times, pieces_of, shown
 
@@ -30,7 +33,9 @@ THREADS = (STEPS, COMPUTE, WAITS, GATHER, REDUCE, ENGINE)
 LANES_OF_ONE = 100
 """Numbers of threads for what overlaps in a lane."""
 
-FOREIGN = 1 << 20
+PROFILE_NBYTES = 4 << 30
+TIMES = 200
+FOREIGN = MOST_RANKS
 """From here on are numbers of a profiler's processes; it is also what ranks' own may not reach."""
 
 
@@ -123,18 +128,55 @@ def read_profile(path: Path) -> dict[str, Any]:
         ConfigError: it is none, or of a torch that does not say when it was.
     """
     try:
-        data = path.read_bytes()
-        found = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        if not isinstance(found["traceEvents"], list):
-            raise ValueError("traceEvents is no list")
-        int(found["baseTimeNanoseconds"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        data = read_regular(path, PROFILE_NBYTES)
+        found = json.loads(_unpacked(data) if data[:2] == b"\x1f\x8b" else data)
+        _check(found)
+    except (OSError, ValueError, KeyError, RecursionError, OverflowError, zlib.error) as error:
         raise ConfigError(
             "FS917",
-            f"trace: expected profiles to be traces of torch.profiler, found {path} "
-            f"({type(error).__name__}: {error}). Pass what export_chrome_trace wrote.",
+            f"trace: expected profiles to be traces of torch.profiler, found {printable(path)} "
+            f"({type(error).__name__}: {printable(error)}). Pass what export_chrome_trace wrote.",
         ) from error
     return found  # type: ignore[no-any-return]  # a dict, or the check above raised
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Unpack what gzip packed, unless it becomes much more than a trace does: a thirtieth."""
+    machine = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    most = TIMES * len(data) + (64 << 20)
+    found = machine.decompress(data, most)
+    if machine.unconsumed_tail:
+        raise ValueError(f"it unpacks to more than {most} bytes")
+    if not machine.eof:
+        raise ValueError("it ends too early")
+    return found
+
+
+def _check(profile: Any) -> None:
+    """Raise ValueError for what is no profile, or has an event that ``merged`` cannot take."""
+    if type(profile) is not dict or type(profile.get("traceEvents")) is not list:
+        raise ValueError("traceEvents is no list")
+    base = profile.get("baseTimeNanoseconds")
+    if not isinstance(base, int | str) or abs(int(base)) >= MOST:
+        raise ValueError("baseTimeNanoseconds is no time")
+    info = profile.get("distributedInfo")
+    if isinstance(info, dict) and type(info.get("rank", 0)) is not int:
+        raise ValueError("rank is no number")
+    for event in profile["traceEvents"]:
+        if not isinstance(event, dict) or "ph" not in event:
+            continue
+        if isinstance(event.get("pid"), list | dict) or isinstance(event.get("id"), list | dict):
+            raise ValueError("an event has no process")
+        if not isinstance(event.get("args", {}), dict):
+            raise ValueError("an event has other args")
+        if "ts" in event and not abs(float(_text_or_number(event["ts"]))) < MOST / 1e3:
+            raise ValueError("an event has no time")
+
+
+def _text_or_number(value: Any) -> Any:
+    if isinstance(value, str | int | float):
+        return value
+    raise ValueError("an event has no time")
 
 
 def rank_of_profile(profile: Mapping[str, Any]) -> int | None:

@@ -28,7 +28,7 @@ from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.interrupts import kept_interrupts, take_interrupt
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import Grid, carrying, named, wire_device
-from fsdp2._engine.between_steps import units_below
+from fsdp2._engine.between_steps import refuse_other_thread, units_below
 from fsdp2._param_group.layout import dense_stride
 from fsdp2._transfer.chunk_plan import Blocks, Bucket, Item, Region, part_of, plan, within
 
@@ -238,6 +238,7 @@ def checked_together(what: str, model: object) -> Iterator[dict[str, object]]:
     that this gives, and has to be the same on all ranks. Without a model, all ranks of the job are
     taken to be there.
     """
+    refuse_other_thread(model, what)
     tensors: list[Tensor] = []
     if isinstance(model, nn.Module):
         tensors += [*model.parameters(), *model.buffers()]

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import pickle
 import struct
 import zlib
 from typing import IO, Any
 
 from torch import Tensor
+
+from fsdp2._base.names import printable
 
 BLOCK_NBYTES = 1 << 20
 MAGIC = b"\x00fsdp2\x00\x01"
@@ -21,6 +24,15 @@ FOOTER = struct.Struct("<QI8s")
 
 class DamagedError(Exception):
     """What was read is not what was written."""
+
+
+def said(error: BaseException) -> str:
+    """Return the first line of what an error of a file says, with its class if that is not ours."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    line = printable((str(error).splitlines() or [""])[0])
+    ours = (DamagedError, pickle.UnpicklingError)
+    return line if isinstance(error, ours) else f"{type(error).__name__}: {line}"
 
 
 def sum_of_tensor(tensor: Tensor, start: int = 0) -> int:

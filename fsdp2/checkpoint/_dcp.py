@@ -14,8 +14,10 @@ name, where ``load`` looks next.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import pickle
 import shutil
 import stat
 import uuid
@@ -38,12 +40,13 @@ from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._transfer.redistribute import Grids, LocalShard, checked_together
 from fsdp2.checkpoint._change import StateManifest
+from fsdp2.checkpoint._checksums import DamagedError, said
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2.checkpoint._load import Source, load_full
 from fsdp2.checkpoint._optimizer_state import map_state, named_state, rekey
 from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbours, sync
 from fsdp2.checkpoint._reading import Reader
-from fsdp2.checkpoint._saved import METADATA, Entry, read
+from fsdp2.checkpoint._saved import METADATA, Entry, Saved, read
 from fsdp2.checkpoint._state import check, is_extra, model_tensors, sharded_state
 
 OLD = "old"
@@ -304,17 +307,30 @@ def find(path: str | os.PathLike[str]) -> Path:
         ConfigError: at neither.
     """
     place = Path(path).resolve()
-    if (place / METADATA).exists():
-        return place
-    older = [old for old in neighbours(place, OLD) if (old / METADATA).exists()]
-    if older:
-        return max(older, key=lambda old: (old / METADATA).stat().st_mtime)
+    for _ in range(2):  # a save may give names between two looks
+        if (place / METADATA).exists():
+            return place
+        older = [old for old in neighbours(place, OLD) if (old / METADATA).exists()]
+        if older:
+            return max(older, key=lambda old: (old / METADATA).stat().st_mtime)
     hint = "Pass the folder that fsdp2.checkpoint.save or torch.distributed.checkpoint.save wrote."
     if place.is_file():
         hint += " A file of torch.save is for load_full_state(model, {'model': torch.load(path)})."
     elif any(place.glob("*.safetensors")):
         hint += " For the safetensors files in it call load_safetensors."
     raise ConfigError("FS612", f"load: no checkpoint at {place}. {hint}")
+
+
+def _read(path: str | os.PathLike[str], *, verify: bool, trust: bool) -> Saved:
+    """Read what a checkpoint has, wherever saves give names meanwhile."""
+    for _ in range(RENAMES):
+        with contextlib.suppress(FileNotFoundError):
+            return read(find(path), verify=verify, trust=trust)
+    raise StateError(
+        "FS626",
+        f"load: other saves replaced {path} {RENAMES} times meanwhile. Call load again; nothing "
+        "was changed.",
+    )
 
 
 @operation("load")
@@ -363,12 +379,12 @@ def load(
         same.update(model_key=model_key, optim_key=optim_key)
     main = Grids([*model_tensors(model)[0].values()]).main
     with main.together("load"):
-        saved = read(find(path), verify=verify, trust=trust)
+        saved = _read(path, verify=verify, trust=trust)
     if len(set(main.collect(saved.digest))) > 1:
         raise StateError(
             "FS613",
-            f"load: ranks see different checkpoints at {path}. All ranks must see one file "
-            "system, and nobody may save there meanwhile. Nothing was changed.",
+            f"load: ranks see different checkpoints at {path}. If a save replaced it meanwhile, "
+            "call load again. Else all ranks must see one file system. Nothing was changed.",
         )
     with Reader(saved, verify=verify, trust=trust) as reader:
         content = _Content(reader, model_key, optim_key)
@@ -399,12 +415,14 @@ class _Content(Source):
     def with_optimizer(
         self, told: StateManifest, model: nn.Module, optimizer: Optimizer
     ) -> StateManifest:
-        return replace(told, optimizer=self._optimizer_state(model, optimizer))
+        with self._reader.making_sense():
+            return replace(told, optimizer=self._optimizer_state(model, optimizer))
 
     def with_objects(self, told: StateManifest, extra: Mapping[str, Any]) -> StateManifest:
         own = {n: e for n, e in self._in_model.items() if n in extra and is_extra(n)}
-        states = {name: self._extra_state(entries) for name, entries in own.items()}
-        self.extra = self._beside()
+        with self._reader.making_sense():
+            states = {name: self._extra_state(entries) for name, entries in own.items()}
+            self.extra = self._beside()
         return replace(told, extra={**told.extra, **states})
 
     def fill(self, what: str, held: LocalShard, in_optimizer: bool) -> None:
@@ -464,7 +482,10 @@ class _Content(Source):
         tree = _tree(own, self._reader.whole)
         if EXTRA in tree:
             tensors = tree.get(EXTRA_TENSORS, {})
-            return unpacked(tree[EXTRA], tensors, trust=self._reader.trust)
+            try:
+                return unpacked(tree[EXTRA], tensors, trust=self._reader.trust)
+            except (DamagedError, pickle.UnpicklingError) as error:
+                raise self._reader.damaged(f"extra cannot be read: {said(error)}.") from error
         return _lists(tree.get("extra"))
 
 
@@ -484,18 +505,22 @@ def _with_ids(entry: Entry, params: dict[str, nn.Parameter]) -> Entry:
 
 def _tree(entries: Sequence[Entry], value_of: Callable[[Entry], Any]) -> dict[Any, Any]:
     """Put values back into the dicts that they were saved in; lists are dicts of numbers."""
-    root: dict[Any, Any] = {}
+    root: dict[Any, Any] = _Branch()
     for entry in entries:
         target = root
         for part in entry.path[:-1]:
-            target = target.setdefault(part, {})
+            target = target.setdefault(part, _Branch())
         target[entry.path[-1]] = value_of(entry)
     return root
 
 
+class _Branch(dict[Any, Any]):
+    """A dict of ``_tree``: what stands in one is a branch, or was saved as a whole."""
+
+
 def _lists(value: Any) -> Any:
-    """Turn dicts whose keys are 0, 1, 2, ... back into lists."""
-    if not isinstance(value, dict):
+    """Turn branches whose keys are 0, 1, 2, ... back into lists, and others into dicts."""
+    if not isinstance(value, _Branch):
         return value
     inner = {key: _lists(item) for key, item in value.items()}
     if inner and all(isinstance(key, int) for key in inner):

@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._base.errors import ConfigError
-from fsdp2.checkpoint._unpickling import RefusedError, Unpickler, plain_names
+from fsdp2.checkpoint._checksums import DamagedError
+from fsdp2.checkpoint._pickle_machine import RefusedError
+from fsdp2.checkpoint._torch_files import read_torch_file
+from fsdp2.checkpoint._unpickling import plain_names, unpickle
 
 EXTRA = "fsdp2_extra"
 EXTRA_TENSORS = "fsdp2_extra_tensors"
@@ -47,7 +50,10 @@ def packed(extra: Any, is_first: bool) -> dict[str, Any]:
     """
     file, kept = io.BytesIO(), io.BytesIO()
     pickler = _Pickler(file)
-    pickler.dump(extra)
+    try:
+        pickler.dump(extra)
+    except (AttributeError, TypeError) as error:  # as pickle says it of a lambda, of a lock
+        raise pickle.PicklingError(f"extra cannot be pickled: {error}") from error
     numbered = list(enumerate(pickler.tensors))
     sharded_tensors = {str(n): t.detach() for n, t in numbered if isinstance(t, DTensor)}
     entries: dict[str, Any] = {EXTRA_TENSORS: sharded_tensors} if sharded_tensors else {}
@@ -58,7 +64,7 @@ def packed(extra: Any, is_first: bool) -> dict[str, Any]:
     return entries
 
 
-def unpacked(kept: Any, whole: dict[Any, Tensor], *, trust: bool) -> Any:
+def unpacked(kept: Any, whole: Any, *, trust: bool) -> Any:
     """Return the ``extra`` of a checkpoint; DTensors have become whole.
 
     Args:
@@ -67,15 +73,26 @@ def unpacked(kept: Any, whole: dict[Any, Tensor], *, trust: bool) -> Any:
 
     Raises:
         ConfigError: it is no plain data.
+        DamagedError, UnpicklingError: it is damaged.
     """
-    file = torch.load(io.BytesIO(kept), map_location="cpu", weights_only=not trust)
-    tensors = {**file["tensors"], **{int(number): tensor for number, tensor in whole.items()}}
+    if not isinstance(kept, bytes) or not isinstance(whole, dict):
+        raise DamagedError("extra holds something else")
     try:
-        return Unpickler(file["pickled"], plain_names(), trust=trust, tensors=tensors).load()
+        if trust:
+            file = torch.load(io.BytesIO(kept), map_location="cpu", weights_only=False)
+        else:
+            file = read_torch_file(io.BytesIO(kept), 0, len(kept), verify=True)
+        if type(file) is not dict or type(file.get("pickled")) is not bytes:
+            raise DamagedError("extra holds something else")
+        tensors = {**file["tensors"], **{int(number): tensor for number, tensor in whole.items()}}
+        if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise DamagedError("a tensor of extra is something else")
+        pickled = file["pickled"]
+        return unpickle(pickled, plain_names(), trust=trust, persistent=tensors.__getitem__)
     except RefusedError as error:
         raise ConfigError(
             "FS616",
-            f"load: extra holds a {error}, which is no plain data: loading it could run any code. "
+            f"load: extra is no plain data: it needs {error}, and loading that could run any code. "
             "Pass trust=True if you know who wrote it, allow its class with "
             "torch.serialization.add_safe_globals, or save numbers, strings, tensors, lists and "
             "dicts only. Nothing was changed.",

@@ -21,6 +21,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -120,7 +121,8 @@ def _is_abandoned(folder: Path) -> bool:
     """True if the save that made a folder is dead, as far as can be told from here."""
     is_free, host = False, ""
     try:
-        descriptor = os.open(folder / OWNER, os.O_RDWR)
+        # of a pipe, which nobody writes to, a read would never return
+        descriptor = os.open(folder / OWNER, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
         try:
             _lock(descriptor)
             is_free = _is_named(descriptor, folder / OWNER)  # else its save lets go of it just now
@@ -188,6 +190,27 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return os.path.samestat(own, os.stat(path))
     except OSError:
         return False
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Which file stood at a path when somebody looked; ``told`` is None if there was none."""
+
+    path: Path
+    told: tuple[int, ...] | None
+
+    @staticmethod
+    def of(path: Path) -> Stamp:
+        try:
+            found = os.stat(path)
+        except OSError:
+            return Stamp(path, None)
+        return Stamp(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if another file stands there now: a save has given names to its own meanwhile."""
+        return Stamp.of(self.path) != self
 
 
 # Names inside a folder.

@@ -9,20 +9,31 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pickle
-import re
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.errors import ConfigError, FSDPError, StateError
 from fsdp2._base.fitting import require_representable
+from fsdp2._base.names import printable
+from fsdp2._base.regular_files import is_hollow, open_regular
 from fsdp2._transfer.chunk_plan import Region
-from fsdp2.checkpoint._checksums import DamagedError, sum_of_part
+from fsdp2.checkpoint._checksums import DamagedError, said, sum_of_part
+from fsdp2.checkpoint._pickle_machine import RefusedError
 from fsdp2.checkpoint._publish import file_in
 from fsdp2.checkpoint._saved import METADATA, Entry, Part, Saved
+from fsdp2.checkpoint._torch_files import read_torch_file
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A file that is open, and what the system said of it then."""
+
+    file: IO[bytes]
+    told: os.stat_result
 
 
 class Reader(contextlib.ExitStack):
@@ -39,15 +50,17 @@ class Reader(contextlib.ExitStack):
         self.entries = saved.entries
         self._verify = verify
         self.trust = trust
-        self._files: dict[str, IO[bytes]] = {}
+        self._files: dict[str, _Open] = {}
 
     def whole(self, entry: Entry) -> Any:
         """Return a value as it was saved."""
         if entry.shape is None:
             (part,) = entry.parts
             return self._load(entry, part)
+        region = Region((0,) * len(entry.shape), entry.shape)
+        self._require_covered(entry, region)  # a shape may be of any size, what covers it is not
         made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        self.fill(entry, Region((0,) * len(entry.shape), entry.shape), made)
+        self.fill(entry, region, made)
         return made
 
     def fill(self, entry: Entry, region: Region, out: Tensor) -> None:
@@ -57,7 +70,7 @@ class Reader(contextlib.ExitStack):
             StateError: a file is missing or damaged, or lacks some of the region.
             ConfigError: values that ``out``'s dtype cannot hold.
         """
-        covered = 0
+        self._require_covered(entry, region)
         for part in entry.parts:
             assert part.region is not None
             both = _overlap(part.region, region)
@@ -69,67 +82,122 @@ class Reader(contextlib.ExitStack):
                 or found.dtype is not entry.dtype
                 or tuple(found.shape) != part.region.sizes
             ):
-                raise self._damaged(entry, part, "it holds something else")
+                raise self._damaged_part(entry, part, "it holds something else")
             source = found[_within(both, part.region)]
             require_representable("load", entry.key, source, out.dtype)
             with torch.no_grad():
                 out[_within(both, region)].copy_(source)
-            covered += both.numel
-        if covered != region.numel:
-            raise StateError(
-                "FS618",
-                f"load: {self._saved.folder / METADATA} is damaged: it names {covered} of "
-                f"{region.numel} elements of a part of {entry.key}. Take another checkpoint; "
-                "nothing was changed.",
-            )
+
+    def _require_covered(self, entry: Entry, region: Region) -> None:
+        """Raise StateError unless each element of a region lies in one part."""
+        inside = [_overlap(part.region, region) for part in entry.parts if part.region is not None]
+        found = [both for both in inside if both is not None]
+        covered, key = sum(both.numel for both in found), printable(entry.key)
+        if any_overlap(found):
+            problem = f"two parts of {key} cover the same elements"
+        elif covered != region.numel:
+            problem = f"it names {covered} of {region.numel} elements of a part of {key}"
+        else:
+            return
+        raise self.damaged(f"{self._saved.folder / METADATA} is damaged: {problem}.")
 
     def _load(self, entry: Entry, part: Part) -> Any:
         """Return what ``torch.save`` wrote into a part of a file."""
+        is_summed = part.sum is not None and self._verify
         try:
-            file = self._open(part.file)
-            is_summed = part.sum is not None and self._verify
+            opened = self._open(part.file)
+            file = opened.file
+            if part.offset + part.length > opened.told.st_size:
+                raise DamagedError("it ends too early")
+            if part.region is None and not self.trust and is_hollow(opened.told):
+                raise DamagedError("it is mostly holes")
             if is_summed and sum_of_part(file, part.offset, part.length) != part.sum:
                 raise DamagedError("its checksum is another one")
-            view = io.BufferedReader(_View(file, part.offset, part.length))
-            return torch.load(view, map_location="cpu", weights_only=not self.trust)
-        except pickle.UnpicklingError as error:
-            named = re.search(r"GLOBAL ([\w.]+)", str(error))  # as torch words it
-            if part.region is None and (named or is_summed):
-                what = named[1] if named else _first_line(error)
-                raise ConfigError(
-                    "FS616",
-                    f"load: {entry.key} is no plain data: it needs {what}, and loading that could "
-                    "run any code. Pass trust=True if you know who wrote it, or allow its class "
-                    "with torch.serialization.add_safe_globals. Nothing was changed.",
-                ) from error
-            raise self._damaged(entry, part, _first_line(error)) from error
-        except ConfigError:
+            if not self.trust:
+                verify = self._verify and not is_summed
+                return read_torch_file(file, part.offset, part.length, verify=verify)
+        except RefusedError as error:
+            raise ConfigError(
+                "FS616",
+                f"load: {printable(entry.key)} is no plain data: it needs {error}, and loading "
+                "that could run any code. Pass trust=True if you know who wrote it, or allow its "
+                "class with torch.serialization.add_safe_globals. Nothing was changed.",
+            ) from error
+        except (ConfigError, MemoryError):
             raise
-        except Exception as error:  # what a damaged file lets torch raise is anything
-            raise self._damaged(entry, part, f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # a damaged file lacks entries, has no text, ...
+            raise self._damaged_part(entry, part, said(error)) from error
+        view = io.BufferedReader(_View(file, part.offset, part.length))
+        try:
+            return torch.load(view, map_location="cpu", weights_only=False)
+        except Exception as error:
+            if is_summed:  # it is what was written, and runs code that raises
+                raise
+            raise self._damaged_part(entry, part, said(error)) from error
 
-    def _open(self, name: str) -> IO[bytes]:
+    def _open(self, name: str) -> _Open:
         if name not in self._files:
             saved = self._saved
             path = file_in(saved.folder, name, str(saved.folder / METADATA), trust=self.trust)
-            file = self.enter_context(path.open("rb"))
-            size = os.fstat(file.fileno()).st_size
-            if saved.sizes is not None and self._verify and size != saved.sizes[name]:
-                raise DamagedError(f"it has {size} bytes, and had {saved.sizes[name]}")
-            self._files[name] = file
+            file = self.enter_context(open_regular(path))
+            told = os.fstat(file.fileno())
+            if saved.sizes is not None and self._verify and told.st_size != saved.sizes[name]:
+                raise DamagedError(f"it has {told.st_size} bytes, and had {saved.sizes[name]}")
+            self._files[name] = _Open(file, told)
         return self._files[name]
 
-    def _damaged(self, entry: Entry, part: Part, why: str) -> StateError:
-        path = Path(self._saved.folder) / part.file
-        return StateError(
-            "FS618",
-            f"load: cannot read {entry.key} from {path}: {why}. The file is missing, damaged, or "
-            "was replaced meanwhile. Take another checkpoint; nothing was changed.",
+    def _damaged_part(self, entry: Entry, part: Part, why: str) -> StateError:
+        path = self._saved.folder / part.file
+        return self.damaged(
+            f"cannot read {printable(entry.key)} from {path}: {why}. The file is missing, or it is "
+            "damaged."
         )
 
+    @contextlib.contextmanager
+    def making_sense(self) -> Iterator[None]:
+        """Around what is made of values: raise StateError if one is something else than it must be.
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
+        With trust, what code in the values raises is not caught.
+        """
+        try:
+            yield
+        except (FSDPError, MemoryError):
+            raise
+        except Exception as error:  # a number where a dict is needed, a name that is a list, ...
+            if self.trust:
+                raise
+            where = self._saved.folder / METADATA
+            raise self.damaged(f"what {where} says makes no sense: {said(error)}.") from error
+
+    def damaged(self, problem: str) -> StateError:
+        """Return the error for what cannot be read: damaged, or another save's by now."""
+        if self._saved.stamp.is_replaced:
+            return StateError(
+                "FS626",
+                f"load: another save replaced {self._saved.folder} while it was read. Call load "
+                f"again; nothing was changed. (What was met: {problem})",
+            )
+        return StateError("FS618", f"load: {problem} Take another checkpoint; nothing was changed.")
+
+
+def any_overlap(regions: list[Region]) -> bool:
+    """True if two regions have an element in common.
+
+    They are ordered along the dim that tells most of them apart, so that few are compared.
+    """
+    if len(regions) < 2:
+        return False
+    dims = range(len(regions[0].starts))
+    dim = max(dims, key=lambda d: len({region.starts[d] for region in regions}), default=None)
+    if dim is None:  # numbers, of one element each
+        return True
+    near: list[Region] = []
+    for region in sorted(regions, key=lambda one: one.starts[dim]):
+        near = [one for one in near if one.starts[dim] + one.sizes[dim] > region.starts[dim]]
+        if any(_overlap(one, region) is not None for one in near):
+            return True
+        near.append(region)
+    return False
 
 
 def _overlap(a: Region, b: Region) -> Region | None:

@@ -16,7 +16,7 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,15 +25,16 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._base.arguments import check_count, check_dtype, check_path
-from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.names import clean
+from fsdp2._base.errors import ConfigError, FSDPError, StateError
+from fsdp2._base.names import clean, printable
+from fsdp2._base.regular_files import is_hollow, open_regular, read_regular
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._transfer.redistribute import Grids, Target, checked_together
 from fsdp2.checkpoint._change import IncompatibleKeys, StateManifest
-from fsdp2.checkpoint._checksums import sum_of_tensor
+from fsdp2.checkpoint._checksums import DamagedError, said, sum_of_tensor
 from fsdp2.checkpoint._load import Source, load_full
-from fsdp2.checkpoint._publish import Workspace, exclusive, file_in, plain_name, sync
+from fsdp2.checkpoint._publish import Stamp, Workspace, exclusive, file_in, plain_name, sync
 from fsdp2.checkpoint._state import MAX_BYTES, check, gather_each, model_tensors
 
 SINGLE = "model.safetensors"
@@ -163,12 +164,12 @@ class _Writer:
         os.replace(temporary, index)
 
 
-def _damaged(path: Path, error: Exception) -> StateError:
+def _damaged(path: Path, error: BaseException) -> StateError:
     how = "damaged" if path.exists() else "missing"
     return StateError(
         "FS618",
-        f"load_safetensors: {path} is {how}: {type(error).__name__}: {error}. Take "
-        "another checkpoint; nothing was changed.",
+        f"load_safetensors: {path} is {how}: {said(error)}. Take another checkpoint; nothing was "
+        "changed.",
     )
 
 
@@ -191,9 +192,9 @@ def _checked(told: Any, save: str | None, names: set[str]) -> dict[str, int]:
     """Return the sums that a file says, if they are of these names, and of this save."""
     sums = {str(name): int(value) for name, value in told["crc32"].items()}
     if told != _told(str(told["save"]), sums) or set(sums) != names:
-        raise ValueError("its checksums are not those that were written")
+        raise DamagedError("its checksums are not those that were written")
     if save is not None and told["save"] != save:
-        raise ValueError(f"it is of save {told['save']}, and the index of {save}")
+        raise DamagedError(f"it is of save {told['save']}, and the index of {save}")
     return sums
 
 
@@ -218,24 +219,26 @@ class _Index(NamedTuple):
     save: str | None
 
 
-def _read_index(folder: Path, *, verify: bool = True) -> _Index:
+def _read_index(folder: Path, *, verify: bool = True, trust: bool = False) -> _Index:
     """Read what a folder has; nothing, if there is none.
 
     Raises:
         StateError: the index is damaged.
         ConfigError: it names files outside of the folder.
     """
-    path = folder / INDEX
+    path = file_in(folder, INDEX, "load_safetensors", trust=trust)
     if not path.exists():
         return _Index([SINGLE] if (folder / SINGLE).exists() else [], {}, None)
     try:
-        told = json.loads(path.read_bytes())
+        told = json.loads(read_regular(path))
         weight_map = {str(name): file for name, file in told["weight_map"].items()}
         ours = told.get("metadata", {}).get(OURS) if verify else None
         save = None if ours is None else str(ours["save"])
         if ours is not None and _checked(ours, None, {INDEX})[INDEX] != _sum_of_map(weight_map):
-            raise ValueError("its checksum is another one")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError("its checksum is another one")
+    except MemoryError:
+        raise
+    except Exception as error:  # JSON of anything, in any depth
         raise _damaged(path, error) from error
     files = sorted({plain_name(file, str(path)) for file in weight_map.values()})
     return _Index(files, weight_map, save)
@@ -299,6 +302,7 @@ class _Files(Source, contextlib.ExitStack):
         self._trust = trust
         self._files: dict[str, tuple[Any, str]] = {}  # by clean name
         self._sums: dict[str, int] = {}
+        self._stamps = [Stamp.of(folder / name) for name in (SINGLE, INDEX)]
 
     def describe(self) -> StateManifest:
         """Open the files and return the shapes of their tensors.
@@ -307,8 +311,27 @@ class _Files(Source, contextlib.ExitStack):
             ConfigError: there are none.
             StateError: they are damaged, or of several saves.
         """
+        with self._unless_replaced():
+            return self._describe()
+
+    @contextlib.contextmanager
+    def _unless_replaced(self) -> Iterator[None]:
+        """Raise another error for what is damaged because another save has replaced it."""
+        try:
+            yield
+        except FSDPError as error:
+            if not any(stamp.is_replaced for stamp in self._stamps):
+                raise
+            raise StateError(
+                "FS626",
+                f"load_safetensors: another save replaced the files in {self._folder} while they "
+                "were read. Call load_safetensors again; nothing was changed. (What was met: "
+                f"{error.text})",
+            ) from error
+
+    def _describe(self) -> StateManifest:
         package = _require_safetensors()
-        index = _read_index(self._folder, verify=self._verify)
+        index = _read_index(self._folder, verify=self._verify, trust=self._trust)
         if not index.files:
             raise ConfigError(
                 "FS612",
@@ -320,20 +343,25 @@ class _Files(Source, contextlib.ExitStack):
         for name in index.files:
             path = file_in(self._folder, name, f"{self._folder / INDEX}", trust=self._trust)
             try:
+                with open_regular(path) as looked_at:  # the package maps what it is given
+                    if is_hollow(os.fstat(looked_at.fileno())) and not self._trust:
+                        raise DamagedError("it is mostly holes")
                 file = self.enter_context(package.safe_open(str(path), framework="pt"))
                 for key in file.keys():  # noqa: SIM118  # no mapping
-                    if key in where:
-                        raise ValueError(f"{key} is in {where[key]} too")
+                    if key in where or clean(key) in shapes:
+                        raise DamagedError(f"{key} is in {where.get(key, 'it')} too")
                     where[key], self._files[clean(key)] = name, (file, key)
                     shapes[clean(key)] = tuple(file.get_slice(key).get_shape())
                 self._take_sums(file, index.save)
-            except Exception as error:
+            except (MemoryError, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a panic of the package's own language is no Exception
                 raise _damaged(path, error) from error
         wrong = [key for key, file in index.weight_map.items() if where.get(key) != file]
         if wrong:
             raise StateError(
                 "FS618",
-                f"load_safetensors: {self._folder / INDEX} names {wrong[0]} in "
+                f"load_safetensors: {self._folder / INDEX} names {printable(wrong[0])} in "
                 f"{index.weight_map[wrong[0]]}, which does not have it. Take another checkpoint; "
                 "nothing was changed.",
             )
@@ -344,7 +372,7 @@ class _Files(Source, contextlib.ExitStack):
         if text is not None and self._verify:
             self._sums.update(_checked(json.loads(text), save, set(file.keys())))
         elif save is not None:
-            raise ValueError("it has no checksums, and the index says that it has")
+            raise DamagedError("it has no checksums, and the index says that it has")
 
     def read(self, name: str, in_optimizer: bool) -> Tensor:
         """Return a tensor by its clean name.
@@ -355,7 +383,9 @@ class _Files(Source, contextlib.ExitStack):
         file, name = self._files[name]
         tensor: Tensor = file.get_tensor(name)
         if name in self._sums and _sum_of(name, tensor) != self._sums[name]:
-            raise _damaged(self._folder, ValueError(f"the checksum of {name} is another one"))
+            problem = DamagedError(f"the checksum of {name} is another one")
+            with self._unless_replaced():
+                raise _damaged(self._folder, problem)
         return tensor
 
 

@@ -17,7 +17,7 @@ and one of all this: see ``_checksums``. A file that says it has them and has no
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ from typing import Any
 import torch
 
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
+from fsdp2._base.regular_files import read_regular
 from fsdp2._transfer.chunk_plan import Region
-from fsdp2.checkpoint._checksums import DamagedError, split
-from fsdp2.checkpoint._publish import plain_name
-from fsdp2.checkpoint._unpickling import RefusedError, Unpickler
+from fsdp2.checkpoint._checksums import DamagedError, said, split
+from fsdp2.checkpoint._pickle_machine import ELEMENTS, RefusedError, StandIn
+from fsdp2.checkpoint._publish import Stamp, file_in, plain_name
+from fsdp2.checkpoint._unpickling import DTYPES, plain_names, unpickle
 
 METADATA = ".metadata"
 SUMMED = "fsdp2-sums-"
@@ -78,25 +80,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint: its entries, sizes of its files (with checksums only), and a sum of it all."""
+    """A checkpoint: its entries, sizes of its files (with checksums only), and a sum of it all.
+
+    ``stamp``: of the file that said so.
+    """
 
     folder: Path
     entries: tuple[Entry, ...]
     sizes: dict[str, int] | None
     digest: str
-
-
-class _StandIn:
-    """Holds what a pickle says about an object."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            vars(self).update(state)
-        else:
-            self.args = state
+    stamp: Stamp
 
 
 def _names() -> dict[tuple[str, str], Any]:
@@ -106,23 +99,24 @@ def _names() -> dict[tuple[str, str], Any]:
         """Stand for what only describes: layouts, memory formats, the path it was saved to."""
 
     def shape(values: Any = ()) -> tuple[Any, ...]:
+        if type(values) not in ELEMENTS:
+            raise DamagedError("a shape is no tuple")
         return tuple(values)
 
-    def ordered(*items: Any) -> OrderedDict[Any, Any]:
-        return OrderedDict(*items)
-
     where = "torch.distributed.checkpoint"
-    found = {(f"{where}.metadata", name): type(name, (_StandIn,), {}) for name in CLASSES}
-    found[f"{where}.filesystem", "_StorageInfo"] = type("_StorageInfo", (_StandIn,), {})
+    found = {(f"{where}.metadata", name): type(name, (StandIn,), {}) for name in CLASSES}
+    found[f"{where}.filesystem", "_StorageInfo"] = type("_StorageInfo", (StandIn,), {})
     # A name in files, which nothing imports: torch writes this older one for tensors' properties.
     older = "torch.distributed._shard.sharded_tensor.metadata"
     for name in ("TensorProperties", "MEM_FORMAT_ENCODING"):
-        found[older, name] = type(name, (_StandIn,), {})
+        found[older, name] = type(name, (StandIn,), {})
+    plain = plain_names()
     functions: dict[tuple[str, str], Any] = {
+        **{("torch", name): dtype for name, dtype in DTYPES.items()},
         ("torch", "Size"): shape,
         ("torch.serialization", "_get_layout"): nothing,
         ("builtins", "getattr"): nothing,  # Python 3.11 looks members of enums up so
-        ("collections", "OrderedDict"): ordered,
+        ("collections", "OrderedDict"): plain["collections", "OrderedDict"],
     }
     for module in ("pathlib", "pathlib._local"):
         for name in ("Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath"):
@@ -134,14 +128,26 @@ def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
     """Read what a folder holds.
 
     Raises:
+        FileNotFoundError: another save has replaced the folder meanwhile.
         StateError: the metadata is damaged.
         ConfigError: it names what only trusted files may; it names files outside of the folder.
         UnsupportedError: values were written through an extension of torch's (compression).
     """
-    data = (folder / METADATA).read_bytes()
+    path = file_in(folder, METADATA, "load", trust=trust)
+    stamp = Stamp.of(path)
+    try:
+        data = read_regular(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StateError(
+            "FS618",
+            f"load: {path} cannot be read: {error.strerror}. Take another checkpoint; nothing was "
+            "changed.",
+        ) from error
     try:
         content, told = split(data, verify=verify)
-        loaded = Unpickler(content, _names(), trust=trust).load()
+        loaded = unpickle(content, _names(), trust=trust)
         if type(loaded).__name__ != "Metadata":
             raise DamagedError(f"it holds a {type(loaded).__name__}")
         save_id = getattr(loaded.__dict__.get("storage_meta"), "save_id", None)
@@ -152,19 +158,19 @@ def read(folder: Path, *, verify: bool, trust: bool) -> Saved:
     except RefusedError as error:
         raise ConfigError(
             "FS616",
-            f"load: {folder / METADATA} names {error}, which metadata of a checkpoint needs not: "
+            f"load: {folder / METADATA} needs {error}, which metadata of a checkpoint needs not: "
             "loading it could run any code. Pass trust=True if you know who wrote it.",
         ) from error
-    except (ConfigError, UnsupportedError):
+    except (ConfigError, UnsupportedError, MemoryError):
         raise
     except Exception as error:  # a damaged pickle raises whatever it likes
         raise StateError(
             "FS618",
-            f"load: {folder / METADATA} is damaged: {type(error).__name__}: {error}. Take another "
-            "checkpoint; nothing was changed.",
+            f"load: {folder / METADATA} is damaged: {said(error)}. Take another checkpoint; "
+            "nothing was changed.",
         ) from error
     # a CRC of what ends with its own is the same for all
-    return Saved(folder, tuple(entries), sizes, hashlib.sha256(data).hexdigest())
+    return Saved(folder, tuple(entries), sizes, hashlib.sha256(data).hexdigest(), stamp)
 
 
 class _Reader:
@@ -196,6 +202,8 @@ class _Reader:
                 found.append(Entry(key, path, None, None, (self._part(key, None, None),)))
             else:
                 found.append(self._tensor(key, path, meta))
+        _require_tree(found)
+        _require_apart(found)
         return found
 
     def _tensor(self, key: str, path: tuple[Any, ...], meta: Any) -> Entry:
@@ -212,7 +220,10 @@ class _Reader:
             if any(end > n for end, n in zip(ends, shape, strict=True)):
                 raise DamagedError(f"a part of {key} lies outside of it")
             if region.numel:
-                parts.append(self._part(key, region.starts, region))
+                part = self._part(key, region.starts, region)
+                if part.length < region.numel * dtype.itemsize:  # torch writes them as they are
+                    raise DamagedError(f"a part of {key} has more elements than bytes")
+                parts.append(part)
         return Entry(key, path, shape, dtype, tuple(parts))
 
     def _part(self, key: str, offset: tuple[int, ...] | None, region: Region | None) -> Part:
@@ -235,8 +246,26 @@ class _Reader:
         return Part(region, name, start, length, found)
 
 
+def _require_tree(entries: list[Entry]) -> None:
+    """Raise unless each path ends at one value: what is inside of a value is no path's."""
+    paths = {entry.path for entry in entries}
+    inside = {path[:end] for path in paths for end in range(1, len(path))}
+    if len(paths) != len(entries) or not paths.isdisjoint(inside):
+        raise DamagedError("it has two values at one place of the dict that was saved")
+
+
+def _require_apart(entries: list[Entry]) -> None:
+    """Raise if two values lie in the same bytes: a small file could hold any number of them."""
+    parts = sorted(
+        (part.file, part.offset, part.length) for entry in entries for part in entry.parts
+    )
+    for (file, offset, length), (next_file, next_offset, _) in itertools.pairwise(parts):
+        if file == next_file and offset + length > next_offset:
+            raise DamagedError(f"two values lie at byte {next_offset} of {file}")
+
+
 def _ints(values: Any) -> tuple[int, ...]:
-    found = tuple(values)
+    found = tuple(values) if type(values) in ELEMENTS else ("something else",)
     if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in found):
         raise DamagedError(f"{found} are no sizes")
     return found

@@ -96,7 +96,7 @@ class SummingWriter(FileSystemWriter):
             file["sums"].append([info.offset, info.length, found])
             file["size"] = max(file["size"], info.offset + info.length)
         path = Path(self.path) / METADATA
-        with path.open("ab") as stream:
+        with naming(path), path.open("ab") as stream:
             stream.write(tail_of(path.read_bytes(), told))
             stream.flush()
             os.fsync(stream.fileno())
@@ -111,19 +111,45 @@ class _SummedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            yield stream if "r" in mode else _SummedStream(stream, Path(path).name, self.sums)
+        with naming(path) as told, super().create_stream(path, mode) as stream:
+            if "r" in mode:
+                yield stream
+            else:
+                yield _SummedStream(stream, Path(path).name, self.sums, told)
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[list[OSError]]:
+    """Around writes to a file: raise what the system says, with the name of the file.
+
+    torch's archives raise an error of their own over it, about a place where they are not. What is
+    put into the list counts as what the system said.
+    """
+    told: list[OSError] = []
+    try:
+        yield told
+    except Exception as error:
+        first = told[0] if told else error
+        if isinstance(first, OSError) and first.errno is not None and first.filename is None:
+            raise OSError(first.errno, first.strerror, os.fspath(path)) from error
+        raise
 
 
 class _SummedStream:
     """A stream that is asked where it is before and after each value, and sums what lies between.
 
     ``sums`` takes (file, offset): (length, sum). Asked twice at one place, it begins anew there.
+    ``told`` takes what the system says of a write that fails.
     """
 
     def __init__(
-        self, stream: Any, name: str, sums: dict[tuple[str, int], tuple[int, int]]
+        self,
+        stream: Any,
+        name: str,
+        sums: dict[tuple[str, int], tuple[int, int]],
+        told: list[OSError],
     ) -> None:
+        self._told_errors = told
         self._stream = stream
         self._name = name
         self._sums = sums
@@ -131,7 +157,11 @@ class _SummedStream:
 
     def write(self, data: Any) -> Any:
         self._sum = zlib.crc32(data, self._sum)
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self._told_errors.append(error)
+            raise
 
     def tell(self) -> int:
         place: int = self._stream.tell()

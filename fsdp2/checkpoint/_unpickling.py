@@ -1,96 +1,143 @@
-"""Unpickling that executes nothing: plain data, and stand-ins for classes that only hold data.
+"""Which names a pickle may use: plain data, what a user allowed, and everything with trust.
 
-Owns which names a pickle may use. It must not know what is in the pickles.
+Owns the table of plain data and who runs a pickle. It must not know what is in the pickles.
 
 [Note: what a pickle may name]
-A pickle is a program whose instructions fetch a name from a module, call it, and set attributes on
-it. What it fetches here is a function or a class that was made for this one unpickling, never the
-named class itself: whatever it does to that, nobody else sees. A name that is not in a table is
-refused, unless the caller trusts the pickle.
+A name that is not in a table is refused, unless the caller trusts the pickle. What stands in a
+table under the name of a class is a function made for this one unpickling, which takes no more than
+a pickle of plain data passes. What a user allowed with ``torch.serialization.add_safe_globals`` is
+in the table too. What torch allows there for itself is not: a ``DeviceMesh`` makes process groups.
 """
 
 from __future__ import annotations
 
-import functools
 import io
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
+from pickle import UnpicklingError
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-PLAIN: tuple[type, ...] = (
-    *(bytearray, complex, dict, float, frozenset, int, list, range, set, slice),
-    *(Counter, OrderedDict, deque),
-    *(torch.Size, torch.device),
-)
-"""What a pickle of plain data may call. ``torch.serialization.add_safe_globals`` adds to it."""
+from fsdp2.checkpoint._pickle_machine import DICTS, ELEMENTS, Allowed, Machine, require_keys
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+OF_TORCH = ("torch.distributed.", "torch.nested.", "torch._dynamo.")
+"""Modules whose classes torch itself allows when it is imported."""
+
+LATIN = ("latin1", "latin-1")
+"""How protocol 2, which torch writes, says bytes as text."""
 
 
-class RefusedError(pickle.UnpicklingError):
-    """A pickle names something that its table lacks."""
+def unpickle(
+    data: bytes,
+    names: Mapping[tuple[str, str], Any],
+    *,
+    trust: bool = False,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return what a pickle describes, from a table of names; with ``trust``, from everywhere.
 
-
-class Unpickler(pickle.Unpickler):
-    """Unpickles what ``names`` makes, and dtypes; with ``trust``, everything.
-
-    Args:
-        names: what a pickle finds under (module, name).
-        tensors: for a pickle that refers to tensors by number.
+    Raises:
+        RefusedError: it needs a name that the table lacks.
+        UnpicklingError: it is damaged.
     """
+    if not trust:
+        return Machine(data, names, persistent).run()
+    trusting = _Trusting(io.BytesIO(data))
+    trusting.names = names
+    trusting.persistent = persistent
+    return trusting.load()
 
-    def __init__(
-        self,
-        pickled: bytes,
-        names: Mapping[tuple[str, str], Any],
-        *,
-        trust: bool = False,
-        tensors: Mapping[int, torch.Tensor] | None = None,
-    ) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._names = names
-        self._trust = trust
-        self._tensors = tensors or {}
+
+class _Trusting(pickle.Unpickler):
+    names: Mapping[tuple[str, str], Any]
+    persistent: Callable[[Any], Any] | None
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name. See [Note: what a pickle may name]."""
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        if (module, name) in self._names:
-            return self._names[module, name]
-        if self._trust:
+        found = self.names.get((module, name))
+        if found is None or isinstance(found, Allowed):
             return super().find_class(module, name)
-        raise RefusedError(f"{module}.{name}")
+        return found
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        return self._tensors[pid]
+    def persistent_load(self, pid: Any) -> Any:
+        if self.persistent is None:
+            raise UnpicklingError("a reference to another file")
+        return self.persistent(pid)
 
 
 def plain_names() -> dict[tuple[str, str], Any]:
-    """Return the table for plain data."""
+    """Return the table for plain data. See [Note: what a pickle may name]."""
+    made: dict[Any, Callable[..., Any]] = {}
+    made |= {kind: _maker(kind) for kind in (int, float, complex, range, slice, torch.device)}
+    made |= {kind: _maker_of_empty(kind) for kind in (bool, str, tuple)}
+    made |= {kind: _maker_of_elements(kind) for kind in (list, set, frozenset, deque, torch.Size)}
+    made |= {kind: _maker_of_pairs(kind) for kind in (dict, OrderedDict, Counter)}
+    made |= {bytes: _maker_of_bytes(bytes), bytearray: _maker_of_bytes(bytearray)}
+    kinds = {id(function): kind for kind, function in made.items()}
+
+    def make_defaultdict(factory: Any = None) -> defaultdict[Any, Any]:
+        return defaultdict(None if factory is None else kinds[id(factory)])
+
     names: dict[tuple[str, str], Any] = {
-        (made.__module__, made.__name__): _caller(made) for made in PLAIN
+        **{(kind.__module__, kind.__name__): function for kind, function in made.items()},
+        ("collections", "defaultdict"): make_defaultdict,
+        ("builtins", "Ellipsis"): ...,
+        ("_codecs", "encode"): _encode,
+        **{("torch", name): dtype for name, dtype in DTYPES.items()},
     }
-    names["collections", "defaultdict"] = _make_defaultdict
-    names["builtins", "Ellipsis"] = ...
     for safe in torch.serialization.get_safe_globals():
         value, path = safe if isinstance(safe, tuple) else (safe, "")
         path = path or f"{value.__module__}.{value.__qualname__}"
-        module, _, name = path.rpartition(".")
-        names[module, name] = value
+        if not path.startswith(OF_TORCH):
+            module, _, name = path.rpartition(".")
+            names[module, name] = Allowed(value)
     return names
 
 
-def _caller(made: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(made, updated=())
-    def call(*args: Any) -> Any:
-        return made(*args)
-
-    return call
+def _maker(kind: type) -> Callable[..., Any]:
+    return lambda *args: kind(*args)
 
 
-def _make_defaultdict(factory: Any = None, *items: Any) -> defaultdict[Any, Any]:
-    return defaultdict(getattr(factory, "__wrapped__", factory), *items)
+def _maker_of_empty(kind: type) -> Callable[..., Any]:
+    return lambda: kind()
+
+
+def _maker_of_elements(kind: Any) -> Callable[..., Any]:
+    def make(elements: Any = (), *more: Any) -> Any:
+        _require_kind(elements, ELEMENTS)
+        if kind in (set, frozenset):
+            require_keys(elements)
+        return kind(elements, *more)
+
+    return make
+
+
+def _maker_of_pairs(kind: Any) -> Callable[..., Any]:
+    def make(pairs: Any = MappingProxyType({})) -> Any:
+        _require_kind(pairs, (*DICTS, MappingProxyType))
+        return kind(pairs)
+
+    return make
+
+
+def _maker_of_bytes(kind: Any) -> Callable[..., Any]:
+    def make(content: Any = b"", codec: Any = None) -> Any:
+        return kind(content if type(content) is bytes else _encode(content, codec))
+
+    return make
+
+
+def _encode(text: Any, codec: Any) -> bytes:
+    _require_kind(text, (str,))
+    if codec not in LATIN:
+        raise UnpicklingError("bytes in another codec")
+    return bytes(text, "latin-1")
+
+
+def _require_kind(given: Any, kinds: tuple[type, ...]) -> None:
+    """Raise TypeError for what has any length in a few bytes, a range, or is no container."""
+    if type(given) not in kinds:
+        raise UnpicklingError(f"it makes a container of a {type(given).__name__}")

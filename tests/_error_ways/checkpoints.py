@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import _publish
+from fsdp2.checkpoint import _dcp, _publish
 from tests._error_ways._programs import WIDTH, Net, build, shared_folder, trained, x
 from tests._error_ways._way import way
 from tests._meshes import DEVICE
@@ -105,6 +105,25 @@ def _(mended: bool) -> None:
         index.write_text(json.dumps(found))
     dist.barrier()
     checkpoint.load_safetensors(folder, model, verify=mended)
+
+
+@way("FS626", "replaced", "Call load again")
+def _(mended: bool) -> None:
+    """Another job gives its own checkpoint the name, after this one has read what there is."""
+    model, path = build(), shared_folder() / "saved"
+    checkpoint.save(path, model)
+    read = _dcp.read
+
+    def read_before_it_is_replaced(*args: Any, **named: Any) -> Any:
+        found = read(*args, **named)
+        dist.barrier()
+        if dist.get_rank() == 0 and not mended:
+            os.rename(path, path.with_name("replaced"))
+        dist.barrier()
+        return found
+
+    with mock.patch.object(_dcp, "read", read_before_it_is_replaced):
+        checkpoint.load(path, model)
 
 
 # States in memory.

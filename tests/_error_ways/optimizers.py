@@ -166,3 +166,14 @@ def _(mended: bool) -> None:
     else:
         fsdp2.fully_shard(model[0])
     first_step(model)
+
+
+@way("FS710", "SGD", "0, 1", "a backward without sync")
+def _(mended: bool) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fsdp2.no_sync(model):
+        model(x()).sum().backward()
+    if mended:
+        model(x()).sum().backward()
+    optimizer.step()

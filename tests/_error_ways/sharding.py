@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -455,3 +456,12 @@ def _(mended: bool) -> None:
     mesh = DeviceMesh(DEVICE, ranks, mesh_dim_names=("shard", "replicate"))
     dims = fsdp2.DataParallelMeshDims(shard="shard", replicate="replicate")
     train(fsdp2.fully_shard(Net(), mesh=mesh, dp_mesh_dims=dims))
+
+
+@way("FS231", "set_timeout")
+def _(mended: bool) -> None:
+    group = dist.new_group()
+    if mended:
+        group.set_timeout(timedelta(seconds=10))
+    mesh = DeviceMesh.from_group(group, DEVICE, mesh_dim_names=("shard",))
+    train(fsdp2.fully_shard(Net(), mesh=mesh))

@@ -250,3 +250,69 @@ def _(mended: bool) -> None:
         schedule.step(*([] if rank else [x()]), **({"target": x()} if rank else {}))
     finally:
         dist.barrier()  # the error holds what is being sent, and the other stage has it now
+
+
+class Keeps(nn.Module):
+    """Leaves its loss where only a function of this class finds it."""
+
+    kept: list[Tensor] = []  # noqa: RUF012  # that is the point
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.layer(x).sum()
+        Keeps.kept[:] = [loss]
+        return loss
+
+
+class Hides(Keeps):
+    def forward(self, x: Tensor) -> None:  # type: ignore[override]  # that is the point
+        super().forward(x)
+
+
+@way("FS321", "<root>", "Return the tensors")
+def _(mended: bool) -> None:
+    model = fsdp2.fully_shard(Keeps() if mended else Hides())
+    for _ in range(2):
+        model(x())
+        Keeps.kept.pop().backward()
+
+
+@way("FS321", "<root>", "zero_grad", name="step")
+def _(mended: bool) -> None:
+    model = fsdp2.fully_shard(Keeps() if mended else Hides())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(x())
+    Keeps.kept.pop().backward()
+    optimizer.step()
+
+
+class Yields(Keeps):
+    def forward(self, x: Tensor) -> Any:
+        yield self.layer(x)
+
+
+@way("FS322", "<root>", "generator", "Return a list")
+def _(mended: bool) -> None:
+    fsdp2.fully_shard(Keeps() if mended else Yields())(x())
+
+
+class GivesItsWeight(Keeps):
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def forward(self, x: Tensor) -> Any:
+        weight = self.layer.weight.clone() if self.copies else self.layer.weight
+        return lambda: weight
+
+
+@way("FS323", "layer", "clone()")
+def _(mended: bool) -> None:
+    model = nn.Module()
+    model.layer = fsdp2.fully_shard(GivesItsWeight(mended))
+    model.forward = lambda: model.layer(x())
+    fsdp2.fully_shard(model)
+    model()

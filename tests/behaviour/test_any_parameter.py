@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+import fsdp2
+from fsdp2._base import torch_comm
 from tests._models import CASES, WIDTH, AllFrozen, Case, Quantised, floats, no_units, seeded, stack
-from tests._parity import Pair, assert_same, bits, names_of, shard, whole
+from tests._parity import Pair, assert_same, bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks
 from tests._slow import slow
 
@@ -230,3 +233,58 @@ def test_hooks_that_a_parameter_had_before_are_called() -> None:
     seen.clear()
     pair.run(pair.model, pair.local(pair.batch())).backward()
     assert sorted(seen) == ["after", "hook"]
+
+
+class Turning(nn.Module):
+    """Complex and real parameters in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(WIDTH, 3, dtype=torch.complex64))
+        self.back = nn.Linear(3, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back((x.to(torch.complex64) @ self.turn).abs())
+
+
+class CountingReals(fsdp2.ReduceScatter):
+    """A reduce-scatter of the user's that takes real numbers only, as NCCL's does."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output: Tensor, given: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        assert not output.is_complex()
+        assert not given.is_complex()
+        assert given.numel() == dist.get_world_size(group) * output.numel()
+        self.calls += 1
+        torch_comm.reduce_scatter_single(output, given, op, group, False)
+
+
+@pytest.mark.parametrize("way", ["default", "custom", "replicas", "narrow", "compiled"])
+@ranks(4)
+def test_complex_gradients_travel_as_real_numbers(way: str) -> None:
+    """Their parts are averaged alike: with a collective of the user's, replicas, and compiled."""
+    torch.manual_seed(1)
+    plain, model = Turning(), Turning()
+    model.load_state_dict(plain.state_dict())
+    fsdp2.fully_shard(model, mesh=make_mesh(2, 2) if way == "replicas" else make_mesh())
+    scatter, call = CountingReals(), model
+    if way == "custom":
+        model.set_custom_reduce_scatter(scatter)
+    if way == "narrow":  # a dtype that has no imaginary part
+        model.set_gradient_wire_dtype(torch.bfloat16)
+    if way == "compiled":
+        call = fsdp2.compile(model, backend="aot_eager", fullgraph=True)
+    batches = torch.randn(4, 3, WIDTH)
+    call(batches[dist.get_rank()]).square().mean().backward()
+    plain(batches).square().mean().backward()
+    for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(param.grad.full_tensor(), other.grad, atol=1e-6), name
+    assert model.turn.grad.dtype == torch.complex64
+    assert bool(scatter.calls) == (way == "custom")

@@ -5,6 +5,7 @@ Each of these left the other ranks waiting until the process group's time limit,
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,26 @@ def test_a_hook_that_raises_on_one_rank(rank: int) -> None:
         with pytest.raises(fsdp2.StateError, match="rank 1 failed with ArithmeticError") as caught:
             function(model)
         assert caught.value.code == "FS403"
+
+
+@ranks(2, limit_s=20)
+@pytest.mark.parametrize("kind", [AttributeError, MemoryError, RecursionError])
+def test_a_fault_of_one_ranks_program(kind: type[Exception], rank: int) -> None:
+    """It is caught there by its own class, too, and the other rank is told of it."""
+    model = fsdp2.fully_shard(nn.Linear(WIDTH, WIDTH))
+
+    def fails(*_: Any) -> None:
+        if rank == 1:
+            raise kind("by this rank")
+
+    model.register_state_dict_post_hook(fails)
+    for function in (checkpoint.full_state, lambda model: checkpoint.save("unused", model)):
+        with pytest.raises(fsdp2.StateError, match="by this rank") as caught:
+            function(model)
+        assert f"rank 1 failed with {kind.__name__}" in str(caught.value)
+        assert isinstance(caught.value, kind) == (rank == 1)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (type(again), again.code) == (fsdp2.StateError, "FS403")
 
 
 @ranks(2, limit_s=20)

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -419,3 +422,60 @@ def test_a_failed_backward_leaves_no_shards_of_a_smaller_mesh() -> None:
     """A gather that is on its way, from a few neighbours' shards, has registered nothing yet."""
     for action in ("fails backward", "root fails backward"):
         check(action, "stack", reshard_after_forward=2)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("what", ["state_dict", "deepcopy", "save"])
+def test_another_thread_disturbs_no_step(what: str, tmp_path: Path, rank: int) -> None:
+    """It gets what is right between steps, or an error: never whole parameters, nor a broken step.
+
+    What ranks do together it may not begin at all: every rank would have to do so at one place
+    between the collectives of steps.
+    """
+
+    def trained(beside: Callable[[nn.Module], None] | None) -> list[float]:
+        pair = Pair("stack")
+        torch.manual_seed(7)
+        done, found = threading.Event(), []
+        optimizer = LocalSGD(pair.model.parameters(), lr=0.1)
+
+        def go_on() -> None:
+            while beside is not None and not done.is_set():
+                beside(pair.model)
+
+        thread = threading.Thread(target=go_on)
+        for number in range(12):
+            loss = step(pair).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+            if number == 1:
+                thread.start()
+        done.set()
+        thread.join()
+        return found
+
+    problems: list[str] = []
+    refused = collections.Counter[str]()
+
+    def look(model: nn.Module) -> None:
+        try:
+            if what == "state_dict":
+                assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+            elif what == "deepcopy":
+                copy.deepcopy(model)
+            else:
+                fsdp2.checkpoint.save(tmp_path / f"saved{rank}", model)
+        except fsdp2.StateError as error:
+            refused[error.code] += 1
+        except BaseException as error:
+            problems.append(repr(error))
+
+    alone = trained(None)
+    assert trained(look) == alone
+    assert not problems
+    assert set(refused) <= {"FS301"}
+    if what == "save" and make_mesh().size() > 1:
+        assert refused
+        assert not list(tmp_path.iterdir())

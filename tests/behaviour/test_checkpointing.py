@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed._composable import checkpoint as composable_checkpoint
@@ -423,3 +424,40 @@ def test_collectives_stay_visible_under_selective_checkpointing() -> None:
         assert not any("c10d" in op for op in pair.model.policy.seen)
     assert counts[0]
     assert all(count == counts[0] for count in counts), counts
+
+
+# --- what a collective in flight holds ------------------------------------------------------------
+
+
+class Asks(fsdp2.AllGather):
+    """Records a graph of one node where a gather is issued."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: Any) -> Any:
+        with torch.enable_grad():
+            torch.ones(1, requires_grad=True).exp()
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+@ranks(2)
+def test_a_collective_holds_no_hooks_on_saved_tensors() -> None:
+    """Its work keeps the hooks of the thread that issues it, and they own a graph."""
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fsdp2.fully_shard(layer, mesh=make_mesh())
+        layer.set_custom_all_gather(Asks())
+    for _ in range(2):
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model(torch.ones(2, 4))
+        assert packed, "the model's own"
+        assert all(tensor.numel() > 1 for tensor in packed)
+        output.sum().backward()

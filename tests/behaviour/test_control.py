@@ -529,6 +529,39 @@ def test_a_group_that_ran_in_part_stays_whole_if_it_is_told_to(sync_each: bool) 
     assert_sharded(pair.model)
 
 
+@pytest.mark.parametrize("by_call", [True, False])
+@ranks(2)
+def test_evaluations_gather_once_if_that_was_asked_for(by_call: bool) -> None:
+    """The setter is what torch names for evaluations; the argument is for backward alone."""
+    pair = Pair("stack", reshard_after_forward=False)
+    if by_call:
+        pair.model.set_reshard_after_forward(False)
+    count = len(fsdp2.units(pair.model))
+
+    def evaluate() -> int:
+        batch = pair.batch()
+        with CommDebugMode() as comm, torch.no_grad():
+            assert_same(pair.model(*batch.args), pair.reference(*batch.args), "output", 3e-6)
+        return comm.get_total_counts()
+
+    evaluate()
+    assert [evaluate(), evaluate()] == [0 if by_call else count] * 2
+    for model in (pair.model, pair.reference):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)  # counts a version
+    assert [evaluate(), evaluate()] == [count, 0 if by_call else count]
+    for model in (pair.model, pair.reference):
+        for param in model.parameters():
+            local = param.to_local() if isinstance(param, DTensor) else param
+            local.data.mul_(0.5)  # counts none: a forward that trains gathers again
+    pair.train(steps=2)
+    assert [evaluate(), evaluate()] == [count, 0 if by_call else count]
+    pair.model.set_reshard_after_forward(True)
+    evaluate()
+    assert evaluate() == count
+
+
 @ranks(2)
 def test_ignored_parameters_are_left_to_the_user() -> None:
     case = CASES["stack"]

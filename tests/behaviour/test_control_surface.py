@@ -6,6 +6,7 @@ What `test_control` and `test_accumulation` show already is not repeated; custom
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -472,14 +474,14 @@ def test_the_state_of_a_module() -> None:
 # --- wrong arguments ------------------------------------------------------------------------------
 
 Call = Callable[[Any, Any], object]
-FACTORS: list[Any] = [0, -1.0, float("nan"), float("inf"), "two", None, True]
+FACTORS: list[Any] = [0, -1.0, float("nan"), float("inf"), "two", True]
 WRONG: dict[str, tuple[Call, list[Any]]] = {
     "set_gradient_divide_factor": (lambda m, v: m.set_gradient_divide_factor(v), FACTORS),
     "set_gradient_reduction": (
         lambda m, v: m.set_gradient_reduction(v),
         [0, -2, "average", None, True, float("nan"), ["mean"]],
     ),
-    "set_all_reduce_hook": (lambda m, v: m.set_all_reduce_hook(v), [None, "all_reduce", 3]),
+    "set_all_reduce_hook": (lambda m, v: m.set_all_reduce_hook(v), ["all_reduce", 3]),
     "set_all_reduce_hook, stream": (
         lambda m, v: m.set_all_reduce_hook(print, stream=v),
         ["stream", 0],
@@ -553,3 +555,108 @@ def test_every_setter_has_wrong_arguments() -> None:
     setters -= {"set_submodule", "set_extra_state"}  # nn.Module's
     setters -= {"set_reduce_scatter_divide_factor"}  # calls set_gradient_divide_factor
     assert setters == {name.split(",")[0] for name in WRONG}
+
+
+# --- None -----------------------------------------------------------------------------------------
+
+
+def none_to(method: str, argument: str, first: Any = None) -> Callable[[Any, nn.Module], None]:
+    """Return what passes None to a method of a model; ``first`` goes to the first argument."""
+    others = () if first is None else (first,)
+    return lambda library, model: getattr(model, method)(*others, **{argument: None})
+
+
+NONE: dict[str, Callable[[Any, nn.Module], None]] = {
+    "set_all_reduce_hook, hook": none_to("set_all_reduce_hook", "hook"),
+    "set_all_reduce_hook, stream": none_to("set_all_reduce_hook", "stream", first=print),
+    "set_gradient_divide_factor": none_to("set_gradient_divide_factor", "factor"),
+    "set_reduce_scatter_divide_factor": none_to("set_reduce_scatter_divide_factor", "factor"),
+    "set_post_optim_event": none_to("set_post_optim_event", "event"),
+    "register_fsdp_forward_method": lambda library, model: library.register_fsdp_forward_method(
+        None, "forward"
+    ),
+}
+"""Methods and functions to which torch's own take None, beside `fully_shard`; flags are no such."""
+
+REFUSED_BY_TORCH: dict[str, Callable[[Any, nn.Module], None]] = {
+    "set_custom_all_gather": none_to("set_custom_all_gather", "comm"),
+    "set_custom_reduce_scatter": none_to("set_custom_reduce_scatter", "comm"),
+    "set_modules_to_forward_prefetch": none_to("set_modules_to_forward_prefetch", "modules"),
+    "set_modules_to_backward_prefetch": none_to("set_modules_to_backward_prefetch", "modules"),
+    "set_reduce_scatter_max_input_buffers": none_to(
+        "set_reduce_scatter_max_input_buffers", "max_input_buffers"
+    ),
+    "set_symm_mem_for_comm": none_to("set_symm_mem_for_comm", "backend"),
+    "share_comm_ctx": lambda library, model: library.share_comm_ctx(None),
+}
+
+
+def gradients_of(library: Any, call: Any = None, **keywords: Any) -> list[Tensor]:
+    """Return whole gradients of one step of a model that a library shards, after a call."""
+    model: Any = seeded(Block)
+    library.fully_shard(model, **keywords)
+    if call is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            call(library, model)
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(3, WIDTH)).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+@ranks(2)
+def test_none_means_what_it_means_to_torch() -> None:
+    """For each argument of `fully_shard`, of methods and functions; what torch refuses, we do."""
+    optional = [
+        name
+        for name, parameter in inspect.signature(torch_fsdp.fully_shard).parameters.items()
+        if name not in ("module", "mp_policy")
+    ]
+    assert {"mesh", "offload_policy", "ignored_params", "shard_placement_fn"} <= {*optional}
+    expected = gradients_of(torch_fsdp)
+    for name in optional:
+        for library in (torch_fsdp, fsdp2):
+            found = gradients_of(library, **{name: None})
+            assert all(map(torch.equal, found, expected)), (name, library)
+    for name, call in NONE.items():
+        for library in (torch_fsdp, fsdp2):
+            found = gradients_of(library, call)
+            assert all(map(torch.equal, found, expected)), (name, library)
+    for call in REFUSED_BY_TORCH.values():
+        with pytest.raises((AttributeError, TypeError, AssertionError)):
+            gradients_of(torch_fsdp, call)
+        with pytest.raises(fsdp2.ConfigError):
+            gradients_of(fsdp2, call)
+    with pytest.raises(AttributeError):
+        gradients_of(torch_fsdp, mp_policy=None)
+    with pytest.raises(fsdp2.ConfigError):
+        gradients_of(fsdp2, mp_policy=None)
+
+
+@ranks(1)
+def test_none_takes_back_what_was_set() -> None:
+    """A hook, a factor and an event are gone after None."""
+    model = fsdp2.fully_shard(seeded(Block))
+    unit, event = fsdp2.fully_shard.state(model), Event()
+    model.set_all_reduce_hook(print)
+    model.set_gradient_divide_factor(7.0)
+    model.set_post_optim_event(event)
+    model.set_all_reduce_hook(None)
+    model.set_gradient_divide_factor(None)
+    model.set_post_optim_event(None)
+    assert unit.own_groups[0].reducer.hook is None
+    assert unit.settings.divide_by is None
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert event.waits == 0
+
+
+def test_every_argument_is_one_that_torch_takes_none_for_or_not() -> None:
+    """The two tables have each method of torch's class that is set by more than a flag."""
+    listed = {name.split(",")[0] for name in NONE.keys() | REFUSED_BY_TORCH.keys()}
+    for name in vars(torch_fsdp.FSDPModule):
+        method = getattr(torch_fsdp.FSDPModule, name)
+        if not name.startswith("set_"):
+            continue
+        parameters = inspect.signature(method).parameters.values()
+        is_flag = all(p.annotation in ("bool", p.empty) for p in parameters)
+        assert is_flag or name in listed, name

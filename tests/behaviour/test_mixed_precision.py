@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,9 +220,11 @@ class Taker(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.look: Callable[[Any, Any], None] = lambda args, kwargs: None
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self.args, self.kwargs = args, kwargs
+        self.look(args, kwargs)
         weight = self.linear.weight.sum().float()
         return {
             "named": Named(weight * 1.0, "label"),
@@ -239,28 +242,36 @@ def make_inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @ranks(2)
 def test_inputs_are_cast_in_any_container() -> None:
+    seen = []
+
+    def look(args: Any, kwargs: Any) -> None:
+        x, named, record, number, nothing = args
+        seen.append(record)
+        assert x.dtype is BF16
+        assert isinstance(named, Named)
+        assert named.x.dtype is BF16
+        assert named.label == "label"
+        assert record.x.dtype is BF16
+        assert record.count == 3
+        assert record.inner["deep"][0].dtype is BF16
+        assert record.inner["deep"][1][0].dtype is BF16
+        assert record.inner["deep"][1][1].dtype is torch.int64
+        assert number == 5
+        assert nothing is None
+        assert kwargs["x"].dtype is BF16
+        assert kwargs["flag"].dtype is torch.bool
+        assert kwargs["record"].x.dtype is BF16
+        assert kwargs["text"] == "text"
+
     model = fsdp2.fully_shard(Taker(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    model.look = look
     args, kwargs = make_inputs()
     model(*args, **kwargs)
-    x, named, record, number, nothing = model.args
-    assert x.dtype is BF16
-    assert isinstance(named, Named)
-    assert named.x.dtype is BF16
-    assert named.label == "label"
-    assert isinstance(record, Record)
-    assert record.x.dtype is BF16
-    assert record.count == 3
-    assert record.inner["deep"][0].dtype is BF16
-    assert record.inner["deep"][1][0].dtype is BF16
-    assert record.inner["deep"][1][1].dtype is torch.int64
-    assert number == 5
-    assert nothing is None
-    assert model.kwargs["x"].dtype is BF16
-    assert model.kwargs["flag"].dtype is torch.bool
-    assert model.kwargs["record"].x.dtype is BF16
-    assert model.kwargs["text"] == "text"
-    assert args[2].x.dtype is FP32, "the caller's own dataclass must not change"
+    assert seen[0] is args[2], "a unit gets the caller's own dataclass"
+    assert args[2].x.dtype is FP32, "in which nothing changes for the caller"
     assert args[2].inner["deep"][0].dtype is FP32
+    assert args[2].inner["deep"][1][0].dtype is FP32
+    assert kwargs["record"].x.dtype is FP32
     assert kwargs["x"].dtype is FP32
 
 

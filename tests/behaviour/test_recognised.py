@@ -12,14 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable_state import _get_module_state
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 import fsdp2
 from fsdp2._api.settings import ControlSurface
+from fsdp2._base import torch_modules
 from fsdp2._engine.unit import Unit
+from tests._meshes import shared_mesh
 from tests._models import CASES, WIDTH, Block, seeded
 from tests._parity import assert_same_gradients, shard
 from tests._pool import ranks
@@ -52,16 +58,28 @@ def test_nothing_of_torchs_class_is_inherited(name: str) -> None:
 def test_what_is_left_out_is_looked_for() -> None:
     """The walk above meets methods that are ours and names that are hidden."""
     assert {"unshard", "reshard", "set_requires_gradient_sync", "_apply", "__new__"} <= {*OFFERED}
-    assert not hasattr(fsdp2.FSDPModule, "_set_unshard_async_op")
-    with pytest.raises(AttributeError, match="'FSDPModule' has no attribute '_set_unshard"):
-        fsdp2.FSDPModule._set_unshard_async_op()  # type: ignore[operator]  # hidden
+
+    class Theirs:
+        def kept(self) -> None: ...
+
+        def hidden(self) -> None: ...
+
+    class Ours(Theirs):
+        def kept(self) -> None: ...
+
+    torch_modules.hide_torchs_own(Ours, Theirs)
+    assert hasattr(Ours(), "kept")
+    for found in (Ours, Ours()):
+        assert not hasattr(found, "hidden")
+        with pytest.raises(AttributeError, match="'Ours' has no attribute 'hidden'"):
+            found.hidden()  # type: ignore[attr-defined]  # it is hidden
     assert issubclass(fsdp2.FSDPModule, torch_fsdp.FSDPModule)
     assert issubclass(fsdp2.UnshardHandle, torch_fsdp.UnshardHandle)
 
 
 @ranks(2)
 def test_every_unit_is_recognised() -> None:
-    """Units have torch's class as their last base, and a hidden method is missing by its name."""
+    """Units have torch's class as their last base."""
     model = shard(seeded(CASES["stack"].build), CASES["stack"])
     for module in (model, *model.blocks):
         kind, plain = type(module), type(module).__mro__[2]
@@ -69,8 +87,6 @@ def test_every_unit_is_recognised() -> None:
         assert kind.__mro__[1] is fsdp2.FSDPModule
         assert plain in (type(seeded(CASES["stack"].build)), Block)
         assert kind.__mro__[-2:] == (torch_fsdp.FSDPModule, object)
-        with pytest.raises(AttributeError, match="has no attribute '_set_unshard_async_op'"):
-            module._set_unshard_async_op(True)
     assert not isinstance(model.inp, torch_fsdp.FSDPModule)
     assert isinstance(model.blocks[0].unshard(async_op=True), torch_fsdp.UnshardHandle)
 
@@ -87,9 +103,103 @@ def test_torch_and_users_find_one_state() -> None:
         assert type(state) is Unit
         assert accessor(module) is module._get_fsdp_state() is state
         assert list(state._state_ctx.all_states) == []
-        with pytest.raises(AttributeError, match=r"no '_fsdp_param_group'.*fsdp2\.units\(module"):
-            _ = state._fsdp_param_group
+        assert _get_module_state(module) is _get_module_fsdp_state(module) is state
+        with pytest.raises(AttributeError, match=r"no '_training_state'.*fsdp2\.units\(module"):
+            _ = state._training_state
     assert accessor(model.inp) is None
+    assert _get_module_state(model.inp) is None
+
+
+@pytest.mark.parametrize("name", sorted(vars(FSDPState)))
+def test_nothing_of_torchs_state_is_inherited(name: str) -> None:
+    """A unit is an `FSDPState`, because torch's getters ask; each name of it is ours or missing."""
+    if not hasattr(object, name):
+        assert Unit in [base for base in Unit.__mro__ if name in vars(base)][:1]
+
+
+def facts(module: Any) -> list[Any]:
+    """Return what programs read of a unit's state."""
+    state = _get_module_fsdp_state(module)
+    group = state._fsdp_param_group
+    read = [state._mp_policy.param_dtype, state._mp_policy.output_dtype, state._is_root]
+    if group is None:
+        return read
+    info = group.mesh_info
+    read += [type(info), info.mesh, info.shard_mesh_size, info.shard_mesh_rank]
+    read += [dist.get_process_group_ranks(info.shard_process_group)]
+    if isinstance(info, HSDPMeshInfo):
+        read += [info.replicate_mesh_size, info.replicate_mesh_rank]
+    for param in group.fsdp_params:
+        read += [param._orig_size, param.sharded_size, param.sharded_param.to_local().shape]
+        read += [param.sharded_param.placements]
+    return read
+
+
+@pytest.mark.parametrize("replicates", [False, True])
+@ranks(4)
+def test_what_programs_read_of_a_state_is_true(replicates: bool) -> None:
+    """Names that public programs read say of our units what they say of torch's own."""
+    mesh = shared_mesh((2, 2), ("replicate", "shard")) if replicates else shared_mesh((4,), ("d",))
+    policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    seen = []
+    for library in (torch_fsdp, fsdp2):
+        model: Any = seeded(CASES["stack"].build)
+        for module in (*model.blocks, model):
+            library.fully_shard(module, mesh=mesh, mp_policy=policy)
+        before = [facts(module) for module in (*model.blocks, model)]
+        model._get_fsdp_state()._lazy_init()
+        model(torch.ones(2, WIDTH))
+        model._set_unshard_async_op(True)
+        seen.append((before, [facts(module) for module in (*model.blocks, model)]))
+    assert seen[0] == seen[1]
+
+
+@ranks(2)
+def test_views_of_a_state_stay_and_are_read_only() -> None:
+    """Programs use groups and parameters as keys; a write, or what torch alone has, is an error."""
+    model: Any = fsdp2.fully_shard(nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2)))
+    group = model._get_fsdp_state()._fsdp_param_group
+    assert model._get_fsdp_state()._fsdp_param_group is group
+    params = group.fsdp_params
+    assert [id(param) for param in params] == [id(param) for param in group.fsdp_params]
+    assert [param.sharded_param for param in params] == list(model.parameters())
+    assert [param._param_fqn for param in params] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    with pytest.raises(AttributeError, match="'post_forward_mesh_info' was set"):
+        group.post_forward_mesh_info = None
+    with pytest.raises(AttributeError, match=r"parameter group.*no 'post_backward'"):
+        group.post_backward()
+    with pytest.raises(AttributeError, match=r"parameter state.*no '_sharded_param_data'"):
+        _ = params[0]._sharded_param_data
+    assert not hasattr(params[0], "_unsharded_param")
+
+
+@ranks(4)
+def test_parameters_on_several_meshes_are_several_groups() -> None:
+    """As of torch's own: the name of one group is an error, the name of all lists them."""
+    meshes = shared_mesh((4,), ("d",)), shared_mesh((2, 2), ("replicate", "shard"))
+    model: Any = nn.Linear(WIDTH, 3)
+    chosen = {id(model.weight): meshes[0], id(model.bias): meshes[1]}
+    fsdp2.fully_shard(
+        model,
+        mesh=meshes[0],
+        shard_placement_fn=lambda p: fsdp2.ShardPlacementResult(None, chosen[id(p)]),
+    )
+    state = model._get_fsdp_state()
+    assert [g.mesh_info.mesh for g in state._fsdp_param_groups] == [*meshes]
+    with pytest.raises(fsdp2.UnsupportedError, match="'_fsdp_param_groups'"):
+        _ = state._fsdp_param_group
+
+
+@ranks(2)
+def test_who_asks_first_shards_once() -> None:
+    """Programs that shard what the getters find no state of shard nothing twice."""
+    model: Any = nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, 2))
+    for _ in range(2):
+        for module in (model[0], model):
+            if _get_module_fsdp_state(module) is None:
+                fsdp2.fully_shard(module)
+    assert len(fsdp2.units(model)) == 2
+    assert model(torch.ones(2, WIDTH)).shape == (2, 2)
 
 
 def through_pickle(model: nn.Module) -> nn.Module:
@@ -112,6 +222,7 @@ def test_copies_are_recognised(make: Any) -> None:
         one(torch.ones(4, WIDTH)).sum().backward()
         one.set_requires_gradient_sync(True)
         assert [p for p in one.parameters() if p.grad is not None] == []
+        assert _get_module_state(one) is one._get_fsdp_state()
     accessor(twin)._root_post_backward_final_callback()
     assert [n for n, p in twin.named_parameters() if p.grad is None] == []
     assert [n for n, p in model.named_parameters() if p.grad is not None] == []

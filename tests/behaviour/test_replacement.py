@@ -27,7 +27,7 @@ from tests._parity import Pair
 from tests._pool import ranks
 
 THEIRS = {name: value for name, value in torch_modules.PUBLIC.items() if name in OURS}
-HOMES = torch_modules.HOMES
+HOMES = (*torch_modules.HOMES, torch_modules.INNER_HOME)
 
 
 @pytest.fixture
@@ -111,8 +111,28 @@ def test_torchs_own_modules_are_left_alone() -> None:
     own = sys.modules[inspect.unwrap(THEIRS["fully_shard"]).__module__]
     with fsdp2.replace_torch():
         assert torch_stage.FSDPModule is THEIRS["FSDPModule"]
-        assert own.FSDPModule is THEIRS["FSDPModule"]
+        assert vars(own)["FSDPModule"] is THEIRS["FSDPModule"]
         assert torch_fsdp.FullyShardedDataParallel.__module__.startswith("torch.")
+
+
+def test_the_inner_module_is_torchs_own_inside(client: Callable[..., Any]) -> None:
+    """Whoever imports a name from where torch's is written gets ours; what is there keeps its own.
+
+    So torch's `fully_shard`, where somebody still holds it, works as before.
+    """
+    own = sys.modules[torch_modules.INNER_HOME]
+    theirs = THEIRS["fully_shard"]
+    with fsdp2.replace_torch() as replaced:
+        assert f"{torch_modules.INNER_HOME}.fully_shard" in replaced.names
+        module = client(f"from {torch_modules.INNER_HOME} import FSDPModule, fully_shard")
+        assert module.fully_shard is own.fully_shard is fsdp2.fully_shard
+        assert module.FSDPModule is fsdp2.FSDPModule
+        assert inspect.unwrap(theirs).__globals__["FSDPModule"] is THEIRS["FSDPModule"]
+        with fsdp2.replace_torch() as again:
+            assert again.names == []
+        assert own.fully_shard is fsdp2.fully_shard
+    assert own.fully_shard is theirs
+    assert type(own) is types.ModuleType
 
 
 def test_calls_may_be_repeated_and_nested(client: Callable[..., Any]) -> None:

@@ -1,12 +1,19 @@
-"""Promise: `print(model)` is what it was, and says of each unit what is sharded."""
+"""Promise: `print(model)` is what torch's own `fully_shard` makes it, the same on every rank.
+
+What is sharded is in `print(*fsdp2.units(model), sep="\\n")`: it differs between ranks.
+"""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 import torch.nn as nn
 
+import fsdp2
 from fsdp2 import fully_shard
 from tests._meshes import shared_mesh
 from tests._pool import ranks
@@ -22,52 +29,52 @@ class Odd(nn.Linear):
         return "Odd!"
 
 
-def make() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 3), Named(4, 4, bias=False), nn.ReLU(), Odd(4, 4))
-    for layer in (model[0], model[1], model[3]):
-        fully_shard(layer)
-    fully_shard(model)
+def make(library: Any = fsdp2) -> Any:
+    same = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model = nn.Sequential(nn.Linear(4, 3), Named(4, 4, bias=False), nn.ReLU(), Odd(4, 4), *same)
+    for layer in model:
+        if not isinstance(layer, nn.ReLU):
+            library.fully_shard(layer)
+    library.fully_shard(model)
     return model
-
-
-EXPECTED = """\
-FSDPSequential(  # unit without parameters
-  (0): FSDPLinear(in_features=4, out_features=3, bias=True)  # unit of 2 parameters, {linear} B \
-here of 60 B, sharded over 2
-  (1): FSDPNamed(  # unit of 1 parameter, 32 B here of 64 B, sharded over 2
-    mine
-    of two lines
-  )
-  (2): ReLU()
-  (3): Odd!  # unit of 2 parameters, 40 B here of 80 B, sharded over 2
-)"""
 
 
 @ranks(2)
 def test_before_during_and_after_steps(rank: int, world_size: int) -> None:
-    """Two of the three rows of the first layer are on rank 0, so 40 of its 60 bytes."""
+    """The text of torch's own, on every rank, whatever is whole at the moment."""
+    expected = repr(make(torch_fsdp))
+    assert "(0): FSDPLinear(in_features=4, out_features=3, bias=True)" in expected
     model = make()
-    expected = EXPECTED.format(linear=(40, 20)[rank])
-    assert repr(model) == expected
-    seen: list[str] = []
+    seen: list[str] = [repr(model)]
     model[0].register_forward_hook(lambda *_: seen.append(repr(model)))
-    x = torch.ones(2, 4)
-    model[0](x).sum().backward()
+    model[0](torch.ones(2, 4)).sum().backward()
     model[1].unshard()
-    seen.append(repr(model))
-    assert seen == [expected, expected]
-    assert repr(copy.deepcopy(model)) == expected
+    seen += [repr(model), repr(copy.deepcopy(model))]
+    assert seen == [expected] * 4
+    texts: list[Any] = [None, None]
+    dist.all_gather_object(texts, repr(model))
+    assert texts == [expected] * 2
 
 
 @ranks(2)
 def test_equal_blocks_are_one_line(rank: int, world_size: int) -> None:
-    blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    for block in blocks:
-        fully_shard(block)
-    assert repr(blocks) == (
-        "ModuleList(\n  (0-2): 3 x FSDPLinear(in_features=4, out_features=4, bias=True)"
-        "  # unit of 2 parameters, 40 B here of 80 B, sharded over 2\n)"
-    )
+    for library in (torch_fsdp, fsdp2):
+        blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        for block in blocks:
+            library.fully_shard(block)
+        assert repr(blocks) == (
+            "ModuleList(\n  (0-2): 3 x FSDPLinear(in_features=4, out_features=4, bias=True)\n)"
+        )
+
+
+@ranks(2)
+def test_units_say_what_is_sharded(rank: int, world_size: int) -> None:
+    """Two of the three rows of the first layer are on rank 0, so 40 of its 60 bytes."""
+    assert [str(unit) for unit in fsdp2.units(make())][:3] == [
+        "<root>: unit without parameters",
+        f"0: unit of 2 parameters, {(40, 20)[rank]} B here of 60 B, sharded over 2",
+        "1: unit of 1 parameter, 32 B here of 64 B, sharded over 2",
+    ]
 
 
 @ranks(2)
@@ -75,8 +82,9 @@ def test_on_meta_and_with_replicas(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         layer = nn.Linear(1024, 512, bias=False)
     fully_shard(layer, mesh=shared_mesh((2, 1), ("replicate", "shard")))
-    assert repr(layer).endswith(
-        "  # unit of 1 parameter, 2 MiB here of 2 MiB, sharded over 1 x 2 replicas"
+    (unit,) = fsdp2.units(layer)
+    assert str(unit) == (
+        "<root>: unit of 1 parameter, 2 MiB here of 2 MiB, sharded over 1 x 2 replicas"
     )
 
 

@@ -6,19 +6,27 @@ Each case was once found to train wrong, here or elsewhere; the reference is the
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2._base.containers import visit_tensors
 from tests._meshes import random_numbers
-from tests._parity import make_mesh
+from tests._parity import assert_same, assert_same_gradients, make_mesh
 from tests._pool import ranks
-from tests._slow import slow
+from tests._slow import slow, with_slow
 
 WIDTH = 8
 
@@ -352,6 +360,94 @@ def test_inputs_of_the_caller_stay_as_they_are() -> None:
     assert given["x"].dtype is torch.float32
 
 
+@dataclass
+class Memory:
+    x: Any
+    found: Any = None
+
+
+class Fills(nn.Linear):
+    """Puts what it computes into its argument, and returns nothing."""
+
+    def forward(self, given: Any, *, fails: bool = False) -> None:
+        inner = given[0] if isinstance(given, tuple) else given
+        if isinstance(inner, Memory):
+            inner.found = super().forward(inner.x)
+        elif isinstance(inner, list):
+            inner.insert(0, super().forward(inner[-1]))
+            inner.insert(0, "moved")
+        else:
+            inner["found"] = [super().forward(inner["x"])]
+        if fails:
+            raise ValueError("on purpose")
+
+
+class FillsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Fills(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, given: Any) -> None:
+        for layer in self.layers:
+            layer(given)
+
+
+FILLED: dict[str, Any] = {
+    "list": lambda x: [x],
+    "dict": lambda x: {"x": x},
+    "dict of a class": lambda x: Batch(x=x),
+    "dataclass": Memory,
+    "in a tuple": lambda x: ([x], x),
+}
+
+
+def filled(given: Any) -> list[Tensor]:
+    """Return the tensors in an argument after a forward."""
+    found: list[Tensor] = []
+    visit_tensors(found.append, given)
+    return found
+
+
+@pytest.mark.parametrize("kind", FILLED)
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@ranks(2)
+def test_what_a_unit_puts_into_its_argument(kind: str, param_dtype: torch.dtype | None) -> None:
+    """It reaches the caller, gradients come in through it, and the caller's tensors stay."""
+    torch.manual_seed(0)
+    model, reference = FillsTwice(), FillsTwice()
+    reference.load_state_dict(model.state_dict())
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=param_dtype, output_dtype=torch.float32)
+    for unit in (*model.layers, model):
+        fsdp2.fully_shard(unit, mesh=make_mesh(), mp_policy=policy)
+    rtol = 2e-2 if param_dtype else None
+    for _ in range(2):
+        losses = []
+        for each in (model, reference):
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            given = FILLED[kind](x)
+            each(given)
+            found = filled(given)
+            assert any(tensor is x for tensor in found), "the caller's tensor is gone"
+            assert all(tensor.dtype is torch.float32 for tensor in found)
+            losses.append(torch.stack(found).square().mean())
+            losses[-1].backward()
+        assert_same(losses[0], losses[1], "loss", rtol)
+        assert_same_gradients(model, reference, rtol)
+
+
+@ranks(1)
+def test_a_forward_that_raises_gives_the_argument_back() -> None:
+    model = Fills(WIDTH, WIDTH)
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fsdp2.fully_shard(model, mesh=make_mesh(), mp_policy=policy)
+    x = batch(0)
+    given = {"x": x}
+    with pytest.raises(ValueError, match="on purpose"):
+        model(given, fails=True)
+    assert given["x"] is x
+    assert len(given) == 2
+
+
 @ranks(1)
 def test_a_class_that_cannot_have_a_subclass_is_refused_first() -> None:
     class Strict(nn.Linear):
@@ -426,3 +522,256 @@ def test_many_units_inside_each_other() -> None:
     model(torch.ones(2, 3)).sum().backward()
     assert model.scale.grad is not None
     torch.testing.assert_close(model.scale.grad.full_tensor(), torch.full((3,), 2.0))
+
+
+# --- writes that count no version -----------------------------------------------------------------
+
+
+def local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def by_vector(params: list[Tensor]) -> None:
+    parts = [local(param).data for param in params]
+    vector_to_parameters(2 * parameters_to_vector(parts), parts)
+
+
+WRITES: dict[str, Callable[[list[Any]], object]] = {
+    "data": lambda params: [p.data.mul_(2) for p in params],
+    "foreach": lambda params: torch._foreach_mul_(params, 2.0),
+    "foreach on data": lambda params: torch._foreach_mul_([p.data for p in params], 2.0),
+    "local data": lambda params: [local(p).data.mul_(2) for p in params],
+    "numpy": lambda params: [np.multiply(a, 2, out=a) for a in arrays_of(params)],
+    "vector": by_vector,
+    "average": lambda params: get_ema_multi_avg_fn(0.5)(params, [3 * p for p in params], 1),
+}
+
+
+def arrays_of(params: list[Tensor]) -> list[Any]:
+    return [local(param).detach().numpy() for param in params]
+
+
+@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("holds", [False, True])
+@ranks(2)
+def test_a_forward_uses_what_was_written_since_the_last_one(way: str, holds: bool) -> None:
+    """Nobody counts these writes. ``holds``: the graph of the first forward lives on."""
+    model, reference = build()
+    for made in (model, reference):
+        params = list(made.parameters())
+        output = made(batch(0))
+        held = output if holds else None
+        del output
+        with torch.no_grad():
+            WRITES[way](params)
+        del held
+    for _ in range(2):
+        assert_close(model(batch(1)), reference(batch(1)))
+        assert_close(model(batch(1)).sum(), reference(batch(1)).sum())
+    for made in (model, reference):
+        made(batch(1)).square().mean().backward()
+    compare(model, reference)
+
+
+@pytest.mark.parametrize("kept", with_slow([None, False, 2], [False]))
+@ranks(4)
+def test_values_that_were_only_evaluated_are_gone_afterwards(kept: Any) -> None:
+    """An average is put in for an evaluation, and the old values are written back."""
+    model, reference = build(reshard_after_forward=kept)
+    outputs = []
+    for made in (model, reference):
+        made(batch(0)).square().mean().backward()
+        params = [local(p) for p in made.parameters()]
+        before = [p.detach().clone() for p in params]
+        for p in params:
+            p.data.mul_(0.5)
+        with torch.no_grad():
+            outputs.append(made(batch(1)))
+        for p, old in zip(params, before, strict=True):
+            p.data.copy_(old)
+        outputs.append(made(batch(2)))
+    assert_close(outputs[0], outputs[2])
+    assert_close(outputs[1], outputs[3])
+
+
+# --- writes of a forward to its own parameters ----------------------------------------------------
+
+
+class Clamps(nn.Module):
+    """Writes to its weights in forward: a clamp, a renormalization, a codebook that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, WIDTH, max_norm=0.7)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.codes = nn.Parameter(torch.randn(13, WIDTH), requires_grad=False)
+
+    def forward(self, index: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.2, 0.2)
+            self.codes.mul_(0.9).add_(self.linear.weight.mean())
+        x = self.linear(self.embed(index))
+        return x + self.codes[index]
+
+
+class ClampsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Clamps(), Clamps()])
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, index: Tensor, recomputes: bool = False) -> Tensor:
+        with torch.no_grad():
+            self.scale.add_(0.125)
+        total = torch.zeros(len(index), WIDTH)
+        for part in self.parts:
+            y = checkpoint(part, index, use_reentrant=False) if recomputes else part(index)
+            total = total + y * self.scale
+        return total
+
+
+@pytest.mark.parametrize(
+    ("reshard", "precision", "recomputes"),
+    [
+        (None, None, False),
+        (False, None, False),
+        (2, None, False),
+        (None, torch.bfloat16, False),
+        (None, None, True),
+    ],
+)
+@ranks(4)
+def test_a_forward_may_write_to_its_parameters(
+    reshard: Any, precision: torch.dtype | None, recomputes: bool
+) -> None:
+    torch.manual_seed(0)
+    model = ClampsTwice()
+    reference = copy.deepcopy(model)
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype=precision)
+    for unit in (*model.parts, model):
+        fsdp2.fully_shard(unit, mesh=make_mesh(), reshard_after_forward=reshard, mp_policy=policy)
+    index = torch.tensor([1, 2, 3, 5])
+    tolerance = 0.02 if precision is not None else 1e-6
+    for made in (model, reference):
+        optimizer = torch.optim.SGD([p for p in made.parameters() if p.requires_grad], lr=0.5)
+        for _ in range(3):
+            made(index, recomputes).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            made(index)  # what an evaluation writes stays, too
+    for (name, param), expected in zip(
+        model.named_parameters(), reference.parameters(), strict=True
+    ):
+        assert_close(param.full_tensor(), expected, atol=tolerance, rtol=tolerance, msg=name)
+
+
+@ranks(2)
+def test_a_write_to_one_whole_parameter_leaves_the_shards_of_others() -> None:
+    """An optimizer's list holds shards, and may write to them while parameters are whole."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    shards = dict(model.named_parameters())
+    before = {name: param.full_tensor().clone() for name, param in shards.items()}
+    model.unshard()
+    with torch.no_grad():
+        model.weight.mul_(2)
+        shards["bias"].mul_(3)
+    model.reshard()
+    assert_close(model.weight.full_tensor(), 2 * before["weight"])
+    assert_close(model.bias.full_tensor(), 3 * before["bias"])
+
+
+@ranks(2)
+def test_a_forward_that_raises_takes_its_writes_with_it() -> None:
+    class Raises(nn.Linear):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.mul_(2)
+            if self.fails:
+                raise ValueError("too late")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    model = Raises(WIDTH, WIDTH)
+    fsdp2.fully_shard(model, mesh=make_mesh())
+    model(batch(0)).sum().backward()
+    before = model.weight.full_tensor().clone()
+    model.fails = True
+    with pytest.raises(ValueError, match="too late"):
+        model(batch(0))
+    assert torch.equal(model.weight.full_tensor(), before)
+
+
+# --- gradients that wait --------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_step_tells_of_gradients_that_wait_at_another_root() -> None:
+    """Two roots, a backward without sync through both, then one with sync through the first."""
+    torch.manual_seed(0)
+    roots = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    reference = copy.deepcopy(roots)
+    for root in roots:
+        fsdp2.fully_shard(root, mesh=make_mesh())
+    optimizer = torch.optim.SGD(roots.parameters(), lr=0.1)
+    with fsdp2.no_sync(roots):
+        (roots[0](batch(0)).sum() + roots[1](batch(1)).square().sum()).backward()
+    roots[0](batch(2)).sum().backward()
+    before = roots[1].weight.full_tensor().clone()
+    with pytest.warns(UserWarning, match=r"SGD: .*gradients of a backward without sync wait"):
+        optimizer.step()
+    assert torch.equal(roots[1].weight.full_tensor(), before)  # said, and not hidden
+    roots[1](batch(3)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+    (reference[1](batch(1)).square().sum() + reference[1](batch(3)).sum()).backward()
+    assert_close(roots[1].weight.grad.full_tensor(), reference[1].weight.grad)
+
+
+# --- what the engine writes to --------------------------------------------------------------------
+
+
+@ranks(2)
+def test_a_gradient_of_which_somebody_keeps_the_storage_stays() -> None:
+    model, _ = build()
+    model(batch(0)).square().mean().backward()
+    gradient = local(model.inp.weight.grad)
+    storage, values = gradient.untyped_storage(), gradient.clone()
+    del gradient
+    model.zero_grad()
+    for seed in (1, 2):
+        model(batch(seed)).square().mean().backward()
+        model.zero_grad()
+    kept = torch.empty(0).set_(storage)[: values.numel()]  # its rows come first in the buffer
+    assert torch.equal(kept, values.flatten())
+
+
+@ranks(2)
+def test_saved_tensors_may_be_mutated_around_a_step() -> None:
+    """What the engine does to its own memory is no mutation of the user's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    reference = copy.deepcopy(model)
+    for unit in (*model, model):
+        fsdp2.fully_shard(unit, mesh=make_mesh())
+    for made in (model, reference):
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        for _ in range(2):
+            with torch.autograd.graph.allow_mutation_on_saved_tensors():
+                x = torch.ones(2, 64, requires_grad=True) * 1
+                output = made(x)
+                x.mul_(3)
+                output.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    compare_parameters(model, reference)
+
+
+def compare_parameters(model: nn.Module, reference: nn.Module) -> None:
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(param.full_tensor(), expected)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.fuzz._draw_models import Choices, calls, models, mostly, setups
+from tests.fuzz._draw_models import Choices, Pinned, calls, models, mostly, setups
 from tests.fuzz._program import (
     Backward,
     Clip,
@@ -16,6 +17,7 @@ from tests.fuzz._program import (
     Diverge,
     Evaluate,
     Fail,
+    Forward,
     Freeze,
     Functional,
     Hook,
@@ -31,6 +33,7 @@ from tests.fuzz._program import (
     Unshard,
     Update,
     Whole,
+    Write,
     Zero,
 )
 
@@ -52,15 +55,24 @@ SETTINGS: dict[str, Sequence[Any]] = {
 @st.composite
 def backwards(draw: st.DrawFn, choices: Choices, sync: str | None = None) -> Backward:
     many = draw(mostly(1, 2, 3, weight=4))
-    how = draw(mostly("sum", "each", "reversed", "retain", weight=2))
-    if choices.recomputed and how == "retain":
+    how = draw(mostly("sum", "each", "reversed", "retain", "penalty", weight=2))
+    if choices.recomputed and how in ("retain", "penalty"):
         how = "each"
+    if choices.setup.tensor > 1 and how == "penalty":  # DTensor's gradients have no graph
+        how = "sum"
+    if choices.setup.precision == "half" and how == "penalty":  # of roundings: far off, and right
+        how = "sum"
     usual = "yes" if sync is None else sync
     between: list[Op] = []
     if draw(mostly(False, True, weight=4)):
         between = draw(st.lists(st.one_of(*while_running(choices)), min_size=1, max_size=2))
+    is_one = many == 1 and not between  # what it saves, nobody else writes to
+    is_penalty = how == "penalty"  # on ranks whose graphs differ an error, see docs/differences.md
+    drawn = calls(
+        choices, alike=is_penalty, solves=not is_penalty, writes=is_one, empties=not is_penalty
+    )
     return Backward(
-        calls=tuple(draw(calls(choices)) for _ in range(many)),
+        calls=tuple(draw(drawn) for _ in range(many)),
         how=how,
         sync=usual,
         between=tuple(between),
@@ -123,11 +135,14 @@ def single_ops(draw: st.DrawFn, choices: Choices) -> tuple[Op, ...]:
         st.builds(Copy, st.sampled_from(["deepcopy"] if unpicklable else ["deepcopy", "pickle"])),
         settings_of(choices),
         settings_of(choices),
-        st.builds(Compiled),
+        writes(choices),
     ]
-    if setup.precision == "same":
+    hides = choices.model.hides != "no"
+    if not hides:
+        kinds.append(st.builds(Compiled))
+    if setup.precision == "same" and not hides:
         kinds.append(st.builds(Functional, st.sampled_from(["half", "own"])))
-    if not (choices.recomputed or unpicklable or setup.precision != "same"):
+    if not (choices.recomputed or unpicklable or setup.precision != "same" or hides):
         kinds.append(st.just(Functional("grad")))
     op = draw(st.one_of(*kinds))
     return (op,)
@@ -146,6 +161,38 @@ def whole_ops(draw: st.DrawFn, choices: Choices) -> tuple[Op, ...]:
 
 
 @st.composite
+def forgotten(draw: st.DrawFn, choices: Choices) -> tuple[Op, ...]:
+    """Draw a forward without a backward, and writes to what it may have left whole."""
+    ops: list[Op] = []
+    if draw(mostly(True, False)):
+        ops.append(Forward(draw(calls(choices))))
+    ops.append(draw(writes(choices)))
+    if draw(st.booleans()):
+        ops.append(Evaluate("no_grad", draw(calls(choices, alike=True))))
+    return tuple(ops)
+
+
+def writes(choices: Choices) -> st.SearchStrategy[Write]:
+    hows = ["data", "local", "numpy"]
+    if choices.setup.tensor == 1:  # torch's lists are of one mesh
+        hows += ["foreach", "ema"]
+    return st.builds(Write, st.sampled_from(hows))
+
+
+@st.composite
+def apart(draw: st.DrawFn, choices: Choices) -> tuple[Op, ...]:
+    """Draw backwards through one of several roots, with and without sync."""
+    ops: list[Op] = []
+    for _ in range(draw(st.integers(1, 3))):
+        sync = draw(st.sampled_from(["no", "yes"]))
+        root = draw(st.sampled_from([0, 1, -1]))
+        ops.append(replace(draw(backwards(choices, sync)), root=root, between=()))
+        if draw(mostly(False, True)):
+            ops.append(Update())
+    return (*ops, draw(backwards(choices)), Update())
+
+
+@st.composite
 def settings_of(draw: st.DrawFn, choices: Choices) -> Set:
     names = [*SETTINGS, "reduction", "reduction"]  # of those that are about numbers, more
     name = draw(st.sampled_from(names))
@@ -154,13 +201,15 @@ def settings_of(draw: st.DrawFn, choices: Choices) -> Set:
 
 
 @st.composite
-def programs(draw: st.DrawFn, ranks: int) -> Program:
-    """Draw a program for this many ranks."""
-    setup = draw(setups(ranks))
+def programs(draw: st.DrawFn, ranks: int, pinned: Pinned = ()) -> Program:
+    """Draw a program for this many ranks; `pinned` are fields of the setup that are not drawn."""
+    setup = draw(setups(ranks, pinned))
     model = draw(models(setup))
     choices = Choices(model, setup)
     parts = [steps(choices), steps(choices), steps(choices), single_ops(choices)]
     parts += [single_ops(choices), single_ops(choices), failures(choices), whole_ops(choices)]
+    parts += [forgotten(choices)]
+    parts += [apart(choices)] * (3 * (model.roots == 2))
     drawn = draw(st.lists(st.one_of(*parts), min_size=1, max_size=6))
     ops = [op for part in drawn for op in part]
     if not isinstance(ops[-1], Update):
@@ -179,4 +228,6 @@ def programs(draw: st.DrawFn, ranks: int) -> Program:
 def _may_diverge(setup: Setup, model: Model) -> bool:
     # Over two process groups ranks that diverge may wait for each other until the timeout.
     is_int = setup.reshard is not None and not isinstance(setup.reshard, bool)
-    return setup.tensor == 1 and setup.data_ranks > 1 and not is_int and model.roots == 1
+    hides = model.hides != "no" or any(block.hides != "no" for block in model.layers())
+    is_one = model.roots == 1 and not hides
+    return setup.tensor == 1 and setup.data_ranks > 1 and not is_int and is_one

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 import fsdp2
 from tests._meshes import DEVICE
 from tests.behaviour.test_recovery import Fuse, ProvokedError
-from tests.fuzz._pair import MismatchError, Pair, loss_of
+from tests.fuzz._pair import MismatchError, Pair
 from tests.fuzz._program import Call, Diverge, Fail
 
 
@@ -51,12 +50,12 @@ def fail(pair: Pair, op: Fail) -> None:
         tree.set_requires_gradient_sync(True)
     parts = pair.batch(op.call)
     raised = []
-    for model in (pair.model, pair.reference):
+    ways = op.call.ways_of(pair.index)
+    for model, run in ((pair.model, pair.run), (pair.reference, pair.run_reference)):
         layer = model.layers()[op.layer % len(model.layers())]
         with failing(layer, op.phase):
             try:
-                output = model(parts[pair.index], op.call.ways_of(pair.index))
-                loss_of(output).backward()
+                run(parts[pair.index], ways).backward()
                 raised.append(False)
             except ProvokedError:
                 raised.append(True)
@@ -68,9 +67,15 @@ def fail(pair: Pair, op: Fail) -> None:
         for tree in pair.model.trees:
             tree.reset_iter_state()
     pair.zero("optimizer" if op.then in ("optimizer", "new") and raised[0] else "model")
-    pair.is_unsynced = False
-    if not raised[0] or op.then == "reset" or len(pair.model.trees) == 1:
+    pair.unsynced.clear()
+    # Before the first forward of a tree, a copy's for one, a reset does nothing.
+    have_run = all(fsdp2.fully_shard.state(tree).runtime is not None for tree in pair.model.trees)
+    is_reset = op.then == "reset" and have_run
+    if not raised[0] or is_reset or len(pair.model.trees) == 1:
         pair.is_whole = False  # else what unshard() holds in a tree behind the exception stays
+    elif any(layer.block.checkpoint != "no" for layer in pair.model.layers()):
+        # A gather in flight holds the hooks of checkpointing, and they the graph of all trees.
+        pair.is_whole = True
 
 
 def diverge(pair: Pair, op: Diverge) -> None:
@@ -108,8 +113,8 @@ def diverge(pair: Pair, op: Diverge) -> None:
         pair.is_whole = False
     elif op.way != "fail":
         for call, parts in zip(calls, batches, strict=True):
-            losses = [loss_of(pair.reference(x, call.ways_of(r))) for r, x in enumerate(parts)]
-            (sum(losses, torch.zeros(())) * (pair.scale / pair.count)).backward()
+            losses = [pair.run_reference(x, call.ways_of(r)) for r, x in enumerate(parts)]
+            pair.mean(losses).backward()
         pair.check_gradients()
     pair.zero("model")
 
@@ -120,4 +125,4 @@ def one_step(pair: Pair, x: Tensor, call: Call, raises_before: int | None) -> No
             layers = pair.model.layers()
             stack.enter_context(contextlib.suppress(ProvokedError))
             stack.enter_context(failing(layers[raises_before % len(layers)], "before"))
-        loss_of(pair.model(x, call.ways_of(pair.index))).backward()
+        pair.run(x, call.ways_of(pair.index)).backward()

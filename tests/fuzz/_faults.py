@@ -26,6 +26,12 @@ NAMED = (
     "uneven-tail-unpacked-by-columns",  # wrong rows
     "scale-cached-over-settings",  # a lost scale
     "own-rows-of-rank-zero",
+    "differentiated-once-a-backward",
+    "updated-input-loses-its-mark",
+    "penalty-comes-in-unmarked",
+    "waiting-gradients-untold",
+    "whole-parameters-serve-any-forward",
+    "writes-of-a-forward-lost",
 )
 OWN = (
     Fault(

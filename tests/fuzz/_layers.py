@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz._bodies import BODIES, DTYPE
-from tests.fuzz._program import Block, Model
+from tests.fuzz._program import IN_PLACE, Block, Model
 
 Ways = Mapping[int, str]
+MOST = 0.2  # what a layer clamps to
 
 
 class Layer(nn.Module):
@@ -26,29 +27,55 @@ class Layer(nn.Module):
         self.block, self.place = block, next(places)
         self.body = BODIES[block.kind](width, block.hidden)
         self.inner = nn.ModuleList(Layer(inner, width, places) for inner in block.inner)
+        self.aside: Tensor | None = None  # a loss of its own, of the last forward
+        self.dtype: torch.dtype | None = None  # what it computes in; None: its parameters tell
         first = next(self.body.parameters(), None)
         if block.frozen and first is not None:
             first.requires_grad_(False)
         hook_up(self, block.hook)
 
     def forward(self, given: Any, ways: Ways) -> Any:
-        x = given["x"] if self.block.boxed else given
         way = ways.get(self.place, "")
         if way == "as_input":
             return given
-        if way == "around":
-            y = x * 1
-        elif way == "inplace":
-            x.mul_(0.5)
-            y = x
-        else:
-            # An output dtype may differ from that of the parameters of the unit around.
-            dtype = next((p.dtype for p in self.body.parameters()), x.dtype)
-            y = torch.tanh(self.body(x.to(dtype), way == "other"))
+        x = taken_out(given)
+        y = x.mul_(0.5) if way == "inplace" else self._body(x, way)
         for layer in self.inner:
             y = run(layer, y, ways)
         y = y if way == "inplace" else x + y
-        return {"y": y, "more": [y.detach()]} if self.block.boxed else y
+        if way == "aside":
+            self.aside = self._body(y, "").square().sum() / y.shape[-1]
+        if self.block.box == "dict":
+            return {"y": y, "more": [y.detach()]}
+        if self.block.box == "list":
+            given.append(y)
+        return put_in(y, self.block.hides)
+
+    def _body(self, x: Tensor, way: str) -> Tensor:
+        """Compute, after what a way does first."""
+        first = next(self.body.parameters(), None)
+        if way == "around":
+            return x * 1
+        if way == "updates":
+            x.mul_(0.5)
+        elif way == "updates_view":
+            x.view(-1).mul_(0.5)
+        elif way == "updates_alias":
+            x.view_as(x).mul_(0.5)
+        elif way == "clamps" and first is not None:
+            clamp(first)
+        elif way == "clamps_buffer":
+            clamp(self.body.get_buffer("offset"))
+        # An output dtype may differ from that of the parameters of the unit around.
+        dtype = x.dtype if first is None else self.dtype or first.dtype
+        return torch.tanh(self.body(x.to(dtype), way == "other"))
+
+
+@torch.no_grad()
+def clamp(tensor: Tensor) -> None:
+    """Write only if that changes something: the plain model runs for one rank after the other."""
+    if (tensor.abs() > MOST).any():
+        tensor.clamp_(-MOST, MOST)
 
 
 def run(layer: nn.Module, x: Tensor, ways: Ways) -> Tensor:
@@ -57,21 +84,115 @@ def run(layer: nn.Module, x: Tensor, ways: Ways) -> Tensor:
     way = ways.get(layer.place, "")
     if way == "skip":
         return x
-    y = x.clone() if way == "inplace" else x
+    y = x.clone() if way in IN_PLACE else x
+    if way == "implicit":
+        return implicit(lambda z: run_once(layer, z, ways), y)
+    if way == "solved":
+        return Solved.apply(y, lambda z: run_once(layer, z, ways))  # type: ignore[no-any-return]  # untyped
+    if way == "fed":
+        return x + run_once(layer, y.detach(), ways)
     for _ in range(2 if way == "twice" else 1):
-        given: Any = {"x": y} if layer.block.boxed else y
-        if layer.block.checkpoint == "no":
-            found = layer(given, ways)
-        else:
-            found = checkpoint(
-                layer, given, ways, use_reentrant=layer.block.checkpoint == "reentrant"
-            )
-        y = found["y"] if isinstance(found, dict) and "y" in found else given_of(found)
+        y = run_once(layer, y, ways)
     return x + 0 * y.detach() if way == "detach" else y
 
 
-def given_of(found: Any) -> Tensor:
-    return found["x"] if isinstance(found, dict) else found
+def run_once(layer: Layer, x: Tensor, ways: Ways) -> Tensor:
+    given = put_in(x, layer.block.box)
+    if layer.block.checkpoint == "no":
+        found = layer(given, ways)
+    else:
+        found = checkpoint(layer, given, ways, use_reentrant=layer.block.checkpoint == "reentrant")
+    if layer.block.box == "list":
+        return given[-1]  # type: ignore[no-any-return]  # of a list of tensors
+    return taken_out(found)
+
+
+# --- what solvers do ------------------------------------------------------------------------------
+
+TIMES = 2  # that one forward is differentiated, before its last
+
+
+def implicit(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Compute `function(x)`, and let its gradient be solved for, as implicit layers do."""
+    found = function(x)
+    if not found.requires_grad:
+        return found
+    start = found.detach().requires_grad_()
+    again = function(start)
+
+    def solve(gradient: Tensor) -> Tensor:
+        solved = gradient
+        for _ in range(TIMES):
+            (back,) = torch.autograd.grad(again, start, solved, retain_graph=True)
+            solved = gradient + 0.5 * back
+        return solved
+
+    found.register_hook(solve)
+    return found
+
+
+class Solved(torch.autograd.Function):
+    """The same in an autograd function, whose backward accumulates gradients of parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        with torch.enable_grad():
+            ctx.start = x.detach().requires_grad_()
+            ctx.found = function(ctx.start)
+        return ctx.found.detach()  # type: ignore[no-any-return]  # of a context
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]  # of one output
+        solved = gradient
+        for _ in range(TIMES):
+            (back,) = torch.autograd.grad(ctx.found, ctx.start, solved, retain_graph=True)
+            solved = gradient + 0.5 * back
+        ctx.start.grad = None
+        torch.autograd.backward(ctx.found, solved, retain_graph=True)
+        return ctx.start.grad, None
+
+
+# --- what tensors are passed in -------------------------------------------------------------------
+
+
+class Box:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+PUT_IN: dict[str, Callable[[Tensor], Any]] = {
+    "no": lambda x: x,
+    "dict": lambda x: {"x": x},
+    "list": lambda x: [x],
+    "object": Box,
+    "slots": Slots,
+    "closure": lambda x: lambda: x,
+    "generator": lambda x: (each for each in [x]),
+}
+
+
+def put_in(x: Tensor, kind: str) -> Any:
+    return PUT_IN[kind](x)
+
+
+def taken_out(found: Any) -> Tensor:
+    """Return the tensor in what `put_in` gave, or in what a layer returns."""
+    if isinstance(found, dict):
+        return found["y"] if "y" in found else found["x"]  # type: ignore[no-any-return]  # of a dict
+    if isinstance(found, list):
+        return found[0]  # type: ignore[no-any-return]  # of a list
+    if isinstance(found, Box | Slots):
+        return found.x
+    if isinstance(found, Tensor):
+        return found
+    return found() if callable(found) else next(found)  # type: ignore[no-any-return]  # opaque
 
 
 def hook_up(layer: Layer, kind: str) -> None:
@@ -108,18 +229,29 @@ class Net(nn.Module):
         layers = [Layer(block, model.width, places) for block in model.blocks]
         parts = [part for part in (layers[: model.cut], layers[model.cut :]) if part]
         self.trees = nn.ModuleList(Tree(part, model) for part in parts)
-        every = self.layers()
+        found = [module for module in self.modules() if isinstance(module, Layer)]
+        self._layers = tuple(sorted(found, key=lambda layer: layer.place))
+        every = self._layers
         for one, two in model.tied:
             tie(every[one].body, every[two].body)
 
-    def forward(self, x: Tensor, ways: Ways) -> Tensor:
-        for tree in self.trees:
-            x = tree(x, ways)
+    def forward(self, x: Tensor, ways: Ways, root: int = -1) -> Tensor:
+        """Run all trees, or one."""
+        for tree in self.trees if root < 0 else self.trees[root : root + 1]:
+            assert isinstance(tree, Tree)
+            x = tree.result_of(x, ways)
         return x
 
-    def layers(self) -> list[Layer]:
-        found = [module for module in self.modules() if isinstance(module, Layer)]
-        return sorted(found, key=lambda layer: layer.place)
+    def take_asides(self) -> list[Tensor]:
+        """Return the losses that layers kept; they have none afterwards."""
+        found = [layer.aside for layer in self.layers() if layer.aside is not None]
+        for layer in self.layers():
+            layer.aside = None
+        return found
+
+    def layers(self) -> tuple[Layer, ...]:
+        """Return all layers, as the model's description counts them."""
+        return self._layers
 
 
 class Tree(nn.Module):
@@ -127,13 +259,27 @@ class Tree(nn.Module):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(model.width, dtype=DTYPE))
         self.is_first = model.gain == "first"
+        self.hides = model.hides
+        self.result: Tensor | None = None
         self.blocks = nn.ModuleList(layers)
 
-    def forward(self, x: Tensor, ways: Ways) -> Tensor:
+    def forward(self, x: Tensor, ways: Ways) -> Any:
         x = x * self.gain if self.is_first else x
         for layer in self.blocks:
             x = run(layer, x, ways)
-        return x if self.is_first else x * self.gain
+        x = x if self.is_first else x * self.gain
+        if self.hides == "attribute":
+            self.result = x
+            return None
+        return put_in(x, self.hides)
+
+    def result_of(self, x: Tensor, ways: Ways) -> Tensor:
+        found = self(x, ways)
+        if self.hides != "attribute":
+            return taken_out(found)
+        found, self.result = self.result, None
+        assert found is not None
+        return found
 
 
 def tie(one: nn.Module, two: nn.Module) -> None:

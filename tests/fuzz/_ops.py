@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import fsdp2
 from tests._meshes import DEVICE
 from tests._parity import names_of
 from tests.fuzz._failing_ops import diverge, fail
-from tests.fuzz._layers import Net
-from tests.fuzz._pair import Pair, loss_of
+from tests.fuzz._layers import Net, Ways
+from tests.fuzz._pair import Losses, MismatchError, Pair, loss_of
 from tests.fuzz._program import (
     Backward,
     Call,
@@ -26,6 +29,7 @@ from tests.fuzz._program import (
     Diverge,
     Evaluate,
     Fail,
+    Forward,
     Freeze,
     Functional,
     Hook,
@@ -38,6 +42,7 @@ from tests.fuzz._program import (
     Unshard,
     Update,
     Whole,
+    Write,
     Zero,
 )
 from tests.fuzz._sharding import innermost
@@ -49,26 +54,38 @@ def backward(pair: Pair, op: Backward) -> None:
         tree.set_requires_gradient_sync(op.sync != "no")
         if op.sync == "shard":
             tree.set_requires_all_reduce(False)
-    losses = [pair.forward(call) for call in op.calls]
+    stays_whole = pair.is_whole and op.root >= 0
+    forward = pair.penalized if op.how == "penalty" else pair.forward
+    losses = [forward(call, op.root) for call in op.calls]
     pair.is_whole = True  # after a forward it may be, as it was asked to
     for inner in op.between:
         PERFORM[type(inner)](pair, inner)
         pair.is_whole = True
-    if op.how == "sum":
-        losses = [tuple(sum(each, torch.zeros(())) for each in zip(*losses, strict=True))]  # type: ignore[misc]  # a pair
+    if op.how in ("sum", "penalty"):
+        losses = [Losses(*(sum(each, torch.zeros(())) for each in zip(*losses, strict=True)))]
     elif op.how == "reversed":
         losses = losses[::-1]
     for loss, expected in losses:
         for again in (True, False) if op.how == "retain" else (False,):
             loss.backward(retain_graph=again)
             expected.backward(retain_graph=again)
-    pair.is_unsynced = op.sync != "yes"
-    pair.is_whole = False
+    entered = {op.root} if op.root >= 0 else set(range(len(pair.model.trees)))
+    pair.unsynced = pair.unsynced - entered if op.sync == "yes" else pair.unsynced | entered
+    pair.is_whole = stays_whole
+    if pair.program.model.hides != "no" and pair.lacks_gradients():
+        pair.optimizer.step()  # raises, as nobody reduced these gradients
+
+
+def forward(pair: Pair, op: Forward) -> None:
+    pair.forward(op.call, op.root)
 
 
 def update(pair: Pair, op: Update) -> None:
-    if pair.is_unsynced:
+    if len(pair.unsynced) == len(pair.model.trees):
         return  # the sharded model steps when these are reduced
+    if pair.unsynced:
+        update_without_the_unsynced(pair)
+        return
     if pair.holds_whole:
         try:
             pair.optimizer.step()
@@ -83,6 +100,28 @@ def update(pair: Pair, op: Update) -> None:
         pair.zero({"none": "optimizer"}.get(op.zero, op.zero))
 
 
+def update_without_the_unsynced(pair: Pair) -> None:
+    """Step while gradients of some roots wait: it goes on without them, and says so."""
+    if pair.holds_whole:  # what an optimizer was made of then is refused
+        pair.reshard()
+        pair.make_optimizers()
+    for index in pair.unsynced:
+        if any(p.grad is not None for p in pair.model.trees[index].parameters()):
+            return  # of a backward before: it would be used
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        pair.optimizer.step()
+    waiting = [p for i in pair.unsynced for p in pair.reference.trees[i].parameters()]
+    kept = [p.grad for p in waiting]
+    if any(grad is not None for grad in kept) and not any("FS710" in str(w.message) for w in told):
+        raise MismatchError("an optimizer stepped, and did not tell of gradients that wait")
+    for param in waiting:
+        param.grad = None
+    pair.reference_optimizer.step()
+    for param, grad in zip(waiting, kept, strict=True):
+        param.grad = grad
+
+
 def zero(pair: Pair, op: Zero) -> None:
     pair.zero("model")
 
@@ -93,10 +132,10 @@ def evaluate(pair: Pair, op: Evaluate) -> None:
     ways = op.call.ways_of(pair.index)
     pair.model.eval()
     with modes[op.mode]():
-        actual = loss_of(pair.model(parts[pair.index], ways)).clone()
+        actual = pair.run(parts[pair.index], ways).clone()
     pair.model.train()
     with torch.no_grad():
-        expected = loss_of(pair.reference(parts[pair.index], ways))
+        expected = pair.run_reference(parts[pair.index], ways)
     pair.same(actual.clone(), expected, "evaluation")
 
 
@@ -174,9 +213,11 @@ def change_setting(pair: Pair, op: Set) -> None:
     if op.name == "reshard_after_forward":
         for unit in chosen:
             unit.set_reshard_after_forward(op.value)
+            pair.keeps_whole |= not op.value
     elif op.name == "reshard_after_backward":
         for unit in chosen:
             unit.set_reshard_after_backward(op.value)
+            pair.keeps_whole |= not op.value
     elif op.name == "reduction":
         if pair.is_unsynced:
             return
@@ -232,6 +273,31 @@ def disturb_nothing(pair: Pair) -> None:
     pair.is_whole = False
 
 
+WRITE: dict[str, Callable[[list[Tensor]], Any]] = {
+    "data": lambda params: [p.data.mul_(0.5) for p in params],
+    "local": lambda params: [local(p).data.mul_(0.5) for p in params],
+    "numpy": lambda params: [np.multiply(a := local(p).numpy(), 0.5, out=a) for p in params],
+    "foreach": lambda params: torch._foreach_mul_(params, 0.5),
+    "ema": lambda params: get_ema_multi_avg_fn(0.0)(params, [p.detach() * 0.5 for p in params], 0),
+}
+"""Ways to halve parameters, most of which change no version that autograd counts."""
+
+
+def write(pair: Pair, op: Write) -> None:
+    if pair.is_unsynced or pair.is_whole or (op.how == "numpy" and DEVICE != "cpu"):
+        return
+    with torch.no_grad():
+        WRITE[op.how](list(pair.model.parameters()))
+        for expected in pair.reference.parameters():
+            expected.mul_(0.5)
+    if pair.keeps_whole:
+        pair.reshard()  # what stays because it was asked for does not see such a write
+
+
+def local(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
 def clip(pair: Pair, op: Clip) -> None:
     if pair.is_unsynced or pair.is_whole:
         return
@@ -257,22 +323,25 @@ def functional(pair: Pair, op: Functional) -> None:
         named = dict(model.named_parameters())
         return named if factor == 1.0 else {name: p * factor for name, p in named.items()}
 
-    loss = loss_of(functional_call(pair.model, values(pair.model), (x, ways)))
+    loss = loss_with(pair.model, values(pair.model), x, ways)
     halves = values(pair.reference)
     losses = [
-        loss_of(functional_call(pair.reference, halves, (part, call.ways_of(r))))
-        for r, part in enumerate(parts)
+        loss_with(pair.reference, halves, part, call.ways_of(r)) for r, part in enumerate(parts)
     ]
     pair.same(loss, losses[pair.index], "loss")
     loss.backward()
-    (sum(losses, torch.zeros(())) * (pair.scale / pair.count)).backward()
+    pair.mean(losses).backward()
+
+
+def loss_with(model: Net, values: dict[str, Tensor], x: Tensor, ways: Ways) -> Tensor:
+    return loss_of(model, x, ways, call=lambda *args: functional_call(model, values, args))
 
 
 def functional_grad(pair: Pair, x: Tensor) -> None:
     values = {name: p.detach() * 0.5 for name, p in pair.reference.named_parameters()}
 
-    def loss(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
-        return lambda given: loss_of(functional_call(model, given, (x, {})))
+    def loss(model: Net) -> Callable[[dict[str, Tensor]], Tensor]:
+        return lambda given: loss_with(model, given, x, {})
 
     actual = torch.func.grad(loss(pair.model))(values)
     expected = torch.func.grad(loss(pair.reference))(values)
@@ -284,10 +353,13 @@ def compiled(pair: Pair, op: Compiled) -> None:
     if pair.is_unsynced or pair.is_whole or pair.setup.offload or DEVICE != "cpu":
         return  # gloo has no functional collectives on a device
     parts, ways = pair.batch(op.call), op.call.ways_of(pair.index)
-    x = parts[pair.index]
-    for tree in pair.model.trees:
-        x = fsdp2.compile(tree, disable=True)(x, ways)
-    loss = loss_of(x)
+
+    def call(x: Tensor, *_: Any) -> Tensor:
+        for tree in pair.model.trees:
+            x = fsdp2.compile(tree, disable=True)(x, ways)
+        return x
+
+    loss = loss_of(pair.model, parts[pair.index], ways, call=call)
     expected = pair.expected(parts, op.call, loss)
     loss.backward()
     expected.backward()
@@ -324,5 +396,7 @@ PERFORM: dict[type[Op], Callable[[Pair, Any], None]] = {
     Functional: functional,
     Compiled: compiled,
     Hook: hook,
+    Forward: forward,
+    Write: write,
     Diverge: diverge,
 }

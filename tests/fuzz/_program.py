@@ -32,7 +32,19 @@ WAYS = (
     "around",  # it runs and uses none of its parameters
     "as_input",  # it returns its input itself
     "inplace",  # it updates its input in place
+    "updates",  # it updates its input in place, and then computes as usual
+    "updates_view",  # it updates a view of its input, and then computes as usual
+    "updates_alias",  # it updates `x.view_as(x)`, and then computes as usual
+    "implicit",  # a hook on its output differentiates another forward of it, in a loop
+    "solved",  # an autograd function differentiates its forward, in a loop
+    "fed",  # the parent gives it what needs no gradient
+    "aside",  # it keeps a loss of its own, computed from its output by its parameters
+    "clamps",  # it clamps its first parameter in forward
+    "clamps_buffer",  # it clamps its buffer in forward
 )
+IN_PLACE = ("inplace", "updates", "updates_view", "updates_alias")
+SOLVERS = ("implicit", "solved")
+OPAQUE = ("object", "slots", "closure", "generator")  # what tensors may hide in
 
 
 class Literal:
@@ -58,7 +70,8 @@ class Block(Literal):
     hidden: int = 5
     checkpoint: str = "no"  # or "reentrant", "saved" (the other kind)
     hook: str = "no"  # or "pre", "post", "tensor", "full"
-    boxed: bool = False  # takes and returns a dict
+    box: str = "no"  # "dict": takes and returns one; "list": appends to one; or one of OPAQUE
+    hides: str = "no"  # or one of OPAQUE: what its output is in
     frozen: bool = False  # its first parameter
     inner: tuple[Block, ...] = ()
 
@@ -72,6 +85,7 @@ class Model(Literal):
     gain: str = "first"  # or "last": then what the first unit is given needs no gradient
     tied: tuple[tuple[int, int], ...] = ()  # layers of the same kind that share a first parameter
     roots: int = 1  # 2: the second half of the layers has a root of its own
+    hides: str = "no"  # or "attribute", or one of OPAQUE: what the output of a root is in
 
     @property
     def cut(self) -> int:
@@ -99,7 +113,7 @@ class Setup(Literal):
     by_dims: bool = False  # say it by `dp_mesh_dims`
     reshard: bool | int | None = None
     place: str = "rows"  # or "columns", "whole", "mixed"
-    precision: str = "same"  # or "single" (compute in fp32), "reduce" (and reduce in fp64)
+    precision: str = "same"  # or "single" (compute in fp32), "reduce" (and reduce in fp64), "half"
     offload: bool = False
     part_nbytes: int = 1 << 20  # from which submodules of a root are groups of their own
     optimizer: str = "sgd"  # or "adamw", "fused", "torch"
@@ -132,14 +146,24 @@ class Op(Literal):
 class Backward(Op):
     """Forwards, and their backwards.
 
-    `how`: "sum" of the losses, "each" on its own, "reversed", or "retain" (each one twice).
-    `sync`: "yes", "no", or "shard" (not over replicas).
+    `how`: "sum" of the losses, "each" on its own, "reversed", "retain" (each one twice), or
+    "penalty" (the sum of losses and of the squares of their gradients).
+    `sync`: "yes", "no", or "shard" (not over replicas). `root`: the one that runs; -1: all.
     """
 
     calls: tuple[Call, ...] = (Call(),)
     how: str = "sum"
     sync: str = "yes"
     between: tuple[Op, ...] = ()  # done after the forwards
+    root: int = -1
+
+
+@dataclass(frozen=True, repr=False)
+class Forward(Op):
+    """A forward with gradients on, whose graph is dropped."""
+
+    call: Call = field(default=Call())  # frozen
+    root: int = -1
 
 
 @dataclass(frozen=True, repr=False)
@@ -239,6 +263,13 @@ class Replace(Op):
 
     param: int = 0
     how: str = "copy"
+
+
+@dataclass(frozen=True, repr=False)
+class Write(Op):
+    """Halve all parameters as programs do that count no version: see `_ops.WRITE`."""
+
+    how: str = "data"
 
 
 @dataclass(frozen=True, repr=False)

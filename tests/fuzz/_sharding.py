@@ -47,6 +47,9 @@ def shard(net: Net, setup: Setup) -> None:
         kwargs["dp_mesh_dims"] = fsdp2.DataParallelMeshDims(shard="shard", replicate=replicate)
     if setup.offload:
         kwargs["offload_policy"] = fsdp2.CPUOffloadPolicy(pin_memory=False)
+    if any(layer.block.checkpoint != "no" for layer in net.layers()):
+        for layer in net.layers():  # a sharded parameter has another dtype than a whole one
+            layer.dtype = POLICIES[setup.precision].param_dtype
     usual = fsdp2._api.collect.PART_NBYTES
     fsdp2._api.collect.PART_NBYTES = setup.part_nbytes
     try:
@@ -117,4 +120,5 @@ POLICIES = {
     "reduce": fsdp2.MixedPrecisionPolicy(
         param_dtype=torch.float32, reduce_dtype=torch.float64, output_dtype=torch.float64
     ),
+    "half": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }

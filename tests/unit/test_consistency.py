@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp2._base.errors import StateError
-from fsdp2._comm.consistency import GAVE_UP, Agreement, Operation, Sent
+from fsdp2._comm.collectives import Wire
+from fsdp2._comm.consistency import GAVE_UP, RENEWED, Agreement, Operation, Sent, Stamp
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.operation_ids import DTYPES as SENT
 from fsdp2._comm.operation_ids import (
@@ -307,7 +308,7 @@ def test_a_collective_that_fails_is_the_last_one() -> None:
     agreement = Losing()
     knowing(agreement)
     for _ in range(2):
-        with pytest.raises(StateError, match=r"unit 1 .*waited for ranks .*Connection closed"):
+        with pytest.raises(StateError, match=r"unit 1 .*it closed the connection.*ranks differ"):
             agreement.before(2, axis_of(2))
     assert agreement.exchanges == 1
 
@@ -318,6 +319,42 @@ def test_a_rank_that_gave_up_is_named() -> None:
     knowing(agreement)
     with pytest.raises(StateError, match="rank 1: nothing, after an error"):
         agreement.compare(1, [1, GAVE_UP], axis_of(2))
+
+
+# --- numbers that are free again ------------------------------------------------------------------
+
+
+def test_a_number_in_use_is_not_handed_out_again() -> None:
+    """There are 65,535, and copies take new ones; what was dropped is forgotten, on all ranks."""
+    agreement = Recorded()
+    live, axis, most = knowing(agreement), axis_of(2), 0
+    for _ in range(700):
+        for number in live:
+            agreement.before(number, axis)
+        copy = knowing(agreement, 100)
+        assert not set(copy) & set(live)
+        for number in copy[:5]:
+            agreement.before(number, axis)
+        most = max(most, len(agreement._operations))
+    assert {*live} <= agreement._operations.keys()
+    assert most < 2.5 * RENEWED
+    assert len(agreement.names) < 2.5 * RENEWED
+    assert agreement.describe(live[0]) == "unit 0 (all-gather)"
+
+
+def test_an_operation_that_was_idle_for_long_is_known_again() -> None:
+    """With its name, and in the way that it travels."""
+    wire, stamp = Wire(), Stamp(axis_of(2), "gather")
+    stamp.enroll("encoder")
+    stamp.register(wire, (8,), torch.float32, torch.float32, 0)
+    agreement = stamp._agreement
+    agreement.is_silent = True  # there are no ranks
+    for _ in range(2 * RENEWED):
+        agreement.number("a copy")
+    assert not agreement.knows(stamp.number)
+    stamp.before()
+    assert agreement.knows(stamp.number)
+    assert agreement.describe(stamp.number) == "encoder (all-gather)"
 
 
 # --- turns ----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp2._base.containers import map_tensors, visit_tensors
+from fsdp2._base.containers import Loan, map_tensors, visit_tensors
 
 Pair = namedtuple("Pair", "left right")
 
@@ -161,6 +161,70 @@ def test_torchs_return_types_are_tuples() -> None:
     assert same is result
 
 
+WRITABLE = {"list", "list subclass", "dict", "OrderedDict", "defaultdict", "ModelOutput"}
+WRITABLE |= {"UserDict", "dataclass", "dataclass with slots", "nested"}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_loan_is_given_back(name: str) -> None:
+    value = CONTAINERS[name](ONE)
+    loan = Loan(double)
+    lent = loan.exchange(value)
+    assert [tensor.tolist() for tensor in found_in(lent)] == [[2.0, 2.0]] * len(found_in(value))
+    assert (lent is value) is (name in WRITABLE)
+    loan.give_back()
+    assert all(tensor is ONE for tensor in found_in(value))
+    assert loan.with_added("output") == "output"
+
+
+def test_what_was_done_to_a_loan_stays() -> None:
+    rows, new = [ONE, "b"], torch.zeros(1)
+    shared = {"rows": (rows, 1), "again": rows, "x": ONE}
+    loan = Loan(double)
+    assert loan.exchange(shared) is shared
+    assert shared["rows"][0] is rows
+    assert rows[0].tolist() == [2.0, 2.0], "exchanged once, though it is there twice"
+    rows.insert(0, new)
+    shared["moved"] = shared.pop("x")
+    shared["new"] = [new]
+    loan.give_back()
+    assert rows[1:] == [ONE, "b"]
+    assert shared["moved"] is ONE
+    loan.map_added(lambda tensor: tensor + 1)
+    assert rows[0].tolist() == shared["new"][0].tolist() == [1.0]
+    output, added = loan.with_added("output")
+    assert output == "output"
+    assert {id(tensor) for tensor in found_in(added)} == {id(rows[0]), id(shared["new"][0])}
+
+
+class Converts(UserDict[str, Any]):
+    """Keeps copies of what it is given."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value.clone())
+
+
+class Makes(UserDict[str, Any]):
+    """Makes its items when it is asked for them."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key).clone()
+
+
+class MakesToo(dict[str, Any]):
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key).clone()
+
+
+@pytest.mark.parametrize("kind", [Converts, Makes, MakesToo])
+def test_mappings_that_do_not_keep_what_they_are_given(kind: Any) -> None:
+    value = kind({"x": ONE})
+    loan = Loan(double)
+    assert loan.exchange(value)["x"].tolist() == [2.0, 2.0]
+    loan.give_back()
+    assert value["x"].tolist() == [1.0, 1.0]
+
+
 leaves = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.just(ONE))
 trees = st.recursive(
     leaves,
@@ -207,7 +271,18 @@ def test_every_container_is_looked_into(name: str) -> None:
     assert all(tensor is ONE for tensor in found)
 
 
-@pytest.mark.parametrize("make", [lambda x: Plain([x]), lambda x: {x}, lambda x: [Plain(Plain(x))]])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Plain([x]),
+        lambda x: {x},
+        lambda x: [Plain(Plain(x))],
+        lambda x: deque([x]),
+        lambda x: {"x": x}.values(),
+        lambda x: lambda kept=x: kept,
+        lambda x: lambda *, kept=x: kept,
+    ],
+)
 def test_other_objects_are_looked_into_too(make: Any) -> None:
     assert [tensor is ONE for tensor in visited_in(make(ONE))] == [True]
 

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from fsdp2._base.errors import ConfigError, ConfigTypeError, FSDPError, StateError, UnsupportedError
+from fsdp2._comm.backend_words import known_of
 from fsdp2._comm.process_mesh import LostRank
 
+CLOSED = "it closed the connection. Its process has ended"
 TREE = {ConfigError: ValueError, StateError: RuntimeError, UnsupportedError: NotImplementedError}
 
 
@@ -71,10 +73,43 @@ def test_a_message_ends_with_its_code() -> None:
     assert str(error) == "save: called during a backward. [FS301]"
     assert error.args == (str(error),)
     assert (error.code, error.text) == ("FS301", "save: called during a backward.")
-    lost = LostRank("Connection closed")
+    lost = LostRank("some words")
     assert lost.code == "FS402"
     assert str(lost).startswith("a collective: another rank did not take part. It has ended")
-    assert str(lost).endswith("The backend said: Connection closed [FS402]")
+    assert str(lost).endswith("The backend said: some words [FS402]")
+
+
+@pytest.mark.parametrize(
+    ("cause", "known"),
+    [
+        ("[/gloo/pair.cc:553] Connection closed by peer [10.0.0.1]:40312", CLOSED),
+        ("[/gloo/pair.cc:534] Read error [10.0.0.1]:1234: Connection reset by peer", CLOSED),
+        ("writev [10.0.0.1]:1234: Broken pipe", CLOSED),
+        ("failed to recv, got 0 bytes", CLOSED),
+        (
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process "
+            "exited or there was a network problem.",
+            CLOSED,
+        ),
+        ("[/gloo/buffer.cc:81] Timed out waiting 2000ms for recv operation to complete", "2 s"),
+        ("wait timeout after 300000ms, keys: /default_pg/0//cpu//3/rank_1", "300 s"),
+        (
+            "Watchdog caught collective operation timeout: WorkNCCL(OpType=ALLREDUCE, "
+            "Timeout(ms)=600000) ran for 600071 milliseconds before timing out.",
+            "600 s",
+        ),
+        ("Gloo connectFullMesh failed with something", ""),
+    ],
+)
+def test_what_a_backend_tells_comes_first(cause: str, known: str) -> None:
+    """A peer that is gone, or how long nothing came, before any guess at the program."""
+    if known.endswith(" s"):
+        known = f"nothing came from it for {known}."
+    assert known_of(cause).startswith(known)
+    assert bool(known_of(cause)) == bool(known)
+    text = str(LostRank(cause, ("save",)))
+    assert text.startswith(f"save: another rank did not take part{': ' if known else ''}{known}")
+    assert text.index(known) < text.index("rank == 0")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from 3.11 on")

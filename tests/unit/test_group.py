@@ -225,8 +225,8 @@ def test_saved_tensors_survive_the_freed_storage() -> None:
 def test_one_all_gather_an_unshard_however_often_it_is_asked_for() -> None:
     ranks = linear(2)
     ranks.gather()
-    ranks.gather()
     ranks.each(ParamGroup.unshard)
+    ranks.wait()
     assert ranks.wire().kinds == ["all_gather"]
     ranks.reshard()
     ranks.each(ParamGroup.unshard)
@@ -342,7 +342,8 @@ def test_resharding_to_neighbours(shard: int, smaller: int, dtype: torch.dtype |
             dim = 0 if values.dim() else None
             expected = chunk_of(values, dim, rank % smaller, smaller)
             assert same_bits(local_of(param), expected)
-    ranks.gather()
+    ranks.each(ParamGroup.unshard)
+    ranks.wait()
     assert ranks.wire().kinds == ["all_gather"], "the second gather must stay among neighbours"
     waiting = [group.post_forward.buffer for group in ranks.groups]
     assert [w.flat.untyped_storage().nbytes() for w in waiting if w is not None] == [0] * shard

@@ -449,6 +449,7 @@ def test_a_prefetch_that_nobody_used_is_dropped() -> None:
 
 @ranks(2)
 def test_two_forwards_before_a_backward_reduce_once() -> None:
+    """The second gathers the root again: nobody can see whether it was written to in between."""
     model = sharded()
     model(inputs()).sum().backward()
     with trace() as lines:
@@ -466,6 +467,9 @@ forward: unshard b
 forward: reshard a
 forward: wait_for_unshard b
 forward: reshard b
+forward: reshard <root>
+forward: unshard <root>
+forward: wait_for_unshard <root>
 forward: prefetch a
 forward: unshard a
 forward: wait_for_unshard a

@@ -103,17 +103,25 @@ def test_taps_come_and_go_in_any_order() -> None:
 
 
 def header(**more: Any) -> str:
-    return json.dumps({"kind": "header", "format": FORMAT, "rank": 0, **more}) + "\n"
+    told = {"kind": "header", "format": FORMAT, "rank": 0, "world_size": 1, "epoch_ns": 0}
+    told |= {"host": "h", "fsdp2": "0", "torch": "2", "model": "Net", "axes": [[]], "groups": []}
+    return json.dumps({**told, **more}) + "\n"
+
+
+def line(n: int, kind: str, **more: Any) -> str:
+    row = {**span(n, kind, "a", 0, 1), "phase": "forward", "step": 1, "round": 0}
+    return json.dumps({**row, **more}) + "\n"
 
 
 def test_lines_are_read_as_far_as_they_are_whole(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     writer = Writer(path)
     writer.add(header())
-    writer.add('{"n": 2, "kind": "forward"}\n')
-    writer.add('{"n": 1, "kind": "waiting"}\n')
-    writer.add('{"n": 3, "kind": "waiting"}\n')
-    writer.add('{"n": 1, "kind": "wait"}\n')
+    wait = {"for": "all_gather", "by": "a"}
+    writer.add(line(2, "forward"))
+    writer.add(line(1, "waiting", **wait))
+    writer.add(line(3, "waiting", **wait))
+    writer.add(line(1, "wait", **wait))
     assert path.read_text() == ""
     writer.flush()
     writer.add('{"n": 4, "kind": "torn"')
@@ -127,12 +135,20 @@ def test_lines_are_read_as_far_as_they_are_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}\n", "no json\n", header(format=99), '{"kind":"header","format":1}\nbroken\n{"n":1}\n'],
+    [
+        *("", "{}\n", "no json\n", "[" * 10**5 + "\n", "7\n"),
+        *(header(format=99), header(rank=-1), header(rank="0"), header(host=7), header(groups=[7])),
+        *(header() + "broken\n" + line(1, "forward"), header() + "7\n", header() + "{}\n"),
+        *(header() + line(1, "wait"), header() + line(1, "wait", by="a", **{"for": "nothing"})),
+        *(header() + line(1, "forward", begin_ns="1"), header() + line(1, "step")),
+        *(header() + line(1, "reduce", nbytes=10**40), header() + line(1, "x", step=None)),
+        header() + line(1, "forward", communication_nbytes=8),
+    ],
 )
 def test_what_is_no_recording_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="read_recordings: expected"):
+    with pytest.raises(ConfigError, match=r"read_recordings: expected .*rank0\.jsonl"):
         read_file(path)
 
 

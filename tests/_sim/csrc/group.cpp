@@ -286,6 +286,8 @@ class SimGroup final : public c10d::Backend {
       for (const at::Tensor& tensor : *list) {
         TORCH_CHECK(is_here(tensor), "Tensors must be CUDA and dense");
         TORCH_CHECK(tensor.is_non_overlapping_and_dense(), "Tensors must be contiguous");
+        // torch/csrc/distributed/c10d/NCCLUtils.cpp: no type of NCCL's is complex.
+        TORCH_CHECK(!tensor.is_complex(), "Input tensor data type is not supported for NCCL process group: ", tensor.scalar_type());
       }
     }
     int stream = asynchronous ? own_ : current_stream();
@@ -347,8 +349,6 @@ class SimGroup final : public c10d::Backend {
   // What NCCL's reduction of a tensor over the ranks is, flat.
   at::Tensor reduced(const at::Tensor& tensor, const c10d::ReduceOp& op) {
     refuse_float8(tensor);
-    TORCH_CHECK(!tensor.is_complex() || op.op_ == c10d::ReduceOp::SUM || op.op_ == c10d::ReduceOp::AVG,
-                "all_reduce does not support this operation on complex tensors");
     at::Tensor rows = gather(joined({tensor})).view(tensor.scalar_type());
     if (rows.numel() == 0) return rows.reshape({-1});
     switch (op.op_) {

@@ -10,6 +10,8 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
+from tests import _sim
+from tests._meshes import shared_mesh
 from tests._models import WIDTH, Block, each_block
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import learn, train, training
@@ -249,3 +251,40 @@ def averages(world: World) -> Values:
             for name, param in run.model.named_parameters()
         }
     return run.values(**seen)
+
+
+def transient_nbytes(world: World, count: int, replicas: int) -> int:
+    """Return the most memory of a step of so many layers, beyond what stays after it."""
+    width = 64
+    mesh = shared_mesh((replicas, world.size // replicas), ("replicate", "shard"))
+    model: Any = nn.Sequential(*(nn.Linear(width, width) for _ in range(count))).bfloat16()
+    policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for module in (*model, model):
+        fsdp2.fully_shard(module, mesh=mesh, mp_policy=policy)
+    x = torch.ones(1, width, dtype=torch.bfloat16)
+    for _ in range(3):  # what is learnt in the first steps takes memory once
+        model.zero_grad()
+        learn(model, x)
+    model.zero_grad()
+    if world.kind != "sim":
+        return 0
+    _sim.finish()
+    assert not _sim.reports()
+    _sim.load().forget()
+    learn(model, x)
+    _sim.finish()
+    _, _, live, peak = _sim.load().counts()
+    return int(peak - live)
+
+
+@scenario(4)
+def reductions_of_many_layers_over_replicas(world: World) -> Values:
+    """A layer's reduced gradient in fp32 is freed when its bf16 one is there, not after backward.
+
+    Else the memory of a step grows by it with each layer (torch's pull request 179443).
+    """
+    reduced = 64 * 65 * 4 // 2  # bytes of a layer's part of two
+    for replicas in (1, 2):
+        few, many = (transient_nbytes(world, count, replicas) for count in (4, 16))
+        assert many - few < 3 * reduced, (replicas, few, many)  # of twelve layers more
+    return train(world, set_up=lambda model: model.set_memory("balanced"))

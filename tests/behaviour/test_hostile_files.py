@@ -1,0 +1,165 @@
+"""Promise: a file of somebody else alters nothing, takes little memory, and gets a message.
+
+``python -m tests.hostile`` tries many more changes of each kind of file.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+import torch.nn as nn
+
+import fsdp2
+from fsdp2 import checkpoint
+from fsdp2.checkpoint import _dcp, _safetensors
+from tests._slow import slow
+from tests.hostile._by_hand import INDEX, PLACES, model_of, several, trials, values_of
+from tests.hostile._kinds import KINDS, OTHER
+from tests.hostile._many import faults_of, tried_many
+from tests.hostile._tried import REFUSED, tried
+
+pytest.importorskip("safetensors")
+
+MOST_NBYTES = 128 << 20
+HARMLESS = ("LONG_BINPUT in extra", "LONG_BINPUT, 4 G in extra", "FRAME in extra")
+"""What they say is a ``None``."""
+
+QUICK = (
+    "half of a tensor twice",
+    ".metadata is a link out",
+    "LONG_BINPUT in .metadata",
+    "list of a range in extra",
+    "BUILD on slots of a class of torch in extra",
+    "BUILD on a class of torch in a value",
+    "NEWOBJ of a member in extra",
+    "SETITEM in a value",
+    "EXT1 in extra",
+    "a tensor larger than its storage",
+    "a pipe as .metadata",
+    "a pipe as .distcp",
+    "a pipe as safetensors",
+    "a pipe as index",
+    "a text of holes as .metadata",
+)
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in trials()])
+def test_a_file_that_was_made_to_do_harm(tmp_path: Path, name: str) -> None:
+    from tests.hostile._by_hand import load
+
+    folder = tmp_path / "saved"
+    trials()[name](folder)
+    found = tried(lambda: load(folder))
+    assert found.what == ("loaded" if name in HARMLESS else REFUSED), found
+    assert found.nbytes < MOST_NBYTES, found
+
+
+@pytest.mark.parametrize("count", [20, slow(1000)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_changes_of_a_file(tmp_path: Path, kind: str, count: int) -> None:
+    found = tried_many(KINDS[kind], tmp_path, range(count))
+    assert len(found) == count
+    assert not faults_of(found)
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_a_recording_is_a_file(tmp_path: Path, what: str) -> None:
+    """``report`` waits for nobody, and reads nothing that has no end."""
+    PLACES[what](tmp_path / "rank0.jsonl")
+
+    def read() -> str:
+        fsdp2.read_recordings(tmp_path)
+        return "read"
+
+    found = tried(read)
+    assert found.what == REFUSED
+    assert "rank0.jsonl" in found.text
+    assert found.text.endswith("[FS914]")
+    assert found.nbytes < MOST_NBYTES, found
+
+
+def test_a_packed_profile_that_becomes_huge(tmp_path: Path) -> None:
+    case = KINDS["profile"](tmp_path / "run")
+    case.path.write_bytes(gzip.compress(case.content))
+    assert case.read() == OTHER
+    case.path.write_bytes(gzip.compress(b"[" + bytes(1 << 29), 1))
+    found = tried(case.read)
+    assert (found.what, found.text[-7:]) == (REFUSED, "[FS917]")
+    assert found.nbytes < MOST_NBYTES * 10, found
+
+
+def test_a_load_that_another_save_overtakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read is of two checkpoints then, and the next load is right."""
+    folder = tmp_path / "saved"
+    checkpoint.save(folder, model_of(0))
+    read, model = _dcp.read, model_of(1)
+    before = values_of(model)
+
+    def overtaken(*args: object, **named: object) -> object:
+        found = read(*args, **named)  # type: ignore[arg-type]  # what it was given
+        checkpoint.save(folder, model_of(2))
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_dcp, "read", overtaken)
+        with pytest.raises(fsdp2.StateError, match="Call load again") as caught:
+            checkpoint.load(folder, model)
+    assert caught.value.code == "FS626"
+    assert values_of(model) == before
+    checkpoint.load(folder, model)
+    assert values_of(model) == values_of(model_of(2))
+
+
+def test_safetensors_that_another_save_overtakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several(tmp_path)
+    read, model = _safetensors._read_index, model_of(1)
+
+    def overtaken(*args: object, **named: object) -> object:
+        found = read(*args, **named)  # type: ignore[arg-type]  # what it was given
+        with monkeypatch.context() as patched:
+            patched.setattr(_safetensors, "_read_index", read)
+            checkpoint.save_safetensors(tmp_path, model_of(2))
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_safetensors, "_read_index", overtaken)
+        with pytest.raises(fsdp2.StateError, match="Call load_safetensors again") as caught:
+            checkpoint.load_safetensors(tmp_path, model)
+    assert caught.value.code == "FS626"
+    checkpoint.load_safetensors(tmp_path, model)
+    assert values_of(model) == values_of(model_of(2))
+
+
+def test_a_full_disk_is_called_one(tmp_path: Path) -> None:
+    """With the name of the file: torch's archives say that a place is not where it was."""
+    from tests._error_ways._programs import full_disk
+
+    model = nn.Linear(100, 100)
+    for most in (300, 700, 1500, 20_000, 40_500):
+        with full_disk(most), pytest.raises(fsdp2.StateError, match=r"File too large.*saved"):
+            checkpoint.save(tmp_path / "saved", model)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_save_waits_at_no_pipe(tmp_path: Path) -> None:
+    """It looks at what stands beside its place, and at the index that it replaces."""
+    beside = tmp_path / ".saved.tmp-other"
+    beside.mkdir()
+    os.mkfifo(beside / ".owner")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    os.mkfifo(folder / INDEX)
+
+    def save() -> str:
+        checkpoint.save(tmp_path / "saved", model_of())
+        checkpoint.save_safetensors(folder, model_of())
+        return "saved"
+
+    assert tried(save).what == "saved"
