@@ -1,6 +1,6 @@
 """Ranks issue the same collectives in the same order, or every one of them gets an error.
 
-Owns, for each process group, the numbers of the operations on it, what followed what so far, and
+Owns, for each axis of ranks, the numbers of the operations on it, what followed what so far, and
 the check. It must not know parameters, groups or hooks.
 
 [Note: agreement]
@@ -20,6 +20,16 @@ compares what it is about to do with the prediction for the last few operations:
 
 A rank that raises also says so on the other process groups of its units: the replicas of its shards
 agree among themselves and would wait for it.
+
+[Note: several groups of some ranks]
+Reductions may have a process group of their own, and so have neighbours that hold a whole parameter
+together between forward and backward. One rank may be about to reduce over the one group, another
+to gather over the other: they would wait for each other until the groups' time-outs. So the ranks
+of the axis agree on what is issued over all of its groups, in one order, and exchange numbers over
+the axis.
+What travels among neighbours is seen by these alone. A rank that wants something else stands in for
+operation after operation, until all ranks of the axis have taken part in one. A rank that gives up
+goes on as far.
 
 Part of a number is in which way the operation travels (``Signature``): ranks of which one changed a
 setting alone want different operations, and what is issued meanwhile is what was before.
@@ -44,12 +54,14 @@ expect is forgotten at that moment too, so the next step exchanges its numbers.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +120,27 @@ FOLLOWED_S = 10.0
 HOST = torch.device("cpu")
 
 
+class Over:
+    """An axis that something travels over; its process group is not kept alive."""
+
+    def __init__(self, axis: MeshAxis) -> None:
+        self._group = None if axis.pg is None else weakref.ref(axis.pg)
+        self._axis = dataclasses.replace(axis, pg=None, whole=None)
+
+    @property
+    def size(self) -> int:
+        return self._axis.size
+
+    @property
+    def axis(self) -> MeshAxis:
+        if self._group is None:
+            return self._axis
+        group = self._group()
+        if group is None:
+            raise ReferenceError(f"the process group of mesh dim {self._axis.name!r} is gone")
+        return dataclasses.replace(self._axis, pg=group)
+
+
 @dataclass(frozen=True)
 class Operation:
     """The collectives of one move of one group, as every rank of the process group knows them.
@@ -124,6 +157,7 @@ class Operation:
     seen_as: torch.dtype
     stamp: int
     wire: weakref.ref[Wire]
+    over: Over
     reduction: Any = None
     is_custom: bool = False
     device: torch.device = HOST
@@ -191,9 +225,10 @@ class Sent:
 
 
 class Agreement:
-    """What the ranks of one process group did, and what they expect of each other."""
+    """What the ranks of one axis did, and what they expect of each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, axis: MeshAxis) -> None:
+        self.over = Over(axis)
         self.names: dict[int, str] = {}
         self.tensors: dict[int, tuple[NamedShape, ...]] = {}  # that an operation sends
         self._last = 0  # the number that was handed out last
@@ -208,7 +243,7 @@ class Agreement:
         self.stamps: weakref.WeakSet[Stamp] = weakref.WeakSet()
         self.late: LateLook | None = None  # a device's: what came is looked at later
         self._last_words: list[Sent] = []
-        self._issued: tuple[Recent, int] | None = None  # what is issued in place of another, where
+        self._issued: list[tuple[Recent, int]] = []  # what is issued in place of another, where
 
     def number(self, name: str) -> int:
         """Return the number of a new operation. Ranks must ask in the same order."""
@@ -253,8 +288,8 @@ class Agreement:
             self.late = LateLook()
         return self.late
 
-    def before(self, number: int, axis: MeshAxis, device: torch.device = HOST) -> None:
-        """Make sure that every rank of the axis is about to issue this operation.
+    def before(self, number: int, device: torch.device = HOST) -> None:
+        """Make sure that every rank is about to issue this operation.
 
         ``device``: where it works.
 
@@ -263,47 +298,60 @@ class Agreement:
         """
         recent = self.recent
         if self.predicted.get(recent) != number:
-            self._settle(number, axis, device)
+            self._settle(number, device)
         self.recent = (*recent[1:], number)
 
-    def _settle(self, number: int, axis: MeshAxis, device: torch.device) -> None:
+    def _settle(self, number: int, device: torch.device) -> None:
         if self.broken is not None:
             raise StateError("FS401", self.broken)
         recent = self.recent
         predicted = self._predictions.expect(recent)
         if self.is_silent or predicted == number:
             pass
-        elif predicted is None or predicted == UNCERTAIN or predicted not in self._operations:
-            sent = self.send_number(number, axis, device)
-            self.compare(number, [*self._wait(number, sent, axis).tolist()], axis)
         else:
-            self.recent = (*recent[1:], predicted)  # that is what was issued, if this raises
-            self._issued = recent, predicted
             try:
-                self._stand_in(self._operations[predicted], number, axis)
+                self._ask(number, device)
             finally:
-                self._issued = None
+                self._issued.clear()
         self._predictions.learn(recent, number)
 
-    def _stand_in(self, expected: Operation, number: int, axis: MeshAxis) -> None:
+    def _ask(self, number: int, device: torch.device) -> None:
+        """Let every rank see what this one wants, in place of what is predicted, or beside it."""
+        for _ in range(len(self._operations) + 1):  # a round of neighbours alone has an end, too
+            predicted = self._predictions.expect(self.recent)
+            expected = None if predicted is None else self._operations.get(predicted)
+            if predicted is None or expected is None:
+                break
+            self._issued.append((self.recent, predicted))
+            self.recent = (*self.recent[1:], predicted)  # that is what was issued, if this raises
+            self._stand_in(expected, number)
+            if self._is_seen_by_all(expected):
+                return
+        sent = self.send_number(number, device)
+        self.compare(number, [*self._wait(number, sent).tolist()], self.over.axis)
+
+    def _is_seen_by_all(self, operation: Operation) -> bool:
+        return operation.over.size == self.over.size
+
+    def _stand_in(self, expected: Operation, number: int) -> None:
         """Issue what the others may be issuing, with a stamp that says what this rank wants."""
-        output = self._wait(number, self.send_stamp(expected, number, axis), axis)
-        start = expected.stamp
+        output = self._wait(number, self.send_stamp(expected, number))
+        start, axis = expected.stamp, expected.over.axis
         if expected.kind == "gather":
             self.compare(number, numbers_in(output, start, axis), axis)
         else:
             self.compare_sum(number, output[start : start + STAMP_NUMEL].tolist(), axis)
 
-    def _wait(self, number: int, sent: Sent, axis: MeshAxis) -> Tensor:
+    def _wait(self, number: int, sent: Sent) -> Tensor:
         try:
             if sent.work is not None:
                 sent.work.wait()
         except RuntimeError as error:
-            raise self.lose(number, error, axis) from error
+            raise self.lose(number, error) from error
         return sent.output
 
-    @staticmethod
-    def send_number(number: int, axis: MeshAxis, device: torch.device) -> Sent:
+    def send_number(self, number: int, device: torch.device) -> Sent:
+        axis = self.over.axis
         with torch_modes.hidden_from_modes(), _beside(device) as (async_op, end):
             own = torch.tensor([number], dtype=torch.int64, device=device)
             received = torch.full((axis.size,), -1, dtype=torch.int64, device=device)
@@ -311,8 +359,9 @@ class Agreement:
             return Sent(received, [(received, own)], end(work))
 
     @staticmethod
-    def send_stamp(expected: Operation, number: int, axis: MeshAxis) -> Sent:
-        wire, dtype, seen_as = expected.sender, expected.dtype, expected.seen_as
+    def send_stamp(expected: Operation, number: int) -> Sent:
+        axis, wire = expected.over.axis, expected.sender
+        dtype, seen_as = expected.dtype, expected.seen_as
         first, *others = expected.numels
         device = expected.device
         with torch_modes.hidden_from_modes(), _beside(device) as (async_op, end):
@@ -423,33 +472,31 @@ class Agreement:
         raise self._give_up_everywhere(
             f"{self.describe(number)}: {why} Nothing was mixed, but the ranks are out of step for "
             "good: end this run, or make a new process group.",
-            axis,
             word,
         )
 
-    def lose(self, number: int, error: Exception, axis: MeshAxis) -> StateError:
+    def lose(self, number: int, error: Exception) -> StateError:
         """Return the error for a collective that failed, the last one of this process group."""
         known = known_of(str(error))
         first = f"{known}. Look first at what the others printed" if known else "it has ended"
         return self._give_up_everywhere(
             f"{self.describe(number)}: another rank did not take part: {first}. Else ranks differ: "
             f"{SAME_ON_EVERY_RANK} The backend said: {error}",
-            axis,
             last_word(number, ()),
         )
 
-    def _give_up_everywhere(self, why: str, axis: MeshAxis, word: int) -> StateError:
+    def _give_up_everywhere(self, why: str, word: int) -> StateError:
         """Send nothing any more, and let ranks that wait for this one, here or elsewhere, know."""
         elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # other operations have the numbers
         stamps = [other for own in self.stamps for other in own.beside()]
-        followers = [self.give_up(why, axis, word)]
+        followers = [self.give_up(why, word)]
         followers += [stamp.give_up(why, elsewhere) for stamp in stamps]
         for follower in followers:
             if follower is not None:
                 follower.finish()
         return StateError("FS401", why)
 
-    def give_up(self, why: str, axis: MeshAxis, word: int = GAVE_UP) -> Follower | None:
+    def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
         """Say that this rank does not go on, where the others expect its next operations.
 
         They may have issued several before they look at one. Nobody waits here: those others may
@@ -458,8 +505,8 @@ class Agreement:
         """
         if self.broken is not None or self.is_silent:
             return None
-        if self._issued is not None:  # ranks that wanted it learned it, and expect by that
-            self._predictions.learn(*self._issued)
+        for recent, issued in self._issued:  # ranks that wanted it learned it, and expect by that
+            self._predictions.learn(recent, issued)
         self.broken, predictions = why, self._predictions
         self._predictions = Predictions()
         self.predicted = self._predictions.first  # whatever comes next is looked at, and refused
@@ -468,14 +515,19 @@ class Agreement:
         if device != HOST:
             known = dict(self._operations)
             operations = (None if number is None else known.get(number) for number in following)
-            return Follower(self, operations, word, axis, device)
+            return Follower(self, operations, word, device)
+        said: Counter[int] = Counter()  # by the size of what it travels over
         with contextlib.suppress(Exception):  # the error that is being raised says more
-            for predicted in itertools.islice(following, LAST_WORDS):
+            for predicted in itertools.islice(following, FOLLOWED):
                 expected = None if predicted is None else self._operations.get(predicted)
                 if expected is None:
-                    self._last_words.append(self.send_number(word, axis, device))
+                    self._last_words.append(self.send_number(word, device))
                     break
-                self._last_words.append(self.send_stamp(expected, word, axis))
+                said[expected.over.size] += 1
+                if said[expected.over.size] <= LAST_WORDS:
+                    self._last_words.append(self.send_stamp(expected, word))
+                if said[self.over.size] == LAST_WORDS:
+                    break
         return None
 
 
@@ -497,13 +549,11 @@ class Follower:
         agreement: Agreement,
         following: Iterator[Operation | None],
         word: int,
-        axis: MeshAxis,
         device: torch.device,
     ) -> None:
         self._agreement = agreement
         self._following = following
         self._word = word
-        self._axis = axis
         self._device = device
         self._answered = time.monotonic()  # the last time
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -515,13 +565,13 @@ class Follower:
             self._thread.join(0.01)
 
     def _run(self) -> None:
-        send, axis, word = self._agreement, self._axis, self._word
+        send, word = self._agreement, self._word
         with contextlib.suppress(Exception):  # the error that is being raised says more
             for operation in itertools.islice(self._following, FOLLOWED):
                 if operation is None:
-                    self._wait(send.send_number(word, axis, self._device))
+                    self._wait(send.send_number(word, self._device))
                     return
-                sent = send.send_stamp(operation, word, axis)
+                sent = send.send_stamp(operation, word)
                 if not self._wait(sent) or not self._somebody_goes_on(operation, sent.output):
                     return
 
@@ -537,10 +587,13 @@ class Follower:
         return True
 
     def _somebody_goes_on(self, operation: Operation, output: Tensor) -> bool:
+        if operation.over.size < self._agreement.over.size:  # others may, who are not to be seen
+            return True
         if operation.kind != "gather":
             return any(output[operation.stamp :][:NUMBER_BITS].tolist())  # who gave up sends none
-        numbers = numbers_in(output, operation.stamp, self._axis)
-        others = [n for rank, n in enumerate(numbers) if rank != self._axis.rank]
+        axis = operation.over.axis
+        numbers = numbers_in(output, operation.stamp, axis)
+        others = [n for rank, n in enumerate(numbers) if rank != axis.rank]
         return any(n is not None and fields_of(n)[0] != GAVE_UP for n in others)
 
 
@@ -615,6 +668,7 @@ class Stamp:
             seen_as,
             start,
             weakref.ref(wire),
+            Over(self.axis),
             reduction,
             wire.is_custom,
             self.device,
@@ -630,7 +684,7 @@ class Stamp:
         elif number != NO_NUMBER:
             if not agreement.knows(number):
                 self._come_back()
-            agreement.before(number, self.axis, self.device)
+            agreement.before(number, self.device)
 
     def _come_back(self) -> None:
         """Make the operation known again, if it was idle for so long that it was forgotten."""
@@ -695,20 +749,21 @@ class Stamp:
 
     def lost(self, error: Exception) -> StateError:
         """Return the error for a collective that failed."""
-        return self._agreement.lose(self.number, error, self.axis)
+        return self._agreement.lose(self.number, error)
 
     def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
         """Let ranks that wait for this one know that it does not go on."""
-        return self._agreement.give_up(why, self.axis, word)
+        return self._agreement.give_up(why, word)
 
 
 _agreements: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()
 
 
 def agreement_of(axis: MeshAxis) -> Agreement:
-    """Return the agreement of an axis' process group; groups that share one share it."""
-    if axis.pg is None:
-        return Agreement()
-    if axis.pg not in _agreements:
-        _agreements[axis.pg] = Agreement()
-    return _agreements[axis.pg]
+    """Return the agreement of an axis' ranks; groups over the same process group share it."""
+    whole = axis.whole or axis
+    if whole.pg is None:
+        return Agreement(whole)
+    if whole.pg not in _agreements:
+        _agreements[whole.pg] = Agreement(whole)
+    return _agreements[whole.pg]

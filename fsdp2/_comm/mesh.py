@@ -11,6 +11,7 @@ At most one dim has the role to shard; several that a user names become one firs
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 import weakref
@@ -34,15 +35,21 @@ OWN = "own"
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis of a mesh as this rank sees it."""
+    """One axis of a mesh as this rank sees it.
+
+    ``whole``: the axis whose ranks agree on what is sent over this one, which has some or all of
+    them; None: the ranks of this one do. See [Note: several groups of some ranks] in
+    ``consistency``.
+    """
 
     name: str
     size: int
     rank: int
     pg: dist.ProcessGroup | None
+    whole: MeshAxis | None = dataclasses.field(default=None, compare=False)
 
-    def separate_group(self) -> dist.ProcessGroup:
-        """Return one more process group over the same ranks, which axes over them share.
+    def separate(self) -> MeshAxis:
+        """Return the axis with one more process group, which axes over these ranks share.
 
         Collective over the axis, the first time.
         """
@@ -52,7 +59,7 @@ class MeshAxis:
             group = _separate[self.pg] = torch_comm.group_of(
                 self.global_ranks, f"reductions over {self.name}", dist.get_backend(self.pg)
             )
-        return group
+        return dataclasses.replace(self, pg=group, whole=self)
 
     @property
     def is_real(self) -> bool:
@@ -166,11 +173,13 @@ class DataMesh:
             for lines in (ranks.t().tolist(), ranks.tolist()):
                 (line,) = (line for line in lines if dist.get_rank() in line)
                 groups.append(torch_comm.group_of(line, "neighbours of a smaller mesh"))
-            kept[key] = DataMesh.of(
+            made = DataMesh.of(
                 DeviceMesh.from_group(
                     groups, self.mesh.device_type, ranks, mesh_dim_names=("outer", "inner")
                 )
             )
+            inner = dataclasses.replace(made.shard, whole=self.shard)
+            kept[key] = dataclasses.replace(made, shard=inner)
         return kept[key]
 
     def _ranks(self) -> torch.Tensor:

@@ -167,9 +167,9 @@ class ParamGroup:
         """Reduce over a process group of its own, or over that of the gathers. Collective."""
         data = self.data
         self.wire.is_separate = enable
-        pg = data.shard.separate_group() if enable and data.shard.size > 1 else None
-        self.wire.scatter_group = pg
-        shard = data.shard if pg is None else dataclasses.replace(data.shard, pg=pg)
+        is_other = enable and data.shard.size > 1
+        shard = data.shard.separate() if is_other else data.shard
+        self.wire.scatter_group = shard.pg if is_other else None
         self.ids.renew_reductions(dataclasses.replace(data, shard=shard))
         self.reducer.erase_stamps()
         self.reducer.invalidate()

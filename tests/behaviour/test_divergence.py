@@ -221,6 +221,67 @@ def test_one_rank_of_replicas(steps: int, rank: int) -> None:
     assert time.monotonic() - begin < QUICK_S
 
 
+# --- over several process groups ------------------------------------------------------------------
+
+
+def run_each(model: nn.Module, *steps: tuple[str, bool]) -> None:
+    """Run a step for each path, with or without a backward."""
+    for path, has_backward in steps:
+        output = model(torch.randn(2, 8), path)
+        if has_backward:
+            output.square().sum().backward()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+@ranks(2, slow(3), limit_s=30)
+def test_one_rank_reduces_where_another_gathers(
+    reshard_after_forward: bool, steps: int, rank: int
+) -> None:
+    """Reductions have a process group of their own, in which nobody comes to meet them."""
+    model = sharded(reshard_after_forward=reshard_after_forward)
+    model.set_separate_reduce_scatter_group()
+    train(model, steps)
+    begin = time.monotonic()
+    with pytest.raises(fsdp2.StateError):
+        run_each(model, ("abc", rank == 1), ("abc", True))
+    assert time.monotonic() - begin < QUICK_S
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("way", ["evaluates", "skip", "swap"])
+@ranks(4, limit_s=30)
+def test_ranks_that_are_no_neighbours_are_told(way: str, steps: int, rank: int) -> None:
+    """Backward gathers from neighbours: only these see that one of them goes another way."""
+    model = sharded(reshard_after_forward=2)
+    model.set_separate_reduce_scatter_group()
+    train(model, steps)
+    begin = time.monotonic()
+    step = ("abc", True)
+    others = [("abc", False), step] if way == "evaluates" else [step, (WAYS[way], True)]
+    with pytest.raises(fsdp2.StateError):
+        run_each(model, *others if rank == 1 else [step, step], step)
+    assert time.monotonic() - begin < QUICK_S
+
+
+@ranks(4, limit_s=30)
+def test_all_ranks_may_leave_backward_out_where_neighbours_would_gather(rank: int) -> None:
+    """All stand in for the neighbours' gathers that nobody needs, once, and go on alike."""
+    model, reference = sharded(reshard_after_forward=2), seeded(Paths)
+    model.set_separate_reduce_scatter_group()
+    x = torch.randn(2, 8)
+    for path, backward in (("abc", True),) * 4 + (("abc", False), ("ac", True)) * 3:
+        outputs = [m(x, path) for m in (model, reference)]
+        torch.testing.assert_close(*outputs)
+        if backward:
+            outputs[0].square().sum().backward()
+            outputs[1].square().sum().backward()
+            assert_same_gradients(model, reference, 4e-6)
+            model.zero_grad()
+            reference.zero_grad()
+
+
 # --- sent differently -----------------------------------------------------------------------------
 
 

@@ -102,6 +102,18 @@ def test_replicas_get_it_too(rank: int, world_size: int) -> None:
     assert GOES_ASTRAY <= step <= GOES_ASTRAY + LATE, said
 
 
+@pytest.mark.parametrize("way", ASTRAY)
+@sim_ranks(4)
+def test_groups_of_some_ranks_get_it_too(rank: int, world_size: int, way: str) -> None:
+    """Neighbours gather among themselves, and reductions have a process group of their own."""
+    world = world_of(rank, world_size)
+    model: Any = world.build(Branching)
+    world.shard(model, each_block(model), reshard_after_forward=2)
+    model.set_separate_reduce_scatter_group()
+    step, said = train(world, model, ASTRAY[way])
+    assert GOES_ASTRAY <= step <= GOES_ASTRAY + LATE, said
+
+
 @sim_ranks(2)
 def test_all_ranks_may_change_their_way(rank: int, world_size: int) -> None:
     """What all do alike is no error, and costs a wait where it is new alone."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fsdp2._base.errors import StateError
 from fsdp2._comm.collectives import Wire
-from fsdp2._comm.consistency import GAVE_UP, RENEWED, Agreement, Operation, Sent, Stamp
+from fsdp2._comm.consistency import GAVE_UP, RENEWED, Agreement, Operation, Over, Sent, Stamp
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.operation_ids import DTYPES as SENT
 from fsdp2._comm.operation_ids import (
@@ -40,30 +40,32 @@ class Recorded(Agreement):
     """An agreement whose exchanges are answered by the test, and counted."""
 
     def __init__(self, others: dict[int, int] | None = None) -> None:
-        super().__init__()
+        super().__init__(axis_of(2))
         self.others = others or {}
         self.exchanges = 0
         self.stood_in_for: list[int] = []
 
-    def send_number(self, number: int, axis: MeshAxis, device: torch.device) -> Sent:
+    def send_number(self, number: int, device: torch.device) -> Sent:
         self.exchanges += 1
-        numbers = [self.others.get(rank, number) for rank in range(axis.size)]
+        numbers = [self.others.get(rank, number) for rank in range(self.over.size)]
         return Sent(torch.tensor(numbers), [], None)
 
-    def _stand_in(self, expected: Operation, number: int, axis: MeshAxis) -> None:
+    def _stand_in(self, expected: Operation, number: int) -> None:
         self.stood_in_for.append(expected.number)
+        axis = expected.over.axis
         self.compare(number, [self.others.get(r, number) for r in range(axis.size)], axis)
 
-    def give_up(self, why: str, axis: MeshAxis, word: int = GAVE_UP) -> None:
+    def give_up(self, why: str, word: int = GAVE_UP) -> None:
         self.broken = why
         self._predictions.clear()
 
 
-def knowing(agreement: Recorded, count: int = 3) -> list[int]:
-    """Number some operations and let the agreement know how they travel."""
+def knowing(agreement: Recorded, count: int = 3, over: int = 2) -> list[int]:
+    """Number some operations and let the agreement know how they travel, over some ranks."""
     numbers = [agreement.number(f"unit {index} (all-gather)") for index in range(count)]
     for number in numbers:
         known: Any = (number, "gather", (8,), torch.float32, torch.float32, 0, lambda: None)
+        known += (Over(axis_of(over)),)
         agreement.register(Operation(*known))
     return numbers
 
@@ -127,11 +129,11 @@ def test_a_program_that_repeats_itself_stops_to_exchange() -> None:
     numbers = knowing(agreement)
     for _ in range(CONTEXT + 1):
         for number in numbers:
-            agreement.before(number, axis_of(2))
+            agreement.before(number)
     learned = agreement.exchanges
     assert learned <= CONTEXT + len(numbers)
     for number in numbers * 5:
-        agreement.before(number, axis_of(2))
+        agreement.before(number)
     assert agreement.exchanges == learned
     assert not agreement.stood_in_for
 
@@ -141,12 +143,12 @@ def test_a_place_where_ranks_agree_on_something_new_is_uncertain() -> None:
     agreement = Recorded()
     first, second, third = knowing(agreement)
     for number in (first, second) * (CONTEXT + 2):
-        agreement.before(number, axis_of(2))
-    agreement.before(third, axis_of(2))
+        agreement.before(number)
+    agreement.before(third)
     assert agreement.stood_in_for == [first]
     known = agreement.exchanges
     for number in (first, second) * (CONTEXT + 2):
-        agreement.before(number, axis_of(2))
+        agreement.before(number)
     assert agreement.stood_in_for == [first]
     assert agreement.exchanges > known
 
@@ -157,10 +159,10 @@ def test_another_number_breaks_the_agreement_for_good() -> None:
     knowing(agreement)
     match = r"rank 0: unit 0 .*; rank 1: unit 1 .*`if rank == 0:`.*conditional=True"
     with pytest.raises(StateError, match=match):
-        agreement.before(1, axis_of(2))
+        agreement.before(1)
     assert agreement.exchanges == 1
     with pytest.raises(StateError, match=r"rank 1: unit 1"):
-        agreement.before(2, axis_of(2))
+        agreement.before(2)
     assert agreement.exchanges == 1
 
 
@@ -169,10 +171,10 @@ def test_another_number_in_place_of_what_was_predicted() -> None:
     agreement = Recorded()
     first, second, third = knowing(agreement)
     for number in (first, second) * (CONTEXT + 2):
-        agreement.before(number, axis_of(2))
+        agreement.before(number)
     agreement.others = {1: first}
     with pytest.raises(StateError, match=r"rank 0: unit 2 .*; rank 1: unit 0 "):
-        agreement.before(third, axis_of(2))
+        agreement.before(third)
     assert agreement.stood_in_for == [first]
     assert agreement.recent[-1] == first, "what was issued, not what was wanted"
 
@@ -182,15 +184,15 @@ def test_a_retired_operation_is_not_expected_again() -> None:
     agreement = Recorded()
     first, second, third = knowing(agreement)
     for number in (first, second) * (CONTEXT + 2):
-        agreement.before(number, axis_of(2))
+        agreement.before(number)
     agreement.retire(first)
     known = agreement.exchanges
     for number in (third, second) * (CONTEXT + 4):
-        agreement.before(number, axis_of(2))
+        agreement.before(number)
     learned = agreement.exchanges
     assert learned > known
     for number in (third, second) * (CONTEXT + 4):
-        agreement.before(number, axis_of(2))
+        agreement.before(number)
     assert agreement.exchanges == learned
     assert not agreement.stood_in_for
 
@@ -204,7 +206,7 @@ def test_a_wire_that_carries_nothing_is_not_checked() -> None:
     knowing(agreement)
     agreement.compare(1, [None, None], axis_of(2))
     assert agreement.is_silent
-    agreement.before(2, axis_of(2))
+    agreement.before(2)
     assert agreement.exchanges == 0
     other = Recorded()
     knowing(other)
@@ -301,7 +303,7 @@ def test_a_collective_that_fails_is_the_last_one() -> None:
             raise RuntimeError("Connection closed by peer")
 
     class Losing(Recorded):
-        def send_number(self, number: int, axis: MeshAxis, device: torch.device) -> Sent:
+        def send_number(self, number: int, device: torch.device) -> Sent:
             self.exchanges += 1
             return Sent(torch.empty(0), [], Lost())
 
@@ -309,7 +311,7 @@ def test_a_collective_that_fails_is_the_last_one() -> None:
     knowing(agreement)
     for _ in range(2):
         with pytest.raises(StateError, match=r"unit 1 .*it closed the connection.*ranks differ"):
-            agreement.before(2, axis_of(2))
+            agreement.before(2)
     assert agreement.exchanges == 1
 
 
@@ -327,14 +329,14 @@ def test_a_rank_that_gave_up_is_named() -> None:
 def test_a_number_in_use_is_not_handed_out_again() -> None:
     """There are 65,535, and copies take new ones; what was dropped is forgotten, on all ranks."""
     agreement = Recorded()
-    live, axis, most = knowing(agreement), axis_of(2), 0
+    live, most = knowing(agreement), 0
     for _ in range(700):
         for number in live:
-            agreement.before(number, axis)
+            agreement.before(number)
         copy = knowing(agreement, 100)
         assert not set(copy) & set(live)
         for number in copy[:5]:
-            agreement.before(number, axis)
+            agreement.before(number)
         most = max(most, len(agreement._operations))
     assert {*live} <= agreement._operations.keys()
     assert most < 2.5 * RENEWED
