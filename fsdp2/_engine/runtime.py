@@ -111,6 +111,11 @@ class Runtime:
             for group in unit.groups:
                 group.refuse_hidden_gradients()
         self._forget_unmarked()
+        if not self.is_pipelined:
+            for unit in self.units:
+                if unit.calls.open:  # it may owe gradients after a backward in which it has no part
+                    for group in unit.groups:
+                        group.follow_toggles()
         self.context.streams.look_late(self._looks())
         events.follow(events.profile_event, torch_modules.profiler_is_running())
         events.follow(events.log_event, events.logger.isEnabledFor(logging.DEBUG))

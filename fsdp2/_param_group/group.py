@@ -479,6 +479,12 @@ class ParamGroup:
         if changes.replaced:
             self._adopt(changes.replaced)
 
+    def follow_toggles(self) -> None:
+        """See a changed ``requires_grad`` of a group that may have no forward of its own now."""
+        toggled = [param for param in self.params if param.is_toggled]
+        if toggled:
+            self._toggle(toggled)
+
     def _toggle(self, params: list[FSDPParam]) -> None:
         """Carry a changed ``requires_grad`` to every form of each parameter."""
         self._check_toggle(params)

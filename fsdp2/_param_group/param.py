@@ -218,6 +218,12 @@ class FSDPParam:
         return found is self.sharded or found is self.unsharded or found is self.post_forward
 
     @property
+    def is_toggled(self) -> bool:
+        """True if somebody changed ``requires_grad`` of a form that may be registered."""
+        forms = (self.sharded, self.unsharded)
+        return any(f is not None and f.requires_grad is not self.trainable for f in forms)
+
+    @property
     def places(self) -> list[nn.Module]:
         """Modules that a unit must contain to hold this parameter for all its uses."""
         return [site.module for site in self.sites] + self.uses

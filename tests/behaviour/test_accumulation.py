@@ -335,6 +335,37 @@ def test_an_accumulation_that_is_dropped_does_not_leak_into_the_next_step() -> N
     pair.check()
 
 
+class MaySkip(nn.Module):
+    """Two layers, of which a call may leave the first out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(13, 13), nn.Linear(13, 3)
+
+    def forward(self, x: Tensor, skips: bool = False) -> Tensor:
+        return self.last(x if skips else self.first(x).tanh())
+
+
+@ranks(2)
+def test_a_unit_may_be_frozen_before_an_accumulation_that_leaves_it_out(rank: int) -> None:
+    """A forward that nobody differentiates makes it owe gradients; it was frozen before."""
+    model, reference = seeded(MaySkip), seeded(MaySkip)
+    for unit in (model.first, model.last, model):
+        fsdp2.fully_shard(unit, mesh=make_mesh())
+    x = torch.randn(4, 13)
+    for one in (model, reference):
+        one(x)
+        one.first.weight.requires_grad_(False)
+    model.set_requires_gradient_sync(False)
+    for one in (model, reference):
+        one(x, skips=True).square().sum().backward()
+    model.set_requires_gradient_sync(True)
+    for one in (model, reference):
+        one(x).square().sum().backward()
+    assert model.first.weight.grad is None
+    assert_same_gradients(model, reference)
+
+
 def momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.1)
 
