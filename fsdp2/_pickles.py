@@ -31,6 +31,7 @@ from fsdp2._engine.cast_buffers import CastBuffer, CastBuffers
 from fsdp2._engine.hooks import ForwardHooks, ForwardMethod
 from fsdp2._engine.precision import Precision
 from fsdp2._engine.root_groups import PartHook
+from fsdp2._engine.torch_view import TorchState
 from fsdp2._engine.unit import Unit
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
@@ -66,6 +67,7 @@ NAMED: tuple[Any, ...] = (
     ShardInfo,
     ShardLayout,
     Site,
+    TorchState,
     Unit,
     UnitInfo,
     Wire,

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
+from fsdp2._engine.unit import unit_of
 from fsdp2.optim._local import LocalOptimizer
 
 WIDTH = 5
@@ -434,7 +435,7 @@ class World:
 
 
 def _look_at(module: nn.Module) -> tuple[object, ...]:
-    unit = fsdp2.fully_shard.state(module)
+    unit = unit_of(module)
     tensors = {**module._parameters, **module._buffers}
     attributes = {k: id(v) for k, v in vars(module).items() if not k.startswith("_fsdp2")}
     hooks = [(k, len(v)) for k, v in vars(module).items() if k.endswith("_hooks")]

@@ -37,6 +37,7 @@ from fsdp2._engine.hooks import ForwardMethod, register_hooks
 from fsdp2._engine.precision import Precision
 from fsdp2._engine.root_groups import PartHook
 from fsdp2._engine.runtime import Runtime
+from fsdp2._engine.torch_view import TorchState, torch_state
 from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, unit_of
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
@@ -248,8 +249,8 @@ def check_call(
     return collected, smaller
 
 
-def _state(module: nn.Module) -> Unit | None:
-    return unit_of(check_module("fully_shard.state", "module", module))
+def _state(module: nn.Module) -> TorchState | None:
+    return torch_state(check_module("fully_shard.state", "module", module))
 
 
 fully_shard.state = _state  # type: ignore[attr-defined]  # the composable contract's accessor

@@ -25,6 +25,7 @@ from fsdp2._base.arguments import check_flag, check_mapping
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._engine.hooks import call_compiled, forward_raised
 from fsdp2._engine.runtime import Runtime
+from fsdp2._engine.torch_view import register_torch_state, torch_state
 from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, refuse_whole, unit_of
 from fsdp2._param_group.group import ParamGroup
 
@@ -61,7 +62,7 @@ def rebuild_module(cls: type[nn.Module]) -> nn.Module:
 def register_names(module: nn.Module, unit: Unit) -> None:
     """Enter a module where composable APIs and torch's ``fully_shard.state`` look for it."""
     torch_modules.register_composable_name(module, COMPOSABLE_NAME)
-    torch_modules.register_torch_state(module, unit)
+    register_torch_state(module, unit)
 
 
 class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
@@ -331,7 +332,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
     def _get_fsdp_state(self) -> Any:
         """Return what torch's pipelining asks for, under the name by which it does."""
-        return own_unit(self)
+        own_unit(self)  # an empty instance has none, and says so
+        return torch_state(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept what torch's own accepts, and change nothing.

@@ -157,6 +157,11 @@ def register_torch_state(module: nn.Module, state: FSDPState) -> None:
     _composable_state._module_state_mapping[module] = weakref.ref(found)
 
 
+def torch_state(module: nn.Module) -> object:
+    """Return what ``register_torch_state`` left; None if it did not."""
+    return module.__dict__.get(STATE_KEY, {}).get(inspect.unwrap(fully_shard))
+
+
 def composable_names(module: nn.Module) -> list[str]:
     """Return the composable APIs that were applied to the module."""
     return list(module.__dict__.get(REGISTRY_KEY, {}))

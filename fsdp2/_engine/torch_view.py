@@ -1,7 +1,20 @@
-"""What public programs read of torch's own parameter groups, as read-only values of ours.
+"""What other software finds on a sharded module in place of torch's own state: a façade.
 
-Owns the names that stand for ours, and the error for all others. It must not know when anything
-happens in a step.
+Owns the names of torch's that stand for ours, and the error for all others. It must not know when
+anything happens in a step.
+
+[Note: the state that torch's software asks for]
+``fully_shard.state(module)`` is a ``TorchState``, by our accessor and by torch's getters, which
+return an ``FSDPState`` only, so it is one. From torch 2.15 on a stage of
+``torch.distributed.pipelining`` whose module is an ``FSDPModule`` uses public methods:
+``set_manual_backward_finalization``, ``finalize_backward``, and settings. With
+``defer_reduce_grad_wait`` it compares ``_get_fsdp_state()._comm_ctx`` of its stages. Up to torch
+2.14 it sets ``is_last_backward``, ``reshard_after_backward`` and ``requires_gradient_sync`` to
+False before each backward of a microbatch, so gradients stay on the unsharded parameters. After the
+last one it sets all three to True, calls ``post_backward`` on each group that it finds under
+``_state_ctx.all_states``, and then ``_root_post_backward_final_callback``. No backward runs at that
+time, so no hook of ours would. The order of reductions is the runtime's to choose: the list of
+states is empty, and the callback is the end of a backward.
 
 [Note: what tools may read]
 Torch's FSDP2 keeps a state with parameter groups on each module, and programs read some of it: how
@@ -14,14 +27,19 @@ unit: programs use them as keys.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.nn as nn
 
 from fsdp2._base import torch_modules
 from fsdp2._base.errors import UnsupportedError, coded
+from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._comm.mesh import REPLICATE, SHARD, DataMesh
+from fsdp2._comm.streams import Streams, streams_for
+from fsdp2._engine.unit import Unit, unit_of
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam
 
@@ -131,17 +149,102 @@ class GroupView(View):
         return torch_modules.mesh_info(data.mesh, dims.get(SHARD), dims.get(REPLICATE))
 
 
-class Views:
-    """The views of one unit's groups, by mesh."""
+class TorchState(View, torch_modules.FSDPState):
+    """A unit, by the names that torch's ``FSDPState`` has for what programs read and call."""
 
-    def __init__(self) -> None:
-        self._by_mesh: dict[DataMesh, GroupView] = {}
+    _state_ctx: ClassVar[Any] = SimpleNamespace(all_states=())  # see the note above
 
-    def of(self, groups: list[ParamGroup]) -> list[GroupView]:
+    def __init__(self, unit: Unit) -> None:
+        vars(self).update(_unit=unit, _views={})
+
+    @property
+    def _comm_ctx(self) -> Streams:
+        """An object that is another one for each root, unless roots share their streams."""
+        unit: Unit = vars(self)["_unit"]
+        if unit.runtime is not None:
+            return unit.runtime.context.streams
+        if unit.streams is None:
+            unit.streams = streams_for(unit.device)
+        return unit.streams
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        policy: MixedPrecisionPolicy = vars(self)["_unit"].precision.chosen
+        return policy
+
+    @property
+    def _is_root(self) -> bool | None:
+        """None before the first forward, which decides it."""
+        unit: Unit = vars(self)["_unit"]
+        return None if unit.runtime is None else unit.is_root
+
+    def _lazy_init(self) -> None:
+        """Do nothing: a first forward initialises by itself, and later is never wrong."""
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what a pipeline's step accumulated, wait for it, and reshard, as settings say.
+
+        Raises:
+            StateError: a unit's part of the gradient is lost. See ``Unit.note_unsynced_backward``.
+        """
+        runtime = vars(self)["_unit"].runtime
+        if runtime is not None:  # else no forward ran yet
+            runtime.finalize()
+            runtime.end_reductions()
+
+    @property
+    def _fsdp_param_groups(self) -> list[GroupView]:
         found: dict[DataMesh, list[ParamGroup]] = {}
-        for group in groups:
+        for group in vars(self)["_unit"].own_groups:
             found.setdefault(group.data, []).append(group)
-        self._by_mesh = {data: self._by_mesh.get(data) or GroupView(data) for data in found}
-        for data, view in self._by_mesh.items():
+        known = vars(self)["_views"]
+        vars(self)["_views"] = views = {d: known.get(d) or GroupView(d) for d in found}
+        for data, view in views.items():
             view.take(found[data])
-        return list(self._by_mesh.values())
+        return list(views.values())
+
+    @property
+    def _fsdp_param_group(self) -> GroupView | None:
+        """The parameters of the unit; None if it has none, as torch's own says.
+
+        Raises:
+            UnsupportedError: they lie on several meshes.
+        """
+        views = self._fsdp_param_groups
+        if len(views) > 1:
+            raise UnsupportedError(
+                "FS910",
+                f"{vars(self)['_unit'].fqn or '<root>'}: has parameters on {len(views)} meshes, so "
+                "it is not one '_fsdp_param_group'. Read '_fsdp_param_groups'. " + ADVICE,
+            )
+        return views[0] if views else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies are of a copied unit, whose groups nobody has seen yet."""
+        return {"_unit": vars(self)["_unit"], "_views": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+torch_modules.hide_torchs_own(TorchState, torch_modules.FSDPState)
+
+
+def torch_state(module: nn.Module) -> TorchState | None:
+    """Return what a module of a unit has in place of torch's state; None for other modules."""
+    found = torch_modules.torch_state(module) if unit_of(module) is not None else None
+    return found if isinstance(found, TorchState) else None
+
+
+def register_torch_state(module: nn.Module, unit: Unit) -> None:
+    """Let torch's getters find the state of a module; all modules of a unit have the same one."""
+    known = _states.get(unit)
+    state = None if known is None else known()
+    if state is None:
+        state = TorchState(unit)
+        _states[unit] = weakref.ref(state)
+    torch_modules.register_torch_state(module, state)
+
+
+_states: weakref.WeakKeyDictionary[Unit, weakref.ref[TorchState]] = weakref.WeakKeyDictionary()
+"""The state of each unit; its modules hold it."""

@@ -8,22 +8,6 @@ Some ranks may skip a conditional unit. So its hooks move nothing: the nearest u
 not conditional, its *owning unit*, moves its groups with its own, on every rank. ``own_groups`` is
 what the call of ``fully_shard`` made, ``groups`` is what this unit's hooks move. A unit inside a
 conditional one is conditional too.
-
-[Note: the state that torch's software asks for]
-``fully_shard.state(module)`` is a unit, by our accessor and by torch's. So a unit has what a stage
-of ``torch.distributed.pipelining`` reads. From torch 2.15 on a stage whose module is an
-``FSDPModule`` uses public methods: ``set_manual_backward_finalization``, ``finalize_backward``, and
-settings. With ``defer_reduce_grad_wait`` it compares ``_get_fsdp_state()._comm_ctx`` of its stages.
-Up to torch 2.14 it sets ``is_last_backward``, ``reshard_after_backward`` and
-``requires_gradient_sync`` to False before each backward of a microbatch, so gradients stay on the
-unsharded parameters. After the last one it sets all three to True, calls ``post_backward`` on each
-group that it finds under ``_state_ctx.all_states``, and then
-``_root_post_backward_final_callback``. No backward runs at that time, so no hook of ours would. The
-order of reductions is the runtime's to choose: the list of states is empty, and the callback is the
-end of a backward. Other software reads a few more names; [Note: what tools may read] in
-``_engine.torch_view`` says which. Torch's getters return an ``FSDPState`` only, so a unit is one,
-and every name of that class is overridden or hidden. What else torch's own state has, this one has
-not, and says so.
 """
 
 from __future__ import annotations
@@ -31,29 +15,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import (
-    torch_autograd,
-    torch_compiler,
-    torch_dtensor,
-    torch_modes,
-    torch_modules,
-)
+from fsdp2._base import torch_autograd, torch_compiler, torch_dtensor, torch_modes
 from fsdp2._base.containers import Loan
-from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
+from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import clean
-from fsdp2._base.policy import MixedPrecisionPolicy, Settings
+from fsdp2._base.policy import Settings
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.streams import StepContext, Streams, streams_for
 from fsdp2._engine.precision import Precision
-from fsdp2._engine.torch_view import ADVICE, GroupView, Views, missing
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SHARDED, FSDPParam
 from fsdp2._param_group.replaced_params import Serves
@@ -149,10 +125,8 @@ class Calls:
         self.open = self.active = 0
 
 
-class Unit(torch_modules.FSDPState):
+class Unit:
     """What one call of ``fully_shard`` made: its modules, its groups, its settings."""
-
-    _state_ctx = SimpleNamespace(all_states=())  # see [Note: the state that torch's software ...]
 
     def __init__(
         self,
@@ -177,7 +151,6 @@ class Unit(torch_modules.FSDPState):
         self.calls = Calls()
         self.may_lose_gradients = False  # in a pipeline, see note_unsynced_backward
         self.runner: Runner | None = None  # None: the hooks
-        self.views = Views()  # of the groups, for other software
         self.summoned_on = ""  # ranks with whole ones registered: "all", "first"; "": no summon
 
     @property
@@ -411,63 +384,6 @@ class Unit(torch_modules.FSDPState):
                 if not any(param.is_on_meta for param in group.params):
                     group.inspect()
 
-    def _root_post_backward_final_callback(self) -> None:
-        """Reduce what a pipeline's step accumulated, wait for it, and reshard, as settings say.
-
-        Raises:
-            StateError: a unit's part of the gradient is lost. See ``note_unsynced_backward``.
-        """
-        if self.runtime is not None:  # else no forward ran yet
-            self.runtime.finalize()
-            self.runtime.end_reductions()
-
-    @property
-    def _comm_ctx(self) -> Streams:
-        """An object that is another one for each root, unless roots share their streams."""
-        if self.runtime is not None:
-            return self.runtime.context.streams
-        if self.streams is None:
-            self.streams = streams_for(self.device)
-        return self.streams
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        return self.precision.chosen
-
-    @property
-    def _is_root(self) -> bool | None:
-        """None before the first forward, which decides it."""
-        return None if self.runtime is None else self.is_root
-
-    def _lazy_init(self) -> None:
-        """Do nothing: a first forward initialises by itself, and later is never wrong."""
-
-    @property
-    def _fsdp_param_groups(self) -> list[GroupView]:
-        return self.views.of(self.own_groups)
-
-    @property
-    def _fsdp_param_group(self) -> GroupView | None:
-        """The parameters of the unit; None if it has none, as torch's own says.
-
-        Raises:
-            UnsupportedError: they lie on several meshes.
-        """
-        views = self._fsdp_param_groups
-        if len(views) > 1:
-            raise UnsupportedError(
-                "FS910",
-                f"{self.fqn or '<root>'}: has parameters on {len(views)} meshes, so it is not one "
-                f"'_fsdp_param_group'. Read '_fsdp_param_groups'. {ADVICE}",
-            )
-        return views[0] if views else None
-
-    if not TYPE_CHECKING:  # or every misspelt name would pass the type checker
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Nothing has this name: it is one of torch's own state, if a tool asks for it."""
-            raise missing("state", name, self)
-
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""
         kept = ["modules", "precision", "settings", "device", "conditional", "own_groups", "fqn"]
@@ -479,9 +395,6 @@ class Unit(torch_modules.FSDPState):
         vars(self).update(state)
         self.precision.choose_input_dtype(is_root=False)
         self.groups = self.own_groups
-
-
-torch_modules.hide_torchs_own(Unit, torch_modules.FSDPState)
 
 
 @torch_compiler.always_eager

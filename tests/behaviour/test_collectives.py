@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2._base import torch_comm
 from fsdp2._compiled.compile import check_group
+from fsdp2._engine.unit import unit_of
 from tests._models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
 from tests._parity import Pair, make_mesh, shard
 from tests._pool import ranks
@@ -220,7 +221,7 @@ def test_gloo_is_known_by_kinds_of_devices() -> None:
 def test_a_model_over_gloo_on_a_device_is_not_compiled_whole() -> None:
     """Its collectives would end the process."""
     model = fsdp2.fully_shard(seeded(Block))
-    (group,) = fsdp2.fully_shard.state(model).own_groups
+    (group,) = unit_of(model).own_groups
     check_group(group, "block")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(group), "device", torch.device("cuda"))

@@ -20,6 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2._engine.unit import unit_of
 from tests._meshes import random_numbers
 from tests._models import CASES, Stack, loss_of, seeded
 from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh, shard, whole
@@ -268,7 +269,7 @@ def test_steps_without_communication(shape: tuple[int, ...]) -> None:
     pair = Pair("stack", mesh=make_mesh(*shape))
     pair.train(2)
     before = [p.to_local().clone() for p in pair.model.parameters() if isinstance(p, DTensor)]
-    state = fsdp2.fully_shard.state(pair.model)
+    state = unit_of(pair.model)
     stamps = [s for g in state.own_groups for s in g.ids.all]
     context = fsdp2.debug.without_communication(pair.model)
     with pytest.warns(UserWarning, match="results are wrong"):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
+from fsdp2._engine.unit import unit_of
 from tests._models import (
     CASES,
     WIDTH,
@@ -104,8 +105,8 @@ def test_slicing_a_container_gives_the_plain_class() -> None:
 def test_the_state_is_in_the_composable_registry() -> None:
     model = Stack()
     fsdp2.fully_shard(model.blocks[0])
-    assert fsdp2.fully_shard.state(model.blocks[0]) is not None
-    assert fsdp2.fully_shard.state(model.blocks[1]) is None
+    assert unit_of(model.blocks[0]) is not None
+    assert unit_of(model.blocks[1]) is None
     from torch.distributed._composable.contract import _get_registry
 
     registry = _get_registry(model.blocks[0])

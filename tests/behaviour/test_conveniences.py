@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
+from fsdp2._engine.unit import unit_of
 from tests._models import CASES, Stack, seeded
 from tests._parity import Pair, assert_same, make_mesh, names_of, shard, whole
 from tests._pool import ranks
@@ -50,7 +51,7 @@ def test_settings_come_back() -> None:
     model.blocks[1].set_requires_all_reduce(False)
 
     def settings() -> list[tuple[bool, bool]]:
-        states = [fsdp2.fully_shard.state(m).settings for m in (model, *model.blocks)]
+        states = [unit_of(m).settings for m in (model, *model.blocks)]
         return [(s.reduce_grads, s.all_reduce_grads) for s in states]
 
     before = settings()
@@ -252,7 +253,7 @@ def test_what_units_say_is_what_lies_there(case: str, rank: int) -> None:
         assert [unit.names for unit in found if unit.is_root] == [("",)]
         assert {n for u in found for n in u.parameters} == set(reference)
         for unit, info in [(u, i) for u in found for g in u.groups for i in g.shards]:
-            state = fsdp2.fully_shard.state(unit.modules[0])
+            state = unit_of(unit.modules[0])
             flat = state.own_groups[0].home_buffer.flat
             param = dict(model.named_parameters())[info.names[0]]
             assert info.shape == tuple(reference[info.names[0]].shape)

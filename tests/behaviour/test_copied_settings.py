@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2._api.settings import ControlSurface
+from fsdp2._engine.unit import unit_of
 from tests._parity import Pair, assert_sharded, make_mesh
 from tests._pool import ranks
 from tests._slow import with_slow
@@ -105,10 +106,10 @@ def settings_of(model: Any) -> list[Any]:
     """Describe everything that a setter may have changed, without objects that a copy has anew."""
     found: list[Any] = []
     for name, module in model.named_modules():
-        unit = fsdp2.fully_shard.state(module)  # type: ignore[attr-defined]  # the accessor
+        unit = unit_of(module)
         if unit is None:
             continue
-        names = {id(fsdp2.fully_shard.state(part)): n for n, part in model.named_modules()}  # type: ignore[attr-defined]  # the accessor
+        names = {id(unit_of(part)): n for n, part in model.named_modules()}
         ahead = [
             None if units is None else [names[id(other)] for other in units]
             for units in (unit.settings.forward_prefetch, unit.settings.backward_prefetch)
@@ -153,7 +154,7 @@ def test_what_hangs_on_a_model_is_named_in_one_place() -> None:
     policy = fsdp2.MixedPrecisionPolicy(torch.bfloat16, buffer_dtype=torch.bfloat16)
     fsdp2.fully_shard(model.block, mp_policy=policy, conditional=True)
     fsdp2.fully_shard(model, mp_policy=policy)
-    groups = fsdp2.fully_shard.state(model).own_groups  # type: ignore[attr-defined]  # the accessor
+    groups = unit_of(model).own_groups
     assert [group.early.part for group in groups] == ["embed", ""]
     fsdp2.register_fsdp_forward_method(model, "encode")
     fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16, error_feedback=True))

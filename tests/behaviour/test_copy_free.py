@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2._comm import gloo_p2p
+from fsdp2._engine.unit import unit_of
 from tests._local_sgd import LocalSGD
 from tests._models import CASES, loss_of, seeded
 from tests._parity import (
@@ -333,6 +334,6 @@ def test_copies_keep_the_choice() -> None:
     model = zero_copy(Pair("stack")).model
     model.set_gradient_wire_dtype(torch.bfloat16)
     other = copy.deepcopy(model)
-    unit = fsdp2.fully_shard.state(other)
+    unit = unit_of(other)
     assert unit.own_groups[0].wire.zero_copy_nbytes == 1
     assert unit.own_groups[0].wire.gradient_dtype == torch.bfloat16

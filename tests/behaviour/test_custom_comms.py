@@ -16,6 +16,7 @@ from torch import Tensor
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2._base import torch_comm
+from fsdp2._engine.unit import unit_of
 from tests._models import Case, each_block, floats, loss_of, stack
 from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh
 from tests._pool import ranks
@@ -125,7 +126,7 @@ def units_of(model: nn.Module) -> list[Any]:
 
 def group_of(model: nn.Module) -> Any:
     """Return the process group that a model is sharded over."""
-    unit = fsdp2.fully_shard.state(model)
+    unit = unit_of(model)
     assert unit is not None
     return unit.own_groups[0].data.shard.pg
 
@@ -212,7 +213,7 @@ def test_a_reduce_scatter_that_returns_nothing(
         for model in (usual.model, pair.model):
             model.zero_grad()
             for unit in units_of(model):
-                for group in fsdp2.fully_shard.state(unit).own_groups:  # type: ignore[union-attr]
+                for group in unit_of(unit).own_groups:
                     group.context.streams.async_op = asynchronous  # as on a device
     assert comm.asynchronous[-1] is asynchronous
 
@@ -424,7 +425,7 @@ def test_a_custom_collective_allocates_for_itself() -> None:
 def test_symmetric_memory_needs_nccl() -> None:
     """On another backend it is refused by name, and everything stays as it was."""
     pair = Pair("stack")
-    unit = fsdp2.fully_shard.state(pair.model.blocks[0])
+    unit = unit_of(pair.model.blocks[0])
     assert unit is not None
     before = unit.own_groups[0].wire.gather
     with pytest.raises(fsdp2.UnsupportedError, match="gloo"):

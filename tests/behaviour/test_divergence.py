@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2._engine.unit import unit_of
 from tests._models import seeded
 from tests._parity import assert_same_gradients, assert_same_parameters, make_mesh
 from tests._pool import ranks
@@ -312,7 +313,7 @@ def assert_told(model: nn.Module, match: str, steps: int = 3) -> None:
         train(model, steps)
     assert time.monotonic() - begin < QUICK_S
     for unit in model.modules():
-        state = fsdp2.fully_shard.state(unit)
+        state = unit_of(unit)
         for group in () if state is None else state.own_groups:
             waiting = (group.gathering is not None) or group.is_unsharded
             assert waiting or group._full is None or not group._full.has_memory
@@ -546,7 +547,7 @@ def test_a_copy_keeps_what_was_declared(rank: int) -> None:
         chosen.model = copy.deepcopy(chosen.model)
         chosen.optimizers[0] = torch.optim.SGD(chosen.model.parameters(), lr=0.05)
         chosen.train(rank, steps=2)
-    unit = fsdp2.fully_shard.state(chosen.model.blocks[0])
+    unit = unit_of(chosen.model.blocks[0])
     assert unit is not None
     assert unit.conditional
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import StateError
+from fsdp2._engine.unit import unit_of
 from tests._models import CASES, TORCH_2_15, Case, loss_of, seeded
 from tests._parity import Pair, assert_same, make_mesh, names_of, shard
 from tests._pool import ranks
@@ -335,7 +336,7 @@ def addresses(model: nn.Module) -> list[int]:
 
 
 def whole_nbytes(model: nn.Module) -> int:
-    state = fsdp2.fully_shard.state(model)  # type: ignore[attr-defined]
+    state = unit_of(model)
     return sum(
         group._full._storage.nbytes()
         for unit in state.runtime.units
@@ -371,7 +372,7 @@ def test_storage_of_one_unit_stays() -> None:
     unit = next(m for m in model.modules() if m is not model and isinstance(m, fsdp2.FSDPModule))
     unit.set_keep_unsharded_storage(True, recurse=False)
     run(model).backward()
-    own = fsdp2.fully_shard.state(unit).own_groups  # type: ignore[attr-defined]
+    own = unit_of(unit).own_groups
     assert whole_nbytes(model) == sum(group._full._storage.nbytes() for group in own) > 0
 
 

@@ -26,6 +26,7 @@ import fsdp2
 from fsdp2._base import events
 from fsdp2._base.events import Event
 from fsdp2._engine.runtime import Runtime
+from fsdp2._engine.unit import unit_of
 from fsdp2._param_group.reduction import Reduction
 from tests._models import Batch, Case, loss_of, seeded
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
@@ -542,7 +543,7 @@ def test_a_copy_has_parts_of_its_own() -> None:
         model.zero_grad()
         pair.run(model, ids).backward()
     assert_same_gradients(other, copy.deepcopy(pair.model))
-    unit, copied = fsdp2.fully_shard.state(pair.model), fsdp2.fully_shard.state(other)
+    unit, copied = unit_of(pair.model), unit_of(other)
     assert unit is not None
     assert copied is not None
     assert [g.early.part for g in copied.own_groups] == [g.early.part for g in unit.own_groups]
@@ -568,7 +569,7 @@ def test_what_is_a_part() -> None:
     def parts(model: nn.Module, *units: nn.Module) -> list[str]:
         for unit in units:
             fsdp2.fully_shard(unit)
-        root = fsdp2.fully_shard.state(fsdp2.fully_shard(model))
+        root = unit_of(fsdp2.fully_shard(model))
         assert root is not None
         return [group.early.part for group in root.own_groups]
 
@@ -588,7 +589,7 @@ def test_never_more_units_are_whole_than_the_setting_says(memory: str, limit: in
     """Counted at every event: units below the root that are whole, or on their way."""
     pair = Pair(Case(lambda: Language(6), lambda m: list(m.blocks), batch))
     pair.model.set_memory(memory)
-    units = [fsdp2.fully_shard.state(block) for block in pair.model.blocks]
+    units = [unit_of(block) for block in pair.model.blocks]
     groups = [group for unit in units if unit is not None for group in unit.own_groups]
     counts: list[int] = []
 
@@ -610,7 +611,7 @@ def test_never_more_reductions_hold_their_inputs(memory: str, running: int) -> N
     pair = Pair(Case(lambda: Language(6), lambda m: list(m.blocks), batch))
     pair.model.set_memory(memory)
     pair.backward()
-    root = fsdp2.fully_shard.state(pair.model)
+    root = unit_of(pair.model)
     assert root is not None
     assert root.runtime is not None
     counts: list[int] = []
@@ -635,7 +636,7 @@ def test_never_more_reductions_hold_their_inputs(memory: str, running: int) -> N
 def test_a_budget_buys_overlap() -> None:
     """More bytes never give less; too few name what is needed, and change nothing."""
     model = Pair(CASE).model
-    unit = fsdp2.fully_shard.state(model)
+    unit = unit_of(model)
     assert unit is not None
     with pytest.raises(fsdp2.ConfigError, match="bytes are not enough") as caught:
         model.set_memory(1000)
@@ -645,9 +646,7 @@ def test_a_budget_buys_overlap() -> None:
     for budget in (least, least + 100_000, least + 200_000, 10 * least):
         model.set_memory(budget)
         overlap = unit.settings.overlap
-        assert all(
-            u.settings.overlap == overlap for u in map(fsdp2.fully_shard.state, model.blocks)
-        )
+        assert all(u.settings.overlap == overlap for u in map(unit_of, model.blocks))
         found.append((overlap.prefetch, overlap.reductions))
     assert found == sorted(found)
     assert found[0] == (0, 0)

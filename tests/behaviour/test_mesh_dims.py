@@ -29,6 +29,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2 import DataParallelMeshDims
 from fsdp2._comm.mesh import DataMesh
+from fsdp2._engine.unit import unit_of
 from tests._local_sgd import LocalSGD
 from tests._meshes import DEVICE, random_numbers, shared_mesh
 from tests._parity import assert_same, names_of
@@ -357,7 +358,7 @@ def test_a_loss_over_the_data_dims_needs_no_mean(name: str) -> None:
     reference = build()
     for module in model.modules():
         if isinstance(module, fsdp2.FSDPModule):
-            fsdp2.fully_shard.state(module).configure(divide_by=1.0)  # type: ignore[attr-defined]
+            unit_of(module).configure(divide_by=1.0)
     batch = batch_of(0)
     rows = DTensor.from_local(my_rows(batch, mesh, setup), mesh, setup.batch_placements())
     loss = model(rows).square().mean()

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
+from fsdp2._engine.unit import unit_of
 from tests._meshes import DEVICE, random_numbers
 from tests._models import CASES, Block, Case, each_block, floats, loss_of, seeded, stack
 from tests._parity import ROWS, bits, make_mesh, names_of, shard, whole
@@ -321,7 +322,7 @@ def test_gradients_whose_memory_was_given_back(fused: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
         for module in twins.ours.modules():
-            unit = fsdp2.fully_shard.state(module)
+            unit = unit_of(module)
             for group in () if unit is None else unit.own_groups:
                 buffer = group.reducer._buffer
                 assert buffer is not None

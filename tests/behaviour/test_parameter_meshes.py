@@ -21,6 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import ShardPlacementResult
+from fsdp2._engine.unit import unit_of
 from tests._local_sgd import LocalSGD
 from tests._meshes import DEVICE, random_numbers
 from tests._parity import assert_same, names_of
@@ -156,10 +157,6 @@ def train(
             optimizer.zero_grad()
     for name, param in names_of(model).items():
         assert_same(param, names_of(reference)[name], name, rtol)
-
-
-def unit_of(module: nn.Module) -> Any:
-    return fsdp2.fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 def meshes() -> tuple[DeviceMesh, DeviceMesh]:

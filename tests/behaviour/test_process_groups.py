@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2._base.torch_comm import group_of, timeout_of
 from fsdp2._comm.mesh import default_mesh
+from fsdp2._engine.unit import unit_of
 from tests._meshes import DEVICE
 from tests._models import CASES
 from tests._parity import Pair
@@ -36,7 +37,7 @@ def asked() -> timedelta:
 
 def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     """Return the process groups over which a model reduces, and gathers for backward."""
-    units = [fsdp2.fully_shard.state(m) for m in model.modules() if isinstance(m, fsdp2.FSDPModule)]
+    units = [unit_of(m) for m in model.modules() if isinstance(m, fsdp2.FSDPModule)]
     found: list[Any] = []
     for group in (group for unit in units for group in unit.own_groups):
         found.append(group.wire.scatter_group)
@@ -132,7 +133,7 @@ def test_groups_of_ours_wait_as_the_default_one() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fsdp2.fully_shard(model, mesh=full, dp_mesh_dims=fsdp2.DataParallelMeshDims(("a", "b")))
-    (group,) = fsdp2.fully_shard.state(model).own_groups
+    (group,) = unit_of(model).own_groups
     assert timeout_of(group.data.shard.pg) == asked()
     for mesh in (
         fsdp2.wrap.hybrid_mesh(DEVICE, ranks_per_node=2),

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 import fsdp2
 from fsdp2._api.settings import ControlSurface
 from fsdp2._base import torch_modules
-from fsdp2._engine.unit import Unit
+from fsdp2._engine.torch_view import TorchState, View
 from tests._meshes import shared_mesh
 from tests._models import CASES, WIDTH, Block, seeded
 from tests._parity import assert_same_gradients, shard
@@ -93,14 +93,14 @@ def test_every_unit_is_recognised() -> None:
 
 @ranks(2)
 def test_torch_and_users_find_one_state() -> None:
-    """Torch's accessor and ours return the unit, which has what torch's pipelining reads.
+    """Torch's accessor and ours return one object, which has what torch's pipelining reads.
 
     What else tools read of torch's own state is an error that says where to look.
     """
     model = shard(seeded(CASES["stack"].build), CASES["stack"])
     for module in (model, *model.blocks):
         state = fsdp2.fully_shard.state(module)  # type: ignore[attr-defined]  # set on it
-        assert type(state) is Unit
+        assert type(state) is TorchState
         assert accessor(module) is module._get_fsdp_state() is state
         assert list(state._state_ctx.all_states) == []
         assert _get_module_state(module) is _get_module_fsdp_state(module) is state
@@ -112,9 +112,10 @@ def test_torch_and_users_find_one_state() -> None:
 
 @pytest.mark.parametrize("name", sorted(vars(FSDPState)))
 def test_nothing_of_torchs_state_is_inherited(name: str) -> None:
-    """A unit is an `FSDPState`, because torch's getters ask; each name of it is ours or missing."""
+    """The state is an `FSDPState`: torch's getters ask; each name of it is ours or missing."""
     if not hasattr(object, name):
-        assert Unit in [base for base in Unit.__mro__ if name in vars(base)][:1]
+        owner = next(base for base in TorchState.__mro__ if name in vars(base))
+        assert owner in (TorchState, View)
 
 
 def facts(module: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
+from fsdp2._engine.unit import unit_of
 from tests._models import Block, Case, Stack, each_block, floats
 from tests._parity import Pair, assert_sharded, make_mesh
 from tests._pool import ranks
@@ -298,7 +299,7 @@ def test_a_failed_backward_that_is_dropped_late() -> None:
     """On a device another thread lets go of it, perhaps while the next forward runs already."""
     pair = Pair("stack", mesh=make_mesh())
     pair.train(1)
-    runtime = fsdp2.fully_shard.state(pair.model).runtime  # type: ignore[union-attr]  # it is one
+    runtime = unit_of(pair.model).runtime
     with failing(pair.model.blocks[1], "backward"), pytest.raises(ProvokedError):
         pair.run(pair.model, pair.local(pair.batch())).backward()
     number = runtime.backward.number

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2._base.events import listen
+from fsdp2._engine.unit import unit_of
 from tests._models import (
     CASES,
     WIDTH,
@@ -144,7 +145,7 @@ def test_a_unit_that_gives_all_it_has_up_gathers_nothing() -> None:
         return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
 
     pair = Pair(Case(build, list, floats))
-    units = [fsdp2.fully_shard.state(layer) for layer in pair.model]
+    units = [unit_of(layer) for layer in pair.model]
     assert [len(unit.own_groups) for unit in units] == [0, 0, 1]
     pair.train(steps=2)
     gathers = []

@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
+from fsdp2._engine.unit import unit_of
 from fsdp2.wrap import hybrid_mesh, shard_model, strategy
 from tests._models import (
     Block,
@@ -152,7 +153,7 @@ def test_keywords_of_one_module() -> None:
         block.register_forward_pre_hook(lambda m, args: seen.append(m.up.weight.dtype))
     model(torch.randn(2, 13)).sum().backward()
     assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
-    assert fsdp2.fully_shard.state(model.blocks[1]).settings.reshard_after_forward is False
+    assert unit_of(model.blocks[1]).settings.reshard_after_forward is False
 
 
 @ranks(2)

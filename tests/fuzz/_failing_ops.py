@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
+from fsdp2._engine.unit import unit_of
 from tests._meshes import DEVICE
 from tests.behaviour.test_recovery import Fuse, ProvokedError
 from tests.fuzz._pair import MismatchError, Pair
@@ -69,7 +70,7 @@ def fail(pair: Pair, op: Fail) -> None:
     pair.zero("optimizer" if op.then in ("optimizer", "new") and raised[0] else "model")
     pair.unsynced.clear()
     # Before the first forward of a tree, a copy's for one, a reset does nothing.
-    have_run = all(fsdp2.fully_shard.state(tree).runtime is not None for tree in pair.model.trees)
+    have_run = all(unit_of(tree).runtime is not None for tree in pair.model.trees)
     is_reset = op.then == "reset" and have_run
     if not raised[0] or is_reset or len(pair.model.trees) == 1:
         pair.is_whole = False  # else what unshard() holds in a tree behind the exception stays

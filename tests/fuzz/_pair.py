@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import fsdp2
+from fsdp2._engine.unit import unit_of
 from tests._local_sgd import LocalSGD
 from tests._meshes import random_numbers
 from tests._parity import assert_same, names_of, whole
@@ -294,7 +295,7 @@ def shards_of(model: Net) -> dict[str, nn.Parameter]:
     sharded: dict[tuple[nn.Module, str], nn.Parameter] = {}
     modules = list(model.named_modules())
     for _, module in modules:
-        unit = fsdp2.fully_shard.state(module)
+        unit = unit_of(module)
         for group in () if unit is None else unit.own_groups:
             for param in group.params:
                 for site in param.sites:
