@@ -27,12 +27,13 @@ from fsdp2._base.policy import (
 )
 from fsdp2._comm.collectives import Wire
 from fsdp2._comm.mesh import DataMesh, KeptOnMesh
+from fsdp2._engine.between_steps import StateHooks
 from fsdp2._engine.cast_buffers import CastBuffer, CastBuffers
-from fsdp2._engine.hooks import ForwardHooks, ForwardMethod
 from fsdp2._engine.precision import Precision
 from fsdp2._engine.root_groups import PartHook
+from fsdp2._engine.step import ForwardHooks, ForwardMethod
 from fsdp2._engine.torch_view import TorchState
-from fsdp2._engine.unit import Unit
+from fsdp2._engine.tree import Unit
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import ShardLayout
@@ -67,6 +68,7 @@ NAMED: tuple[Any, ...] = (
     ShardInfo,
     ShardLayout,
     Site,
+    StateHooks,
     TorchState,
     Unit,
     UnitInfo,

@@ -23,7 +23,7 @@ from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import SAME_ON_EVERY_RANK
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import carrying, named
-from fsdp2._engine.unit import Unit
+from fsdp2._engine.tree import Unit
 
 __all__ = ["OrderCheck", "check_order", "without_communication"]
 

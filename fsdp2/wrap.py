@@ -45,7 +45,7 @@ from fsdp2._base.names import children_first, class_name
 from fsdp2._comm.mesh import default_device_type, default_mesh, require_process_group
 from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from fsdp2._param_group.param import OwnerMark
 
 __all__ = ["hybrid_mesh", "shard_model", "strategy"]

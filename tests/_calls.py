@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from fsdp2.optim._local import LocalOptimizer
 
 WIDTH = 5

@@ -381,7 +381,7 @@ FAULTS = [
     ),
     Fault(
         "differentiated-once-a-backward",
-        "fsdp2/_engine/marks.py",
+        "fsdp2/_engine/step.py",
         "Call.pre_backward",
         "visit.opened_in == number or (visit.closed_in == number and visit.was_passed())",
         "visit.opened_in == number or visit.closed_in == number",
@@ -390,7 +390,7 @@ FAULTS = [
     ),
     Fault(
         "updated-input-loses-its-mark",
-        "fsdp2/_engine/marks.py",
+        "fsdp2/_engine/step.py",
         "Call.follow_updates",
         "view.grad_fn is not node",
         "False",
@@ -399,7 +399,7 @@ FAULTS = [
     ),
     Fault(
         "penalty-comes-in-unmarked",
-        "fsdp2/_engine/marks.py",
+        "fsdp2/_engine/step.py",
         "Call._follow_gradients",
         "inner.register_hook(self.mark_gradients)",
         "inner.metadata",
@@ -435,7 +435,7 @@ FAULTS = [
     ),
     Fault(
         "backward-prefetch-record-inverted",
-        "fsdp2/_engine/hooks.py",
+        "fsdp2/_engine/step.py",
         "_end_recorded",
         "visit.previous = runtime.remember(unit)",
         "runtime.remember(unit)",
@@ -444,7 +444,7 @@ FAULTS = [
     ),
     Fault(
         "base-of-output-view-unmarked",
-        "fsdp2/_engine/marks.py",
+        "fsdp2/_engine/step.py",
         "Call._mark",
         "(tensor,) if base is None else (tensor, base)",
         "(tensor,)",
@@ -621,7 +621,7 @@ FAULTS = [
     ),
     Fault(
         "pipeline-lone-lost-gradient-passes",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime.finalize",
         """
         if lost:
@@ -715,7 +715,7 @@ FAULTS = [
     ),
     Fault(
         "missed-events-not-made-up",
-        "fsdp2/_engine/unit_order.py",
+        "fsdp2/_engine/order.py",
         "Order.missed",
         """
         if visit.left < 0:
@@ -738,7 +738,7 @@ FAULTS = [
     ),
     Fault(
         "first-units-left-too-early",
-        "fsdp2/_engine/unit_order.py",
+        "fsdp2/_engine/order.py",
         "Order.rest",
         "at > first or visit.marks_input",
         "visit.left >= 0",
@@ -756,7 +756,7 @@ FAULTS = [
     ),
     Fault(
         "end-of-backward-reshard-inverted",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime._reshard_after_backward",
         "not unit.settings.reshard_after_backward",
         "unit.settings.reshard_after_backward",
@@ -765,7 +765,7 @@ FAULTS = [
     ),
     Fault(
         "failed-backward-leaves-gradients",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime.recover",
         """
         for group in unit.groups:
@@ -780,7 +780,7 @@ FAULTS = [
     ),
     Fault(
         "half-reduced-gradients-never-flushed",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime.end_reductions",
         "self._flush_partial()",
         "",
@@ -798,7 +798,7 @@ FAULTS = [
     ),
     Fault(
         "schedule-record-never-renewed",
-        "fsdp2/_engine/unit_order.py",
+        "fsdp2/_engine/order.py",
         "Schedule.end",
         "self._recorded[self._entry] = self._running",
         "self._recorded.setdefault(self._entry, self._running)",
@@ -941,7 +941,7 @@ FAULTS = [
     ),
     Fault(
         "every-unit-stays-whole-after-forward",
-        "fsdp2/_engine/unit.py",
+        "fsdp2/_engine/tree.py",
         "Unit.keeps_after_forward",
         "choice is None and self.is_root and with_grad",
         "choice is None and with_grad",
@@ -1018,7 +1018,7 @@ FAULTS = [
     ),
     Fault(
         "late-gradient-of-part-lost",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime._tells_of_more",
         "parts.is_reduced(group) and self._will_agree(parts)",
         "parts.is_reduced(group)",

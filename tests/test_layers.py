@@ -208,4 +208,4 @@ def test_the_rules_see_what_they_look_for() -> None:
     assert {"_local_tensor", "_base", "_execution_engine"} <= used
     packing = imported_files("_param_group/packing.py")
     assert {"_param_group/layout.py", "_base/torch_tensors.py"} <= packing
-    assert "_engine/unit.py" in imported_files("_engine/hooks.py")
+    assert "_engine/tree.py" in imported_files("_engine/step.py")

@@ -19,7 +19,7 @@ from fsdp2._base.errors import ConfigError, ConfigTypeError
 from fsdp2._base.names import class_name
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 
 
 def check_modules(module: object) -> list[nn.Module]:

@@ -28,7 +28,7 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.names import class_name
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._engine.tree import Unit, unit_of
 from fsdp2._param_group.extension import brings_extension, check_extension, smaller_mesh_refused
 from fsdp2._param_group.param import SUMMONED, FSDPParam, OwnerMark, Site
 from fsdp2._param_group.placement import ParamPlacement, place, shard_dim, shard_mesh

@@ -5,8 +5,7 @@ from __future__ import annotations
 from fsdp2._base import torch_autograd, torch_modules
 from fsdp2._base.errors import StateError
 from fsdp2._comm.streams import PendingReduction
-from fsdp2._engine.runtime import Runtime
-from fsdp2._engine.unit import Unit
+from fsdp2._engine.tree import Runtime, Unit
 
 
 class GradientReductionHandle(torch_modules.GradientReductionHandle):  # type: ignore[misc]  # Any
@@ -44,7 +43,7 @@ def set_manual(unit: Unit, enabled: bool) -> None:
     who = "set_manual_backward_finalization"
     if enabled is not unit.settings.manual_finalization and torch_autograd.graph_task_id() != -1:
         raise StateError("FS301", f"{who}: called during a backward. Call it before the forward.")
-    began = unit.runtime.backward.began_manual if isinstance(unit.runtime, Runtime) else None
+    began = None if unit.runtime is None else unit.runtime.backward.began_manual
     if began is not None and enabled is not began:
         raise StateError(
             "FS310",

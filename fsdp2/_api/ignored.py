@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp2._base.arguments import described
 from fsdp2._base.errors import ConfigError, ConfigTypeError
 from fsdp2._base.names import class_name
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 
 
 @dataclass(frozen=True)

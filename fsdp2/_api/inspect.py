@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base.arguments import check_module
 from fsdp2._base.sizes import nbytes_text
 from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.unit import Unit
+from fsdp2._engine.tree import Unit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam
 

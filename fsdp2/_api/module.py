@@ -23,10 +23,14 @@ from fsdp2._api.settings import ControlSurface, own_unit, units_in
 from fsdp2._base import torch_compiler, torch_modules
 from fsdp2._base.arguments import check_flag, check_mapping
 from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._engine.hooks import call_compiled, forward_raised
-from fsdp2._engine.runtime import Runtime
+from fsdp2._engine.between_steps import (
+    refuse_whole,
+    reshard_if_idle,
+    unless_another_thread_steps,
+)
+from fsdp2._engine.step import call_compiled, forward_raised
 from fsdp2._engine.torch_view import register_torch_state, torch_state
-from fsdp2._engine.unit import UNIT_ATTRIBUTE, Unit, refuse_whole, unit_of
+from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, unit_of
 from fsdp2._param_group.group import ParamGroup
 
 COMPOSABLE_NAME = "fully_shard"
@@ -113,7 +117,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        own_unit(self).reshard_if_idle()
+        reshard_if_idle(own_unit(self))
         reduced: Any = super().__reduce_ex__(protocol)
         state = dict(reduced[2])
         torch_modules.forget_composable_names(state)
@@ -128,7 +132,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         unit = own_unit(self)
-        unit.reshard_if_idle()
+        reshard_if_idle(unit)
         params = [param for group in unit.own_groups for param in group.params]
         for param in params:
             param.see_grad_dtype()  # what is made anew forgets it
@@ -151,7 +155,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
                 whole for the next one.
         """
         unit = self.__dict__.get(UNIT_ATTRIBUTE)
-        with unit.unless_another_thread_steps() if unit is not None else contextlib.nullcontext():
+        with unless_another_thread_steps(unit) if unit is not None else contextlib.nullcontext():
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,7 +172,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         is_assigned = kwargs.get("assign", args[1] if len(args) > 1 else False)
         if not is_assigned:
             for unit in units_in(self, recurse=True):
-                unit.reshard_if_idle()
+                reshard_if_idle(unit)
             params = self.named_parameters(remove_duplicate=False)
             refuse_whole(params, state_dict, "Nothing was changed.")
         return super().load_state_dict(state_dict, *args, **kwargs)
@@ -323,7 +327,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         Source: the meaning of the same method in ``torch.distributed.fsdp``, torch 2.15.
         """
         unit = own_unit(self)
-        if isinstance(unit.runtime, Runtime):
+        if unit.runtime is not None:
             unit.runtime.recover()
             for known in unit.runtime.units:
                 for group in known.own_groups:
@@ -354,7 +358,6 @@ def _root_runtime(who: str, unit: Unit) -> Runtime | None:
             f"{who}: called on {unit.fqn}, which is not the root. Call it on the module whose "
             "forward you run.",
         )
-    assert isinstance(runtime, Runtime)
     return runtime
 
 

@@ -37,7 +37,7 @@ from fsdp2._comm.process_mesh import carrying, operation
 from fsdp2._comm.streams import streams_for
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.memory_budget import overlap_for
-from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._engine.tree import Unit, unit_of
 from fsdp2._param_group.group import ParamGroup
 
 

@@ -46,7 +46,7 @@ from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
 from fsdp2._compiled.functional import TracedGroup, TracedUnit
 from fsdp2._engine.reduction_queue import ReductionQueue
-from fsdp2._engine.unit import Unit
+from fsdp2._engine.tree import Unit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SHARDED
 

@@ -27,7 +27,7 @@ from fsdp2._compiled.functional import TracedUnit
 from fsdp2._compiled.passes import Gathered, Overlapped, SeenThrough, place_gathers
 from fsdp2._compiled.plan import plans
 from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.runtime import Runtime, attach
+from fsdp2._engine.tree import Runtime, attach
 from fsdp2._param_group.group import ParamGroup
 
 OVERLAPPING = ("inductor", "aot_eager")
@@ -243,7 +243,7 @@ class FunctionalStep:
         self._ahead = [] if self._may_break else self._units
         self._several = [unit for unit in self._units if unit.has_several_modules]
         self._backward = FunctionalBackward(self._units)
-        runtimes = [unit.runtime for unit in units if isinstance(unit.runtime, Runtime)]
+        runtimes = [unit.runtime for unit in units if unit.runtime is not None]
         self._runtimes = list(dict.fromkeys(runtimes))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -52,7 +52,7 @@ from fsdp2._compiled.plan import (
     key_of,
     plans,
 )
-from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._engine.tree import Unit, unit_of
 from fsdp2._param_group import packing
 from fsdp2._param_group.gradient_buffer import accumulate, as_gradient
 from fsdp2._param_group.group import ParamGroup

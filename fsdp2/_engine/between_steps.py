@@ -1,20 +1,27 @@
 """What may be done to a module's state only between steps.
 
-Owns the check that no step is under way, after which sharded parameters are registered. It must not
-know what is done then.
+Owns the check that no step is under way, after which sharded parameters are registered, and the
+hooks by which ``state_dict`` and ``load_state_dict`` of a unit's modules ask for that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_autograd
 from fsdp2._base.arguments import check_module
-from fsdp2._base.errors import StateError
+from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import IDLE
-from fsdp2._engine.unit import Unit, unit_of
+from fsdp2._base.names import clean
+from fsdp2._engine.tree import Unit, unit_of
+from fsdp2._param_group.param import SHARDED
 
 
 def units_below(module: nn.Module) -> list[Unit]:
@@ -26,7 +33,7 @@ def units_below(module: nn.Module) -> list[Unit]:
 def refuse_other_thread(module: object, what: str) -> None:
     """Check that what ranks do together is begun by the thread of the steps, if there are several.
 
-    It is the same on all ranks, so nothing is told. See [Note: threads] of the runtime.
+    It is the same on all ranks, so nothing is told. See [Note: threads] in ``tree``.
 
     Raises:
         StateError: another thread took the last step, and still lives.
@@ -58,7 +65,7 @@ def require_idle(module: object, what: str) -> list[Unit]:
         runtime = unit.runtime
         if runtime is None:
             continue
-        with unit.unless_another_thread_steps():
+        with unless_another_thread_steps(unit):
             runtime.recover_if_failed()
         if runtime.context.phase is not IDLE or torch_autograd.graph_task_id() != -1:
             phase = "backward" if runtime.context.phase is IDLE else runtime.context.phase
@@ -68,6 +75,149 @@ def require_idle(module: object, what: str) -> list[Unit]:
                 "parameters are gathered and freed. Call it between steps.",
             )
     for unit in units:
-        unit.reshard_if_idle()
-        unit.adopt_if_idle()
+        reshard_if_idle(unit)
+        adopt_if_idle(unit)
     return units
+
+
+def reshard_if_idle(unit: Unit) -> None:
+    """Register sharded parameters, unless a step is under way."""
+    with unless_another_thread_steps(unit) as is_another:
+        if is_another:  # to free what it keeps would change its collectives on this rank alone
+            _require_sharded(unit)
+            return
+        if unit.runtime is not None:
+            with contextlib.suppress(StateError):  # ranks that diverged can still save theirs
+                unit.runtime.recover_if_failed()
+        if unit.runtime is None or unit.runtime.context.phase is IDLE:
+            for group in unit.own_groups:
+                if group.gathering is None or unit.runtime is None or not unit.runtime.failed:
+                    group.reshard()
+                    group.context.streams.finish_host_reads()
+
+
+@contextlib.contextmanager
+def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
+    """Around what looks at parameters between steps. See [Note: threads] in ``tree``.
+
+    It gives True if steps run in another thread.
+
+    Raises:
+        StateError: another thread is inside of a forward or a backward.
+    """
+    runtime = unit.runtime
+    if runtime is None:
+        yield False
+        return
+    with runtime.lock:
+        if runtime.is_in_other_thread:
+            raise StateError(
+                "FS301",
+                f"{unit.fqn or '<root>'}: another thread is inside a {runtime.context.phase} "
+                "of it, where parameters are gathered and freed. Read, copy or save its state "
+                "in the thread that trains, between steps.",
+            )
+        yield runtime.has_other_thread
+
+
+def _require_sharded(unit: Unit) -> None:
+    whole = [group for group in unit.own_groups if group.machine.state is not SHARDED]
+    if whole or any(group.gathering is not None for group in unit.own_groups):
+        raise StateError(
+            "FS301",
+            f"{unit.fqn or '<root>'}: another thread has run a forward, and keeps parameters "
+            "whole for its backward or for the next forward. Read, copy or save its state in "
+            "that thread, between steps.",
+        )
+
+
+def adopt_if_idle(unit: Unit) -> None:
+    """Take over what ``load_state_dict(assign=True)`` registered.
+
+    At once, so that an optimizer made next holds shards, before the first forward too. A model
+    that leaves the meta device in several loads waits for the last of them.
+    """
+    if unit.summoned_on:
+        return
+    if unit.runtime is None or unit.runtime.context.phase is IDLE:
+        for group in unit.own_groups:
+            if not any(param.is_on_meta for param in group.params):
+                group.inspect()
+
+
+class StateHooks:
+    """What a unit's modules call around their states: an object, so that copies of them copy it."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def before_state(self, *_: Any, **__: Any) -> None:
+        """Register sharded parameters before ``state_dict`` reads them."""
+        reshard_if_idle(self.unit)
+
+    def before_load(
+        self,
+        module: nn.Module,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        *_: Any,
+    ) -> None:
+        """Register a module's sharded parameters before ``load_state_dict`` fills them.
+
+        Raises:
+            ConfigError: it has whole tensors for them.
+        """
+        reshard_if_idle(self.unit)
+        if not local_metadata.get("assign_to_params_buffers", False):
+            own = ((prefix + name, param) for name, param in module._parameters.items())
+            refuse_whole(own, state_dict, "Modules before it are loaded already.")
+
+    def after_load(self, *_: Any, **__: Any) -> None:
+        """Take over what ``load_state_dict(assign=True)`` registered."""
+        adopt_if_idle(self.unit)
+
+    def register(self) -> None:
+        """Put the hooks onto the unit's modules, and onto those that hold its parameters."""
+        unit = self.unit
+        for module in unit.modules:
+            module.register_load_state_dict_post_hook(self.after_load)
+        groups = unit.own_groups
+        holders = {site.module for group in groups for p in group.params for site in p.sites}
+        for module in holders.union(unit.modules):
+            module.register_state_dict_pre_hook(self.before_state)
+            module.register_load_state_dict_pre_hook(self.before_load)
+
+
+@contextlib.contextmanager
+def original_buffers(units: Iterable[Unit]) -> Iterator[None]:
+    """Register cast buffers in their dtypes of origin inside the context: to be filled."""
+    found = [unit.precision.buffers for unit in units]
+    on = [buffers for buffers in found if buffers is not None and buffers.is_on]
+    for buffers in on:
+        buffers.restore()
+    try:
+        yield
+    finally:
+        for buffers in on:
+            buffers.cast()
+
+
+def refuse_whole(
+    params: Iterable[tuple[str, torch.Tensor | None]], state_dict: Mapping[str, Any], after: str
+) -> None:
+    """Raise ConfigError where torch would fail to copy whole tensors to shards.
+
+    ``after`` says what was changed.
+    """
+    for name, param in params:
+        value = state_dict.get(name, state_dict.get(clean(name)))
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not value.dim():
+            continue
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                "FS623",
+                f"load_state_dict: {clean(name)} is a whole tensor in the state dict, and sharded "
+                "in the model. Load whole tensors with fsdp2.checkpoint.load_full_state(model, "
+                f"{{'model': state_dict}}). {after}",
+            )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fsdp2._base.arguments import wrong_type, wrong_value
 from fsdp2._base.errors import ConfigError
 from fsdp2._base.policy import Overlap
-from fsdp2._engine.unit import Unit
+from fsdp2._engine.tree import Unit
 from fsdp2._param_group.group import ParamGroup
 
 NAMED = {

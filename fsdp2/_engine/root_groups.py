@@ -38,7 +38,6 @@ from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.operation_ids import STAMP_NUMEL
 from fsdp2._comm.streams import Streams
-from fsdp2._engine.unit import Unit
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 
@@ -67,9 +66,9 @@ class PartHook:
 class Part:
     """What the runtime knows of one part. Everything in ``agreed_*`` is the same on every rank."""
 
-    def __init__(self, group: ParamGroup, unit: Unit) -> None:
+    def __init__(self, group: ParamGroup, unit: Any) -> None:
         self.group = group
-        self.unit = unit
+        self.unit = unit  # the ``tree.Unit`` whose group it is
         self.agreed_event = 0
         self.agreed_reads = UNKNOWN
         self.reads = UNKNOWN

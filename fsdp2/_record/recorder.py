@@ -25,9 +25,8 @@ import torch
 from fsdp2._base import events, torch_autograd, torch_modules
 from fsdp2._base.events import FORWARD, Event
 from fsdp2._comm.streams import Streams
-from fsdp2._engine.runtime import Runtime
-from fsdp2._engine.unit import Unit
-from fsdp2._engine.unit_order import Visit
+from fsdp2._engine.order import Visit
+from fsdp2._engine.tree import Runtime, Unit
 from fsdp2._record.flights import Flights
 from fsdp2._record.ledger import Ledger, Row
 from fsdp2._record.memory import Entry
@@ -107,7 +106,7 @@ class Recorder:
     def _meet(self, unit: Unit) -> None:
         """Tap the root's runtime, if the unit has one already."""
         runtime = unit.runtime
-        if not isinstance(runtime, Runtime) or runtime in self._trees:
+        if runtime is None or runtime in self._trees:
             return
         name = self._names.get(runtime.root, "")
         self._trees[runtime] = tree = Tree(name)
@@ -352,7 +351,7 @@ class Recorder:
         is_first = runtime is None or runtime.context.phase is FORWARD
         kind = "forward" if is_first else "recompute"
         if kind == "recompute" and torch_autograd.graph_task_id() != -1:
-            tree = self._trees.get(runtime)  # type: ignore[call-overload]  # a Runtime, as it ran
+            tree = None if runtime is None else self._trees.get(runtime)
             if tree is not None and tree.running is None:
                 self._begin_outer(tree)
         self._forwards[unit].append(self._begin_unit(unit, kind))

@@ -29,7 +29,7 @@ from fsdp2._base.arguments import check_count, check_function, check_path
 from fsdp2._base.errors import StateError, UnsupportedError, coded
 from fsdp2._base.names import class_name
 from fsdp2._compiled.compile import CompiledModel
-from fsdp2._engine.unit import Unit
+from fsdp2._engine.tree import Unit
 from fsdp2._pages.content import Page, Planned
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._record.clock import clock_for

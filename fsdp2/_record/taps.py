@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from fsdp2._comm.streams import InFlight
-from fsdp2._engine.unit import Marks, Unit
+from fsdp2._engine.tree import Unit
 
 Around = Callable[..., Any]
 """What runs in a method's place: it is given the method, and then the method's arguments."""
@@ -95,24 +95,24 @@ class CallsHeard(Protocol):
     def drop_forward(self, unit: Unit) -> None: ...
 
 
-class RunningCalls(list[Marks | None]):
+class RunningCalls(list[Any]):
     """The running forwards of a unit; it tells when one begins, ends or raises.
 
     The engine appends to it when parameters are whole and inputs are about to be prepared, and
     takes from it as soon as the module has returned: in between, the unit's own code runs.
     """
 
-    def __init__(self, unit: Unit, running: list[Marks | None]) -> None:
+    def __init__(self, unit: Unit, running: list[Any]) -> None:
         super().__init__(running)
         self._unit = unit
         self.heard_by: list[CallsHeard] = []
 
-    def append(self, call: Marks | None) -> None:
+    def append(self, call: Any) -> None:
         super().append(call)
         for heard in self.heard_by:
             heard.enter_forward(self._unit)
 
-    def pop(self, *args: Any) -> Marks | None:
+    def pop(self, *args: Any) -> Any:
         for heard in self.heard_by:
             heard.leave_forward(self._unit)
         return super().pop(*args)

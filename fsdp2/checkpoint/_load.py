@@ -22,8 +22,7 @@ from fsdp2._base.errors import ConfigError
 from fsdp2._base.fitting import numbers_of, require_representable
 from fsdp2._base.names import clean, cleaned, named_parameters
 from fsdp2._comm.process_mesh import operation
-from fsdp2._engine.between_steps import require_idle
-from fsdp2._engine.unit import original_buffers
+from fsdp2._engine.between_steps import original_buffers, require_idle
 from fsdp2._transfer.redistribute import Grids, LocalShard, checked_together, scatter
 from fsdp2.checkpoint._change import (
     IncompatibleKeys,

@@ -29,6 +29,7 @@ from fsdp2._base.fitting import require_representable
 from fsdp2._base.names import cleaned, named_parameters
 from fsdp2._base.torch_dtensor import local_part, placed_like
 from fsdp2._comm.process_mesh import Grid, carrying, operation
+from fsdp2._engine.between_steps import reshard_if_idle
 from fsdp2._transfer.redistribute import Grids
 
 Decay = float | Callable[[int], float]
@@ -92,7 +93,7 @@ class EMA:
         """
         units = units_in(self.model, recurse=True)
         for unit in units:
-            unit.reshard_if_idle()
+            reshard_if_idle(unit)
         refuse_during_step("EMA", units)
         values: dict[str, Tensor] = {**named_parameters(self.model)}
         if self._include_buffers:

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2._base import torch_comm
 from fsdp2._compiled.compile import check_group
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
 from tests._parity import Pair, make_mesh, shard
 from tests._pool import ranks

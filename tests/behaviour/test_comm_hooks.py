@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._meshes import random_numbers
 from tests._models import CASES, Stack, loss_of, seeded
 from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh, shard, whole

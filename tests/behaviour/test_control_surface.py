@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._models import CASES, VOCAB, WIDTH, Block, Case, Stack, floats, loss_of, seeded, tokens
 from tests._parity import (
     Pair,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._models import CASES, Stack, seeded
 from tests._parity import Pair, assert_same, make_mesh, names_of, shard, whole
 from tests._pool import ranks

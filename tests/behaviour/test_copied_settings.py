@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2._api.settings import ControlSurface
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._parity import Pair, assert_sharded, make_mesh
 from tests._pool import ranks
 from tests._slow import with_slow

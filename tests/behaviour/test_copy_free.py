@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2._comm import gloo_p2p
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._local_sgd import LocalSGD
 from tests._models import CASES, loss_of, seeded
 from tests._parity import (

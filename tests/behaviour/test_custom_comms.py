@@ -16,7 +16,7 @@ from torch import Tensor
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2._base import torch_comm
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._models import Case, each_block, floats, loss_of, stack
 from tests._parity import Pair, assert_same, assert_same_gradients, make_mesh
 from tests._pool import ranks

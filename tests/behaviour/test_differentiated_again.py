@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._meshes import random_numbers
 from tests._parity import assert_same, assert_same_gradients, assert_sharded, make_mesh
 from tests._pool import ranks

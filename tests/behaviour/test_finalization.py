@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import StateError
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._models import CASES, TORCH_2_15, Case, loss_of, seeded
 from tests._parity import Pair, assert_same, make_mesh, names_of, shard
 from tests._pool import ranks

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2._base.torch_autograd import packing_hooks
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._meshes import random_numbers
 from tests._parity import assert_same_gradients, assert_same_parameters, assert_sharded, make_mesh
 from tests._pool import ranks

@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2._base import events
 from fsdp2._base.events import Event
-from fsdp2._engine.runtime import Runtime
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import Runtime, unit_of
 from fsdp2._param_group.reduction import Reduction
 from tests._models import Batch, Case, loss_of, seeded
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike

@@ -29,7 +29,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import fsdp2
 from fsdp2 import DataParallelMeshDims
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._local_sgd import LocalSGD
 from tests._meshes import DEVICE, random_numbers, shared_mesh
 from tests._parity import assert_same, names_of

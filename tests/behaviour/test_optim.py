@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._meshes import DEVICE, random_numbers
 from tests._models import CASES, Block, Case, each_block, floats, loss_of, seeded, stack
 from tests._parity import ROWS, bits, make_mesh, names_of, shard, whole

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2._base.torch_comm import group_of, timeout_of
 from fsdp2._comm.mesh import default_mesh
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._meshes import DEVICE
 from tests._models import CASES
 from tests._parity import Pair

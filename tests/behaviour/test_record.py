@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2 import ConfigError, StateError, UnsupportedError
 from fsdp2._base import events
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from fsdp2._record.rows import EVENTS, read_file
 from tests._models import seeded
 from tests._parity import make_mesh

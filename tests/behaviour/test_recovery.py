@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._models import Block, Case, Stack, each_block, floats
 from tests._parity import Pair, assert_sharded, make_mesh
 from tests._pool import ranks

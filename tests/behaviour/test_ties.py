@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2._base.events import listen
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._models import (
     CASES,
     WIDTH,

@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from fsdp2.wrap import hybrid_mesh, shard_model, strategy
 from tests._models import (
     Block,

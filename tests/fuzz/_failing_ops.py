@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests._meshes import DEVICE
 from tests.behaviour.test_recovery import Fuse, ProvokedError
 from tests.fuzz._pair import MismatchError, Pair

@@ -598,7 +598,7 @@ FAULTS = [
     # When things happen.
     SimFault(
         "forward-gathers-beside-the-optimizer",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime.begin_forward",
         'self.context.streams.order_after_compute("gather")',
         "",
@@ -608,7 +608,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-released-under-an-optimizer",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime.begin_forward",
         'self.context.streams.order_after_event("gather", event)',
         """
@@ -623,7 +623,7 @@ FAULTS = [
     ),
     SimFault(
         "host-reads-outlive-an-evaluation",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime.end_forward",
         "self.context.streams.finish_host_reads()",
         "",
@@ -633,7 +633,7 @@ FAULTS = [
     ),
     SimFault(
         "host-reads-outlive-a-lost-graph",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime.lose_graph",
         """
         if self.context.streams.host_read is not None:
@@ -646,7 +646,7 @@ FAULTS = [
     ),
     SimFault(
         "host-reads-outlive-a-backward",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime.end_reductions",
         "self.context.streams.finish_host_reads()",
         "",
@@ -656,7 +656,7 @@ FAULTS = [
     ),
     SimFault(
         "parts-tell-of-late-gradients-in-every-step",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime._agrees",
         "self.context.streams.async_op or self.root.settings.overlap.synchronizes",
         "True",
@@ -684,8 +684,8 @@ FAULTS = [
     ),
     SimFault(
         "units-tell-of-a-state-too-early",
-        "fsdp2/_engine/unit.py",
-        "Unit.reshard_if_idle",
+        "fsdp2/_engine/between_steps.py",
+        "reshard_if_idle",
         "group.context.streams.finish_host_reads()",
         "",
         "After state_dict() the host writes to shards that are still being copied.",
@@ -714,7 +714,7 @@ FAULTS = [
     ),
     SimFault(
         "missed-units-done-in-whatever-stream",
-        "fsdp2/_engine/runtime.py",
+        "fsdp2/_engine/tree.py",
         "Runtime._go_through",
         "self.context.streams.on(visit.stream)",
         "self.context.streams.on(self.context.streams.current())",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
-from fsdp2._engine.unit import unit_of
+from fsdp2._engine.tree import unit_of
 from tests import _meshes, _sim
 from tests._models import seeded
 from tests._parity import whole

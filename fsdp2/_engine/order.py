@@ -29,13 +29,12 @@ ranks the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from fsdp2._base import torch_autograd
 from fsdp2._base.policy import MixedPrecisionPolicy
-from fsdp2._engine.unit import Unit
 
 T = TypeVar("T")
 
@@ -108,10 +107,10 @@ class Visit:
         "unit",
     )
 
-    def __init__(self, unit: Unit, order: Order | None, stream: torch.Stream | None) -> None:
-        self.unit = unit
+    def __init__(self, unit: Any, order: Order | None, stream: torch.Stream | None) -> None:
+        self.unit = unit  # a ``tree.Unit``
         self.policy: MixedPrecisionPolicy = unit.precision.policy
-        self.previous: tuple[Unit, ...] = ()  # whose forwards ended before, the last one first
+        self.previous: tuple[Any, ...] = ()  # whose forwards ended before, the last one first
         self.marks_input = False  # a gradient tells when backward leaves it
         self.opened_in = 0  # the number of the backward that is in it; 0: none is
         self.closed_in = 0  # the number of the last backward that was through it
