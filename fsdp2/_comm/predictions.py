@@ -20,6 +20,9 @@ MAX_RUN = 4096
 MAX_PREDICTIONS = 100_000
 UNCERTAIN = -1
 
+DOUBTED = 1 - LONG_RUN
+"""How much a turn is trusted that was another one this time: from 1 on it is expected."""
+
 Recent = tuple[int, ...]  # the last operations, the newest one at the end
 Runs = dict[Recent, tuple[int, int]]  # where several things followed: the last one, how often
 
@@ -31,11 +34,13 @@ class Predictions:
 
     Where different things followed these, what counts besides is which one did last, and how often
     in a row: so the last of several microbatches, which is synchronised, is told from the others.
+    A turn that was once another one (an evaluation in between) is expected again when it has come
+    ``LONG_RUN`` times in a row.
     """
 
     def __init__(self) -> None:
         self.first: dict[Recent, int] = {}  # by the last operations alone
-        self._turns: dict[tuple[Recent, int, int], int] = {}
+        self._turns: dict[tuple[Recent, int, int], tuple[int, int]] = {}  # what came, and its trust
         self._runs: Runs = {}
 
     def expect(self, recent: Recent) -> int | None:
@@ -47,7 +52,8 @@ class Predictions:
         if predicted != UNCERTAIN:
             return predicted
         last, length = runs.get(recent, _NO_RUN)
-        return self._turns.get((recent, last, length), last if length >= LONG_RUN else None)
+        number, trust = self._turns.get((recent, last, length), (last, length - LONG_RUN + 1))
+        return number if trust > 0 else None
 
     def learn(self, recent: Recent, number: int) -> None:
         """Note what came next."""
@@ -61,8 +67,10 @@ class Predictions:
             last, length = self._runs.get(recent, _NO_RUN)
             turn = self._turns.get((recent, last, length))
             if turn is not None or number != last or length < LONG_RUN:
-                is_new = turn is None or turn == number
-                self._turns[recent, last, length] = number if is_new else UNCERTAIN
+                trust = 1
+                if turn is not None:
+                    trust = min(turn[1] + 1, 1) if turn[0] == number else DOUBTED
+                self._turns[recent, last, length] = number, trust
         else:
             self.first[recent] = UNCERTAIN
         _count(self._runs, recent, number)
@@ -84,14 +92,15 @@ class Predictions:
         """Never expect an operation again."""
         for recent in [recent for recent, known in self.first.items() if known == number]:
             del self.first[recent]
-        for turn in [turn for turn, known in self._turns.items() if known == number]:
+        for turn in [turn for turn, (known, _) in self._turns.items() if known == number]:
             del self._turns[turn]
 
     @property
     def numbers(self) -> set[int]:
         """The numbers of all that was learned."""
         runs = {last for last, _ in self._runs.values()}
-        return ({*self.first.values(), *self._turns.values()} | runs) - {UNCERTAIN}
+        turns = {number for number, _ in self._turns.values()}
+        return {*self.first.values(), *turns, *runs} - {UNCERTAIN}
 
     def clear(self) -> None:
         """Forget everything."""

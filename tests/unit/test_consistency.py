@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fsdp2._base.errors import StateError
-from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import GAVE_UP, RENEWED, Agreement, Operation, Over, Sent, Stamp
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.operation_ids import DTYPES as SENT
@@ -27,6 +26,7 @@ from fsdp2._comm.operation_ids import (
     number_of_digits,
 )
 from fsdp2._comm.predictions import CONTEXT, LONG_RUN, Predictions
+from fsdp2._comm.wire import Wire
 
 NUMBERS = [1, 2, 3, 255, 256, 1000, (1 << STAMP_BITS) - 1]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -390,6 +390,16 @@ def test_what_was_different_once_is_forgotten() -> None:
     assert counts[2] == 0
     assert counts[3] > 0
     assert counts[-3:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_turns_that_were_different_once_are_expected_again(microbatches: int) -> None:
+    """An evaluation gathers, too, and so it looks like a microbatch: between steps, or at first."""
+    step = [1, 2, 3, 4] * (microbatches - 1) + [1, 2, 3, 4, 15, 16]
+    evaluation = [1, 2, 3, 4]
+    for begin in ([step[-6:], evaluation], [*[step] * 5, evaluation]):
+        counts = surprises([*begin, *[step] * (LONG_RUN + 6)])
+        assert counts[-4:] == [0, 0, 0, 0], counts
 
 
 def test_what_comes_after_is_known_as_far_as_it_is_predicted() -> None:

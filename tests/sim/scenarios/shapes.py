@@ -220,7 +220,7 @@ def sequential(world: World) -> Values:
     return train_case(world, "sequential")
 
 
-@scenario(3, tolerance=1e-5)  # of absolute values, near zero
+@scenario(3, tolerance=5e-5)  # absolute values near zero: rounding grows fourfold a step
 def complex_parameters(world: World) -> Values:
     class Turn(nn.Module):
         def __init__(self) -> None:

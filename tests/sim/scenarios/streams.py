@@ -265,7 +265,7 @@ def parts_warmed_up_on_a_side_stream(world: World) -> Values:
 @scenario(2, slow=True)
 def warmed_up_without_resharding(world: World) -> Values:
     """Parameters stay whole from the side stream to the other one."""
-    run = training(world, steps=5, reshard_after_forward=False, microbatches=2)
+    run = training(world, steps=7, reshard_after_forward=False, microbatches=2)
     side = world.stream()
     side.wait_stream(world.current_stream)
     with side:
@@ -274,7 +274,7 @@ def warmed_up_without_resharding(world: World) -> Values:
         with torch.no_grad():
             run.model(run.inputs[0])
     world.current_stream.wait_stream(side)
-    for step in run.steps():
+    for step in run.steps(unsteady=5):  # turns of microbatches are learnt
         for index in range(2):
             run.model.set_requires_gradient_sync(index == 1)
             learn(run.model, run.inputs[2 * step + index])
