@@ -28,7 +28,7 @@ from fsdp2._base.policy import (
     OffloadPolicy,
     ShardPlacementResult,
 )
-from fsdp2._comm.collectives import AllGather, Comm, ReduceScatter
+from fsdp2._comm.comms import AllGather, Comm, ReduceScatter
 
 if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers and editors
     from fsdp2 import checkpoint as checkpoint

@@ -25,8 +25,8 @@ from fsdp2._base.policy import (
     Overlap,
     Settings,
 )
-from fsdp2._comm.collectives import Wire
 from fsdp2._comm.mesh import DataMesh, KeptOnMesh
+from fsdp2._comm.wire import Wire
 from fsdp2._engine.between_steps import StateHooks
 from fsdp2._engine.cast_buffers import CastBuffer, CastBuffers
 from fsdp2._engine.precision import Precision

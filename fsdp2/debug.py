@@ -19,10 +19,10 @@ from fsdp2._api.settings import refuse_during_step, sharded_units
 from fsdp2._base import torch_autograd, torch_compiler
 from fsdp2._base.arguments import check_count, check_flag, check_process_group
 from fsdp2._base.errors import ConfigError, StateError, coded
-from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import SAME_ON_EVERY_RANK
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import carrying, named
+from fsdp2._comm.wire import Wire
 from fsdp2._engine.tree import Unit
 
 __all__ = ["OrderCheck", "check_order", "without_communication"]

@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "mean-divided-twice",
-        "fsdp2/_comm/collectives.py",
+        "fsdp2/_comm/wire.py",
         "GradientScale.choose",
         """
         if dtype == torch.float16:
@@ -336,7 +336,7 @@ FAULTS = [
     ),
     Fault(
         "placed-user-gradient-not-kept",
-        "fsdp2/_param_group/gradient_buffer.py",
+        "fsdp2/_param_group/gradients.py",
         "_add",
         "param.grad = existing",
         "",
@@ -671,7 +671,7 @@ FAULTS = [
     ),
     Fault(
         "first-gradient-not-taken-off",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reducer._take_gradients",
         """
         for param in plan.members:
@@ -684,11 +684,11 @@ FAULTS = [
                 ...
         """,
         "The local gradient of the first trainable parameter of every group stays on the unsharded parameter after its reduction, so each later step reduces it again: wrong gradients from the second step on, and memory.",
-        near=("unit/test_group.py", "unit/test_gradient_buffer.py"),
+        near=("unit/test_group.py", "unit/test_gradients.py"),
     ),
     Fault(
         "partial-reduction-added-again",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reduction._sum_replicas",
         "owner.unreduced.partial = None",
         "",
@@ -697,7 +697,7 @@ FAULTS = [
     ),
     Fault(
         "scale-cached-over-settings",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reducer.prepare",
         "scaled is None or plan is None or scaled[0] is not plan or scaled[1] is not settings",
         "scaled is None or plan is None or scaled[0] is not plan",
@@ -803,7 +803,7 @@ FAULTS = [
         "self._recorded[self._entry] = self._running",
         "self._recorded.setdefault(self._entry, self._running)",
         "The first forward's order is predicted for ever: once the order of units changes, there are no prefetches (or those of units that do not follow) in every later forward.",
-        near=("unit/test_order.py", "unit/test_unit_order.py"),
+        near=("unit/test_order.py", "unit/test_schedule.py"),
     ),
     Fault(
         "cast-inputs-of-first-gather-sent-again",
@@ -843,7 +843,7 @@ FAULTS = [
     ),
     Fault(
         "post-optim-event-not-waited-for",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "Streams.order_after_event",
         "event.synchronize()",
         "return",
@@ -1005,7 +1005,7 @@ FAULTS = [
     ),
     Fault(
         "lent-views-dropped-at-release",
-        "fsdp2/_param_group/gradient_buffer.py",
+        "fsdp2/_param_group/gradients.py",
         "GradientBuffer.release",
         "self.is_released = True",
         """
@@ -1027,7 +1027,7 @@ FAULTS = [
     ),
     Fault(
         "partial-sum-delivered",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reduction.wait",
         """
         if self._grads is not None:

@@ -16,7 +16,7 @@ from expecttest import assert_expected_inline
 import fsdp2
 from fsdp2._api.checks import check_comm
 from fsdp2._api.settings import ControlSurface
-from fsdp2._comm.collectives import DefaultAllGather, DefaultReduceScatter
+from fsdp2._comm.wire import DefaultAllGather, DefaultReduceScatter
 from tests._torch_surface import (
     BUILT_BY_USERS,
     PINNED_VERSION,

@@ -30,7 +30,8 @@ from fsdp2._base.arguments import (
     wrong_value,
 )
 from fsdp2._base.errors import ConfigError
-from fsdp2._comm.collectives import DefaultReduceScatter, GradientScale, ReduceScatter, TorchMemory
+from fsdp2._comm.comms import ReduceScatter
+from fsdp2._comm.wire import DefaultReduceScatter, GradientScale, TorchMemory
 
 Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
 

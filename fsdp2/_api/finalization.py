@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fsdp2._base import torch_autograd, torch_modules
 from fsdp2._base.errors import StateError
-from fsdp2._comm.streams import PendingReduction
+from fsdp2._comm.wire import PendingReduction
 from fsdp2._engine.tree import Runtime, Unit
 
 

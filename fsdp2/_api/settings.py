@@ -31,10 +31,10 @@ from fsdp2._base.arguments import (
 from fsdp2._base.errors import ConfigError, ConfigTypeError, StateError, coded
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import class_name
-from fsdp2._comm import collectives
-from fsdp2._comm.collectives import CustomComm
+from fsdp2._comm.comms import CustomComm
 from fsdp2._comm.process_mesh import carrying, operation
-from fsdp2._comm.streams import streams_for
+from fsdp2._comm.symmetric import SymmetricMemoryAllGather
+from fsdp2._comm.wire import DefaultAllGather, DefaultReduceScatter, streams_for
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.memory_budget import overlap_for
 from fsdp2._engine.tree import Unit, unit_of
@@ -464,8 +464,8 @@ class ControlSurface:
         _refuse_custom("set_allocate_memory_from_process_group_for_comm", groups)
         for group in groups:
             wire = group.wire
-            wire.gather = collectives.DefaultAllGather()
-            wire.scatter = collectives.DefaultReduceScatter()
+            wire.gather = DefaultAllGather()
+            wire.scatter = DefaultReduceScatter()
             if enable:
                 wire.use_group_memory(group.data.shard.pg)
             group.rewire()
@@ -480,7 +480,7 @@ class ControlSurface:
         groups = groups_in(self)
         _refuse_custom("set_symm_mem_for_comm", groups)
         made = {
-            group: collectives.SymmetricMemoryAllGather(group.data.shard.pg, backend)
+            group: SymmetricMemoryAllGather(group.data.shard.pg, backend)
             for group in groups
             if group.data.shard.pg is not None
         }

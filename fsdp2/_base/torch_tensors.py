@@ -47,7 +47,7 @@ fused_adamw = torch._fused_adamw_
 """The kernels of ``Adam(fused=True)``, which ``torch.optim`` calls with lists of tensors."""
 
 
-# References: whether a buffer may be reused. See [Note: reused gradients] in gradient_buffer.
+# References: whether a buffer may be reused. See [Note: reused gradients] in gradients.
 
 
 def count_references(tensors: Sequence[torch.Tensor]) -> list[int]:

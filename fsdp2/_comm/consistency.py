@@ -72,7 +72,6 @@ from torch import Tensor
 from fsdp2._base import torch_autograd, torch_comm, torch_modes
 from fsdp2._base.errors import StateError
 from fsdp2._comm.backend_words import known_of
-from fsdp2._comm.collectives import Wire
 from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.operation_ids import (
@@ -95,6 +94,7 @@ from fsdp2._comm.operation_ids import (
     stamp_of,
 )
 from fsdp2._comm.predictions import CONTEXT, UNCERTAIN, Predictions, Recent
+from fsdp2._comm.wire import Wire
 
 NO_NUMBER = -2
 GAVE_UP = 0

@@ -45,10 +45,10 @@ from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
 from fsdp2._compiled.functional import TracedGroup, TracedUnit
-from fsdp2._engine.reduction_queue import ReductionQueue
 from fsdp2._engine.tree import Unit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SHARDED
+from fsdp2._param_group.reduce import ReductionQueue
 
 
 def watch(outputs: Any, begin: Callable[[tuple[Tensor | None, ...]], None]) -> None:
@@ -93,7 +93,10 @@ class OwedReductions:
         for group in self._groups:
             if group.reducer.unreduced.is_owed and group.settings.reduce_grads:
                 queue = queue or ReductionQueue(group.context, is_large=False)
-                queue.start(group, with_graph=False)
+                queue.make_room(group.reducer, group.settings)
+                reduction = group.reduce(with_graph=False)
+                if reduction is not None:
+                    queue.start(reduction, group.settings)
         if queue is not None:
             queue.wait()
 

@@ -33,11 +33,10 @@ import torch
 from torch.distributed import ReduceOp
 
 from fsdp2._base import torch_autograd, torch_compiler, torch_modes
-from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.operation_ids import STAMP_NUMEL
-from fsdp2._comm.streams import Streams
+from fsdp2._comm.wire import Streams, Wire
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 

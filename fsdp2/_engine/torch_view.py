@@ -38,7 +38,7 @@ from fsdp2._base import torch_modules
 from fsdp2._base.errors import UnsupportedError, coded
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._comm.mesh import REPLICATE, SHARD, DataMesh
-from fsdp2._comm.streams import Streams, streams_for
+from fsdp2._comm.wire import Streams, streams_for
 from fsdp2._engine.tree import Unit, unit_of
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam

@@ -67,14 +67,14 @@ from fsdp2._base.policy import Settings
 from fsdp2._base.torch_autograd import EndOfBackward
 from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._comm.streams import StepContext, Streams, streams_for
+from fsdp2._comm.wire import StepContext, Streams, streams_for
 from fsdp2._engine.order import Order, Schedule, Visit
 from fsdp2._engine.precision import Precision
-from fsdp2._engine.reduction_queue import SMALL_NBYTES, ReductionQueue
 from fsdp2._engine.root_groups import Part, Parts
 from fsdp2._param_group import optimizer_steps
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SHARDED, FSDPParam
+from fsdp2._param_group.reduce import SMALL_NBYTES, ReductionQueue
 from fsdp2._param_group.replaced_params import Serves
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
@@ -659,8 +659,12 @@ class Runtime:
                 self._reduce(group)
 
     def _reduce(self, group: ParamGroup) -> None:
-        if self.reductions.start(group, self.backward.with_graph) and self.parts is not None:
-            self.parts.note_reduced(group)
+        self.reductions.make_room(group.reducer, group.settings)
+        reduction = group.reduce(self.backward.with_graph)
+        if reduction is not None:
+            self.reductions.start(reduction, group.settings)
+            if self.parts is not None:
+                self.parts.note_reduced(group)
 
     # Parts. See [Note: reduced early] in _engine.root_groups.
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from fsdp2._base import torch_tensors
-from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh, MeshAxis
-from fsdp2._comm.streams import InFlight
+from fsdp2._comm.wire import InFlight, Wire
 from fsdp2._param_group import packing
 from fsdp2._param_group.layout import GatherLayout, Packed, align
 from fsdp2._param_group.param import Span

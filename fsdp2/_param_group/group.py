@@ -51,11 +51,10 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import BACKWARD, IDLE
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, Settings
 from fsdp2._base.torch_autograd import version_of
-from fsdp2._comm.collectives import Wire
 from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.operation_ids import Signature
-from fsdp2._comm.streams import InFlight, StepContext, Streams
+from fsdp2._comm.wire import InFlight, StepContext, Streams, Wire
 from fsdp2._param_group import optimizer_steps, packing
 from fsdp2._param_group.buffers import FullBuffer, PostForward, ShardBuffer
 from fsdp2._param_group.collective_ids import CollectiveIds
@@ -76,7 +75,7 @@ from fsdp2._param_group.param import (
     StateMachine,
 )
 from fsdp2._param_group.placement import shrink
-from fsdp2._param_group.reduction import Reducer, Reduction
+from fsdp2._param_group.reduce import Reducer, Reduction
 from fsdp2._param_group.replaced_params import (
     Serves,
     Source,

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base import torch_dtensor, torch_modes
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._comm import gloo_p2p
-from fsdp2._comm.collectives import Wire
 from fsdp2._comm.mesh import REPLICATE, SHARD, DataMesh, MeshAxis
+from fsdp2._comm.wire import Wire
 from fsdp2._engine.between_steps import units_below
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._plan.clock import Clock

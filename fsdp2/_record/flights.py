@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from fsdp2._comm.streams import InFlight
+from fsdp2._comm.wire import InFlight
 from fsdp2._param_group.param import SHARDED_POST_FORWARD
-from fsdp2._param_group.reduction import Reducer, Reduction
+from fsdp2._param_group.reduce import Reducer, Reduction
 from fsdp2._record.ledger import Ledger, Row
 from fsdp2._record.memory import Entry
 from fsdp2._record.taps import HeardFlight

@@ -17,7 +17,7 @@ import torch
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.events import Event
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.reduction import Reduction
+from fsdp2._param_group.reduce import Reduction
 
 SHARE = 100
 """The allocator of a device is asked so rarely that its answers take a hundredth of the time."""

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from fsdp2._comm.streams import InFlight
+from fsdp2._comm.wire import InFlight
 from fsdp2._engine.tree import Unit
 
 Around = Callable[..., Any]

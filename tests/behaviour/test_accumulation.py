@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
-from fsdp2._param_group.reduction import Reduction
+from fsdp2._param_group.reduce import Reduction
 from tests._models import CASES, WIDTH, Case, floats, loss_of, seeded
 from tests._parity import (
     Pair,

@@ -294,7 +294,7 @@ def test_a_narrow_wire_and_a_reduction_of_the_users_own_are_refused() -> None:
     model = fsdp2.fully_shard(seeded(Wide))
     model.set_gradient_wire_dtype(torch.bfloat16)
     with pytest.raises(fsdp2.ConfigError, match="set_gradient_wire_dtype"):
-        model.set_custom_reduce_scatter(fsdp2._comm.collectives.DefaultAllGather())
+        model.set_custom_reduce_scatter(fsdp2._comm.wire.DefaultAllGather())
     model.set_gradient_wire_dtype(None)
     model.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(fsdp2.ConfigError, match="one or the other"):

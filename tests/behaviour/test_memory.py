@@ -26,7 +26,7 @@ import fsdp2
 from fsdp2._base import events
 from fsdp2._base.events import Event
 from fsdp2._engine.tree import Runtime, unit_of
-from fsdp2._param_group.reduction import Reduction
+from fsdp2._param_group.reduce import Reduction
 from tests._models import Batch, Case, loss_of, seeded
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
 from tests._pool import ranks

@@ -45,7 +45,7 @@ OWN = (
     ),
     Fault(
         "unsynced-gradients-dropped",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reducer.reduce",
         "self._widen_gradients(plan, with_graph)",
         "self._take_gradients(plan, with_graph)",
@@ -54,7 +54,7 @@ OWN = (
     ),
     Fault(
         "sum-of-accumulated-lost",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reducer._take_gradients",
         """
         if grad.dtype is not plan.grad_dtype:

@@ -48,14 +48,14 @@ PRESENT_ON_A_CPU = ("_views",)
 CLASSES = {  # whose methods a CPU never enters
     "_comm/consistency.py": ("Follower",),
     "_comm/late_look.py": ("LateLook",),
-    "_comm/streams.py": ("DeviceStreams",),
-    "_comm/collectives.py": ("SymmetricMemoryAllGather",),
+    "_comm/wire.py": ("DeviceStreams",),
+    "_comm/symmetric.py": ("SymmetricMemoryAllGather",),
     "_base/torch_comm.py": ("SymmetricMemory",),
 }
 UNKNOWN_HERE = {  # the same name means something else in these files: what a caller asks for
     "_api/finalization.py": ("async_op",),
     "_api/module.py": ("async_op",),
-    "_comm/collectives.py": ("async_op",),
+    "_comm/wire.py": ("async_op",),
     "_param_group/group.py": ("is_released",),
     "_param_group/early_release.py": ("is_released",),
     "_engine/root_groups.py": ("is_released",),

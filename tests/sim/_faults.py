@@ -30,7 +30,7 @@ FAULTS = [
     # Lanes, their events, and the buffers they hold.
     SimFault(
         "lane-does-not-wait-for-what-is-before",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "DeviceStreams.launch",
         """
         if after is not None:
@@ -43,7 +43,7 @@ FAULTS = [
     ),
     SimFault(
         "retired-buffers-are-not-waited-for",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "DeviceStreams.launch",
         """
         for held in self._retired[lane]:
@@ -56,7 +56,7 @@ FAULTS = [
     ),
     SimFault(
         "retired-behind-the-lane-itself",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "DeviceStreams.retire",
         """
         event = torch.accelerator.current_stream().record_event()
@@ -72,7 +72,7 @@ FAULTS = [
     ),
     SimFault(
         "lane-does-not-wait-for-compute",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "DeviceStreams.order_after_compute",
         "self._lanes[lane].wait_stream(torch.accelerator.current_stream())",
         "self._lanes[lane].record_event()",
@@ -82,7 +82,7 @@ FAULTS = [
     ),
     SimFault(
         "compute-waits-for-the-lane",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "DeviceStreams.order_after_compute",
         "self._lanes[lane].wait_stream(torch.accelerator.current_stream())",
         "torch.accelerator.current_stream().wait_stream(self._lanes[lane])",
@@ -92,7 +92,7 @@ FAULTS = [
     ),
     SimFault(
         "launch-recorded-before-it-is-issued",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "DeviceStreams.launch",
         """
         flight = issue(*args)
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     SimFault(
         "work-of-the-users-is-not-waited-for",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "DeviceStreams.launch",
         "flight.wait()",
         "",
@@ -121,7 +121,7 @@ FAULTS = [
     ),
     SimFault(
         "flight-is-not-waited-for",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "InFlight.wait",
         """
         if self._event is not None:
@@ -134,7 +134,7 @@ FAULTS = [
     ),
     SimFault(
         "host-does-not-wait-for-a-flight",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "InFlight.synchronize",
         "self._event.synchronize()",
         "self._event.query()",
@@ -144,7 +144,7 @@ FAULTS = [
     ),
     SimFault(
         "buffers-of-the-launch-before-dropped",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "DeviceStreams.launch",
         "flight.buffers += after.buffers",
         "flight.buffers += ()",
@@ -154,7 +154,7 @@ FAULTS = [
     ),
     SimFault(
         "event-of-the-users-waited-for-by-compute",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "DeviceStreams.order_after_event",
         """
         with self._lanes[lane]:
@@ -170,7 +170,7 @@ FAULTS = [
     ),
     SimFault(
         "hook-runs-in-another-lane",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "DeviceStreams.lane_of",
         "return name",
         'return "all_reduce"',
@@ -180,7 +180,7 @@ FAULTS = [
     ),
     SimFault(
         "host-reads-never-finish",
-        "fsdp2/_comm/streams.py",
+        "fsdp2/_comm/wire.py",
         "Streams.finish_host_reads",
         "self.host_read.synchronize()",
         "self.host_read.wait()",
@@ -354,7 +354,7 @@ FAULTS = [
     ),
     SimFault(
         "collectives-joined-and-left-alone",
-        "fsdp2/_comm/collectives.py",
+        "fsdp2/_comm/wire.py",
         "Wire.all_gather_each",
         """
         with torch_comm.coalesced(axis.pg, pairs[0][0].device):
@@ -401,7 +401,7 @@ FAULTS = [
     # Reductions.
     SimFault(
         "reduced-while-backward-writes",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reduction.start",
         'self._streams.order_after_compute("reduce")',
         "",
@@ -411,7 +411,7 @@ FAULTS = [
     ),
     SimFault(
         "reduced-in-the-lane-of-gathers",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reduction.start",
         'self._streams.launch("reduce", self._reduce_scatter)',
         'self._streams.launch("gather", self._reduce_scatter)',
@@ -421,7 +421,7 @@ FAULTS = [
     ),
     SimFault(
         "replicas-summed-before-shards",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reduction.advance",
         'self._streams.launch("all_reduce", self._sum_replicas, after=self._flight)',
         """
@@ -435,7 +435,7 @@ FAULTS = [
     ),
     SimFault(
         "stored-before-it-is-reduced",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reduction.finish",
         "self._streams.launch(lane, self._store, after=self._flight)",
         "self._streams.launch(lane, self._store, after=self._flight if self._streams.async_op else None)",
@@ -445,7 +445,7 @@ FAULTS = [
     ),
     SimFault(
         "partial-sum-freed-too-early",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reduction._sum_replicas",
         "self._held = partial = owner.unreduced.partial",
         "partial = owner.unreduced.partial",
@@ -455,7 +455,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-are-not-waited-for",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reduction.wait",
         """
         if self._flight is not None and self._grads is not None and self._waits_for_copy:
@@ -473,7 +473,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-in-host-memory-are-not-waited-for",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reduction.wait",
         "self._flight.synchronize()",
         "self._flight.wait()",
@@ -483,7 +483,7 @@ FAULTS = [
     ),
     SimFault(
         "counts-read-too-early",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reduction.__init__",
         "look or owner._residence.is_away",
         "owner._residence.is_away",
@@ -493,7 +493,7 @@ FAULTS = [
     ),
     SimFault(
         "host-looks-at-counts-in-every-step",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reducer.reduce",
         "missing > 0 and not settings.reduce_unused and self.hook is None",
         "missing >= 0 and not settings.reduce_unused and self.hook is None",
@@ -503,7 +503,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-finished-before-their-copy",
-        "fsdp2/_param_group/gradient_buffer.py",
+        "fsdp2/_param_group/gradients.py",
         "GradientBuffer",
         """
         def fill(self, reduced: Tensor) -> list[Tensor]:
@@ -563,7 +563,7 @@ FAULTS = [
     ),
     SimFault(
         "reduced-in-eight-bits",
-        "fsdp2/_comm/collectives.py",
+        "fsdp2/_comm/wire.py",
         "DefaultReduceScatter.__call__",
         """
         work: dist.Work | None = torch_comm.reduce_scatter_single(
@@ -666,7 +666,7 @@ FAULTS = [
     ),
     SimFault(
         "oldest-reduction-is-not-waited-for",
-        "fsdp2/_engine/reduction_queue.py",
+        "fsdp2/_param_group/reduce.py",
         "ReductionQueue._complete_oldest",
         """
         if self._context.streams.async_op:
@@ -734,7 +734,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-filled-under-a-recorded-stream",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reducer.acquire",
         "self._has_streams",
         "not self._has_streams",
@@ -744,7 +744,7 @@ FAULTS = [
     ),
     SimFault(
         "numbers-made-anew-in-every-step",
-        "fsdp2/_param_group/reduction.py",
+        "fsdp2/_param_group/reduce.py",
         "Reducer._renumbered",
         "self._completes[tuple(codes)] = complete",
         "",

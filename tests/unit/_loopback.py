@@ -23,14 +23,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2._base.capabilities import ZERO_COPY_NBYTES
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
-from fsdp2._comm.collectives import Wire as Sender
-from fsdp2._comm.collectives import _joined
 from fsdp2._comm.mesh import ABSENT_AXIS, DataMesh, MeshAxis
-from fsdp2._comm.streams import Streams
+from fsdp2._comm.wire import Streams, _joined
+from fsdp2._comm.wire import Wire as Sender
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam, Site
 from fsdp2._param_group.placement import place, shard_dim
-from fsdp2._param_group.reduction import Reduction
+from fsdp2._param_group.reduce import Reduction
 
 
 @contextmanager

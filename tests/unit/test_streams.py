@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp2._base.policy import MixedPrecisionPolicy
-from fsdp2._comm.streams import DeviceStreams, InFlight, Streams, streams_for
+from fsdp2._comm.wire import DeviceStreams, InFlight, Streams, streams_for
 from tests.unit._loopback import LoopbackGroup, fake_process_group, local_of
 
 

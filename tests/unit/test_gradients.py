@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._base.policy import MixedPrecisionPolicy
-from fsdp2._param_group.gradient_buffer import GradientBuffer, accumulate
+from fsdp2._param_group.gradients import GradientBuffer, accumulate
 from fsdp2._param_group.group import ParamGroup
 from tests.unit._loopback import LoopbackGroup, fake_process_group, local_of
 

@@ -1,7 +1,7 @@
 """Gradients of a group: from autograd's unsharded ones to sharded DTensors.
 
-Owns the reduce layout, what waits for a reduction, and one reduction in flight. It must not know
-hooks or when to reduce.
+Owns the reduce layout, what waits for a reduction, one reduction in flight, and the queue of those
+of a tree. It must not know units, hooks or when to reduce.
 
 [Note: reduce is constant]
 A group reduces every trainable parameter, on every rank, whatever took part: ranks that took
@@ -26,6 +26,7 @@ are kept in host memory, or that may be those of nobody, the host waits, too.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, replace
@@ -38,17 +39,19 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._base.policy import Residence, Settings
-from fsdp2._comm.collectives import GradientScale, Wire
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.operation_ids import STAMP_NUMEL, Signature
-from fsdp2._comm.streams import InFlight, Streams
-from fsdp2._param_group import packing
+from fsdp2._comm.wire import GradientScale, InFlight, StepContext, Streams, Wire
+from fsdp2._param_group import gradients
 from fsdp2._param_group.collective_ids import CollectiveIds
-from fsdp2._param_group.gradient_buffer import GradientBuffer, accumulate, local_gradient
+from fsdp2._param_group.gradients import GradientBuffer, accumulate, local_gradient
 from fsdp2._param_group.layout import ReduceLayout
 from fsdp2._param_group.param import FSDPParam
 
 AllReduceHook = Callable[[Tensor], None]
+
+SMALL_NBYTES = 1 << 20
+"""Bytes of a reduction's input below which its memory does not matter."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,11 +174,11 @@ class Reducer:
         )
         is_renumbered = self._number(layout)
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
-        complete = packing.tail(codes, layout, grad_dtype, self._residence.compute)
+        complete = gradients.tail(codes, layout, grad_dtype, self._residence.compute)
         self._buffer = None
         if self.unreduced.partial is not None:
             old = self._layout or layout
-            self.unreduced.partial = packing.rearranged(self.unreduced.partial, old, layout)
+            self.unreduced.partial = gradients.rearranged(self.unreduced.partial, old, layout)
         self._layout = layout
         self._completes = {tuple(codes): complete}
         if is_renumbered:
@@ -247,7 +250,7 @@ class Reducer:
         codes = [value for stamp in self.ids.reductions for value in stamp.code]
         complete = self._completes.get(tuple(codes))  # to make one lets a device's host wait
         if complete is None:
-            complete = packing.tail(codes, layout, plan.grad_dtype, self._residence.compute)
+            complete = gradients.tail(codes, layout, plan.grad_dtype, self._residence.compute)
             self._completes[tuple(codes)] = complete
         return replace(plan, codes=codes, complete=complete)
 
@@ -301,7 +304,7 @@ class Reducer:
         behind = plan.complete
         if missing:
             absent = [position for position, grad in enumerate(grads) if grad is None]
-            behind = packing.tail_without(behind, absent, layout)
+            behind = gradients.tail_without(behind, absent, layout)
         if self.data.shard.size > 1 and self.ids.reductions:
             # Before the wire is asked for memory: what ranks may have to send first asks, too.
             self.ids.reductions[0].before()
@@ -336,10 +339,10 @@ class Reducer:
         """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones."""
         shape, device = (layout.size, layout.packed_numel), self._residence.compute
         packed = self.wire.allocate(shape, layout.wire_dtype, device)
-        packing.pack_gradients(grads, layout, self.data.shard.rank, behind, packed, is_mixed)
+        gradients.pack_gradients(grads, layout, self.data.shard.rank, behind, packed, is_mixed)
         if not layout.zero_copy:
             return [packed]
-        return [packed, *packing.zero_copy_gradients(grads, layout, device)]
+        return [packed, *gradients.zero_copy_gradients(grads, layout, device)]
 
     def _take_gradients(
         self, plan: ReducePlan, with_graph: bool
@@ -583,3 +586,73 @@ class Reduction:
             flight.hold_back(packed_on)
         self._inputs = []
         self._flight = self._reduced = self._held = self._grads = None
+
+
+class ReductionQueue:
+    """Reductions in flight, the oldest first."""
+
+    def __init__(self, context: StepContext, is_large: bool) -> None:
+        self._context = context
+        self._is_large = is_large  # a group of the tree has inputs whose memory matters
+        self._running: deque[Reduction] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    def make_room(self, owner: Reducer, settings: Settings) -> None:
+        """Complete old reductions before a group packs gradients for another one."""
+        while self._is_full_for(owner, settings):
+            self._complete_oldest()
+
+    def start(self, reduction: Reduction, settings: Settings) -> None:
+        """Begin a reduction, for which there is room."""
+        reduction.start()
+        if not self._context.streams.async_op:
+            reduction.advance()
+            reduction.finish()
+        self._running.append(reduction)
+        if settings.input_buffers is None and settings.overlap.reductions == 0:
+            self._complete_oldest()
+
+    def _is_full_for(self, owner: Reducer, settings: Settings) -> bool:
+        """True if the oldest reduction must end first: a group has one at a time, and all few."""
+        running = self._running
+        if not running:
+            return False
+        limit = settings.input_buffers
+        if limit is None:  # one more if that takes next to nothing: it waits for the link only
+            limit = settings.overlap.reductions + (running[0].nbytes < SMALL_NBYTES)
+        if len(running) >= limit:
+            return True
+        for reduction in running:  # noqa: SIM110  # each turn of a generator is a call
+            if reduction.owner is owner:
+                return True
+        return False
+
+    def _complete_oldest(self) -> None:
+        reduction = self._running.popleft()
+        if self._context.streams.async_op:
+            reduction.advance()
+            reduction.finish()
+        reduction.wait()
+
+    def free_done(self) -> None:
+        """Free what reductions hold that have ended: at other times on other ranks, so no more."""
+        if self._is_large and self._context.streams.async_op:
+            for reduction in self._running:
+                reduction.free_if_done()
+
+    def wait(self) -> None:
+        """Make every reduced gradient safe to use."""
+        if self._context.streams.async_op:
+            for reduction in self._running:
+                reduction.advance()
+            for reduction in self._running:
+                reduction.finish()
+        while self._running:
+            self._running.popleft().wait()
+
+    def drop(self) -> None:
+        """Wait for what is in flight; gradients that are not set by then never are."""
+        while self._running:
+            self._running.popleft().abandon()

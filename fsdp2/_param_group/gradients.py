@@ -1,7 +1,10 @@
-"""Sharded gradients: DTensors built once on a flat buffer, and reused while nobody else holds them.
+"""Gradients: packed for a reduction, and sharded ones on a flat buffer that is used again.
 
-Owns that buffer, the proof that it is free, and what autograd does to a leaf that gets a gradient.
-It must not know collectives.
+Owns how gradients lie in what is reduced (tensors in, tensors out), the buffer of sharded
+gradients, which are DTensors built once, the proof that nobody else holds them, and what autograd
+does to a leaf that gets a gradient. It must not know collectives.
+
+Legend: W = ranks of the shard axis, P = parameters, S = elements of stamps.
 
 [Note: reused gradients]
 Building a DTensor for every parameter in every step costs more than reducing it. So a group keeps
@@ -15,8 +18,10 @@ would lie idle where the step needs most, while allocating it anew costs next to
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import cast
 from weakref import WeakValueDictionary
 
@@ -27,8 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from fsdp2._base import torch_autograd, torch_dtensor, torch_modes, torch_tensors
 from fsdp2._base.errors import StateError
 from fsdp2._base.policy import Residence
-from fsdp2._param_group import packing
-from fsdp2._param_group.layout import ReduceLayout
+from fsdp2._param_group.layout import ReduceLayout, contiguous_stride
 from fsdp2._param_group.param import FSDPParam, OwnerMark
 
 _buffers: WeakValueDictionary[int, GradientBuffer] = WeakValueDictionary()
@@ -61,7 +65,7 @@ class GradientBuffer:
                 )
             local: Tensor | None
             view: Tensor | None
-            local = view = packing.gradient_view(self._flats[dtype], layout, position, rank)
+            local = view = gradient_view(self._flats[dtype], layout, position, rank)
             if layout.slotted[position]:
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._sums.append((local, position))
@@ -164,7 +168,7 @@ class GradientBuffer:
                 narrows = reduced.is_complex() and not flat.is_complex()
                 flat.copy_(reduced.real if narrows else reduced, non_blocking=True)
         for local, position in self._sums:
-            total = packing.sum_of_slots(reduced, self._layout, position)
+            total = sum_of_slots(reduced, self._layout, position)
             narrows = total.is_complex() and not local.is_complex()
             local.copy_(total.real if narrows else total, non_blocking=True)
         return self._grads
@@ -265,3 +269,139 @@ def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor
             grad = cast(DTensor, grad.to(torch.promote_types(grad.dtype, dtype)))
         grad = grad.redistribute(placements=placements)
     return grad.to_local()
+
+
+# --- What is reduced.
+
+
+def pack_gradients(
+    grads: Sequence[Tensor | None],
+    layout: ReduceLayout,
+    rank: int,
+    behind: Tensor,
+    out: Tensor,
+    is_mixed: bool = False,
+) -> None:
+    """Write the packed ones of local gradients, and ``behind``, into ``out`` ``[W, packed_numel]``.
+
+    ``behind`` is what ``tail`` made. A gradient that is ``None`` counts as zero. All are cast to
+    the dtype of ``out``. Gradients and ``behind`` have one dtype, unless they are ``is_mixed``.
+
+    On a device columns are made contiguous: CUDA has one kernel for all of them then, and else one
+    for each (torch 2.11; a test counts them), or one that is right for contiguous columns only.
+    """
+    as_it_is = out.is_cpu
+    columns = []
+    for position in layout.packed:
+        grad, shard = grads[position], layout.shards[position]
+        if shard.padded_numel == 0:
+            continue
+        if grad is None:
+            grad = (
+                behind.new_zeros(()).expand(shard.shape)
+                if as_it_is
+                else behind.new_zeros(shard.shape)
+            )
+        if layout.slotted[position]:
+            slots = grad.new_zeros((layout.size, shard.numel))
+            slots[rank] = grad.reshape(-1)
+            grad = slots.view(1, -1).expand(layout.size, -1)
+        elif shard.dim is None:
+            grad = grad.reshape(1, -1).expand(layout.size, -1)
+        elif shard.dim:
+            grad = grad.movedim(shard.dim, 0)
+        columns.append(grad if as_it_is else grad.contiguous())
+    columns.append(behind)
+    if is_mixed:
+        _chunk_cat_mixed(columns, layout.size, out)
+    else:
+        torch_tensors.chunk_cat(columns, layout.size, out)
+
+
+def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
+    """Write columns of several dtypes: a kernel takes one, so there is one for each run."""
+    if not out.is_cpu:  # a kernel of a device takes the whole of a buffer
+        torch_tensors.chunk_cat([column.to(out.dtype) for column in columns], size, out)
+        return
+    runs = [list(run) for _, run in itertools.groupby(columns, key=attrgetter("dtype"))]
+    widths = [sum(-(-len(c) // size) * (c.numel() // len(c)) for c in run) for run in runs]
+    for run, part in zip(runs, out.split(widths, dim=1), strict=True):
+        torch_tensors.chunk_cat(run, size, part)
+
+
+def zero_copy_gradients(
+    grads: Sequence[Tensor | None], layout: ReduceLayout, device: torch.device
+) -> list[Tensor]:
+    """Return the zero-copy ones of local gradients as a collective takes them, flat."""
+    dtype = layout.wire_dtype
+    sent = []
+    for position in layout.zero_copy:
+        grad = grads[position]
+        if grad is None:
+            grad = torch.zeros(layout.shards[position].shape, dtype=dtype, device=device)
+        elif not grad.is_contiguous():
+            grad = grad.contiguous()
+        sent.append(grad.view(-1).to(dtype))
+    return sent
+
+
+def rearranged(partial: Tensor, old: ReduceLayout, new: ReduceLayout) -> Tensor:
+    """Return half reduced gradients ``[numel]`` of one layout as another one places them.
+
+    Both layouts have the same members.
+    """
+    if old.offsets == new.offsets and old.numel == new.numel:
+        return partial.to(new.dtype)
+    moved = partial.new_zeros(new.numel, dtype=new.dtype)
+    parts = [(old.offsets[p], new.offsets[p], old.width(p)) for p in range(len(old.members))]
+    for source, target, width in [*parts, (old.tail_start, new.tail_start, len(old.members))]:
+        moved[target : target + width] = partial[source : source + width]
+    return moved
+
+
+def tail(
+    stamps: Sequence[float], layout: ReduceLayout, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return what a rank that has every gradient adds behind them: ``[W, P + S]``."""
+    row = torch.ones(len(layout.members), dtype=dtype, device=device)
+    if stamps:  # values from the host, for which a device waits
+        row = torch.cat([row, torch.tensor(stamps, dtype=dtype, device=device)])
+    return _for_each_rank(row, layout)
+
+
+def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) -> Tensor:
+    """Return what a rank adds that has no gradient for some members: 0 for these.
+
+    Made of what ``tail`` returned, and not of values from the host, for which a device would wait.
+    """
+    row = complete[0].clone()
+    for _, run in itertools.groupby(enumerate(absent), lambda pair: pair[1] - pair[0]):
+        positions = [position for _, position in run]
+        row[positions[0] : positions[-1] + 1] = 0
+    return _for_each_rank(row, layout)
+
+
+def _for_each_rank(row: Tensor, layout: ReduceLayout) -> Tensor:
+    """Return ``[W, n]``, each row of which is ``row``; on a device with memory of its own."""
+    rows = row.expand(layout.size, -1)
+    return rows if row.is_cpu else rows.contiguous()
+
+
+def sum_of_slots(reduced: Tensor, layout: ReduceLayout, position: int) -> Tensor:
+    """Add up the slots of a replicated member, in the same order on every rank."""
+    shard, start = layout.shards[position], layout.offsets[position] + reduced.storage_offset()
+    slots = reduced.as_strided((layout.size, shard.numel), (shard.numel, 1), start)
+    return slots.sum(0).view(shard.shape)
+
+
+def gradient_view(reduced: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
+    """View a member's shard of the gradient in a reduced buffer ``[numel]``.
+
+    Not contiguous for a parameter sharded off dim 0, whose gradient travels with that dim first.
+    """
+    shard, start = layout.shards[position], layout.offsets[position] + reduced.storage_offset()
+    shape = shard.shard_shape(rank)
+    if not shard.dim:
+        return reduced.as_strided(shape, contiguous_stride(shape), start)
+    moved = (shape[shard.dim], *shape[: shard.dim], *shape[shard.dim + 1 :])
+    return reduced.as_strided(moved, contiguous_stride(moved), start).movedim(0, shard.dim)
