@@ -861,10 +861,14 @@ FAULTS = [
     ),
     Fault(
         "post-accumulate-hook-alone-unseen",
-        "fsdp2/_base/torch_autograd.py",
-        "have_hooks",
-        "param._backward_hooks or param._post_accumulate_grad_hooks",
-        "param._backward_hooks",
+        "fsdp2/_param_group/gradients.py",
+        "accumulate",
+        """
+        any(map(torch_autograd.gradient_hooks_of, params)) or any(
+            map(torch_autograd.accumulate_hooks_of, params)
+        )
+        """,
+        "any(map(torch_autograd.gradient_hooks_of, params))",
         "register_post_accumulate_grad_hook on sharded parameters is never called, unless some parameter of the group has a register_hook hook too (optimizer in backward does nothing).",
         near=("behaviour/test_autograd.py",),
     ),
@@ -890,8 +894,8 @@ FAULTS = [
         "failed-traced-backward-stays-open",
         "fsdp2/_compiled/backward.py",
         "FunctionalBackward.begin",
-        "torch_autograd.EndOfBackward(end, end)",
-        "torch_autograd.EndOfBackward(end, lambda: None)",
+        "EndOfBackward(end, end)",
+        "EndOfBackward(end, lambda: None)",
         "After a backward of a compiled step that failed, weights that are read by name are gathered: on a rank alone that waits for the others.",
         near=("behaviour/test_traced_recomputed.py",),
     ),

@@ -19,7 +19,7 @@ from fsdp2._api.checks import check_method, check_modules, check_policies, check
 from fsdp2._api.collect import Collected, collect, find_parts, refuse_extensions, take_ties
 from fsdp2._api.ignored import Ignored
 from fsdp2._api.module import FSDPModule, register_names, sharded_class
-from fsdp2._base import torch_autograd, torch_spmd
+from fsdp2._base import torch_spmd
 from fsdp2._base.arguments import check_flag, check_function, check_module
 from fsdp2._base.policy import (
     DataParallelMeshDims,
@@ -37,7 +37,7 @@ from fsdp2._engine.precision import Precision
 from fsdp2._engine.root_groups import PartHook
 from fsdp2._engine.step import ForwardMethod, register_hooks
 from fsdp2._engine.torch_view import TorchState, torch_state
-from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, unit_of
+from fsdp2._engine.tree import UNIT_ATTRIBUTE, EndOfBackward, Runtime, Unit, unit_of
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.optimizer_steps import watch_optimizers
@@ -52,7 +52,7 @@ STEPS_OF_OURS = (
     Runtime.begin_backward,
     Runtime.end_reductions,
     Runtime.recover,
-    torch_autograd.EndOfBackward.__call__,
+    EndOfBackward.__call__,
     ParamGroup.unshard,
     ParamGroup.wait_for_unshard,
     ParamGroup.reshard,

@@ -6,8 +6,8 @@ of ``fully_shard`` chose its parameters; the settings are in ``_api.settings``.
 [Note: recognised as torch's]
 Torch's pipelining and other software ask ``isinstance(module, torch.distributed.fsdp.FSDPModule)``,
 so that class is a base of ours. It comes *last*: the order of resolution of a sharded ``Net`` is
-``FSDPNet, FSDPModule, Net, ..., nn.Module, ControlSurface, torch's FSDPModule``. What torch's class
-has and ours has not is hidden, as if it were not inherited.
+``FSDPNet, FSDPModule, Net, ..., nn.Module, ControlSurface, torch's FSDPModule``.
+What torch's class has and ours has not is hidden, as if it were not inherited.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn as nn
 
 from fsdp2._api.finalization import GradientReductionHandle, finalize, set_manual
 from fsdp2._api.settings import ControlSurface, own_unit, units_in
-from fsdp2._base import torch_compiler, torch_modules
+from fsdp2._base import torch_modules
 from fsdp2._base.arguments import check_flag, check_mapping
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._engine.between_steps import (
@@ -28,7 +28,7 @@ from fsdp2._engine.between_steps import (
     reshard_if_idle,
     unless_another_thread_steps,
 )
-from fsdp2._engine.step import call_compiled, forward_raised
+from fsdp2._engine.step import call_module
 from fsdp2._engine.torch_view import register_torch_state, torch_state
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, unit_of
 from fsdp2._param_group.group import ParamGroup
@@ -45,7 +45,6 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
             "__module__": cls.__module__,
             "__doc__": cls.__doc__,
             "_fsdp2_original": cls,
-            "_fsdp2_has_call": cls.__call__ is not nn.Module.__call__,
         }
         try:
             _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), namespace)
@@ -79,7 +78,6 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
     """
 
     _fsdp2_original: ClassVar[type[nn.Module]] = nn.Module
-    _fsdp2_has_call: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a plain instance: a slice of a sharded ``Sequential`` is a plain one.
@@ -91,30 +89,11 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             return object.__new__(cls)
         return cls._fsdp2_original(*args, **kwargs)
 
-    @torch_compiler.inlined_or_eager
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = self.__dict__.get(UNIT_ATTRIBUTE)
-        if unit is not None and unit.runner is not None:
-            return unit.runner.call(super().__call__, args, kwargs)
-        return self._call_eagerly(unit, args, kwargs)
+    __call__ = call_module
 
-    @torch_compiler.never_traced
-    def _call_eagerly(
-        self, unit: Unit | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if unit is None:  # an empty instance, see __new__
-            return super().__call__(*args, **kwargs)
-        depth = len(unit.calls.running)
-        try:
-            compiled = torch_compiler.compiled_call(self)
-            if compiled is not None:
-                return call_compiled(unit, self, compiled, args, kwargs)
-            if self._fsdp2_has_call:
-                return super().__call__(*args, **kwargs)
-            return torch_compiler.call_with_hooks(self, *args, **kwargs)
-        except BaseException:
-            forward_raised(unit, depth)
-            raise
+    def _call_original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module as the user's class does: a compiler may trace this."""
+        return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reshard_if_idle(own_unit(self))

@@ -73,7 +73,10 @@ def profile_event(event: Event) -> None:
 
 
 def follow(listener: Listener, wanted: bool) -> None:
-    """Add or remove a standing listener, so that it is there exactly when ``wanted``."""
+    """Add or remove a standing listener, so that it is there exactly when ``wanted``.
+
+    Who calls this often asks ``listener in listeners`` first.
+    """
     if wanted != (listener in listeners):
         if wanted:
             listeners.append(listener)

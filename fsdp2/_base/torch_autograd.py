@@ -15,33 +15,11 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter  # for preserved_versions
 
-from fsdp2._base import torch_compiler
-
 # Autograd.
 
 
-class EndOfBackward:
-    """What the engine calls once the running backward is over. No public way exists.
-
-    It lives exactly as long as that backward. Dropped without a call it tells, at once, that the
-    backward failed.
-    """
-
-    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-        self._ended, self._failed = ended, failed
-        self._was_called = False
-        Variable._execution_engine.queue_callback(self)
-
-    @torch_compiler.always_eager
-    def __call__(self) -> None:
-        self._was_called = True
-        self._ended()
-
-    @torch_compiler.always_eager
-    def __del__(self) -> None:
-        if not self._was_called:
-            self._failed()
-
+queue_callback: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+"""Let the engine call something once the running backward is over. No public way exists."""
 
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """The running backward's number in this thread, -1 outside of any."""
@@ -109,12 +87,11 @@ def apply_gradient_hooks(param: torch.Tensor, grad: torch.Tensor) -> torch.Tenso
     return grad
 
 
-def have_hooks(params: Sequence[torch.Tensor]) -> bool:
-    """True if something is to be called when one of these leaves gets its gradient."""
-    for param in params:  # noqa: SIM110  # a generator costs more
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
-            return True
-    return False
+gradient_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+"""The hooks that ``register_hook`` left on a leaf, or None."""
+
+accumulate_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+"""The hooks that ``register_post_accumulate_grad_hook`` left on a leaf, or None."""
 
 
 def run_post_accumulate_hooks(param: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -61,8 +62,12 @@ def has_real_memory() -> bool:
 
 # Modes and transforms that a forward may run under. No public way to step out of them exists.
 
-_count_modes = torch._C._len_torch_dispatch_stack
-_transforms_are_active = torch._C._are_functorch_transforms_active
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Return how many dispatch modes are active in this thread."""
+
+transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Return True inside of a functorch transform (``vmap``, ``grad``, ``jvp``)."""
+
 _ASIDE_MODES = (
     _CachingTorchDispatchMode,
     _CachedTorchDispatchMode,
@@ -70,14 +75,13 @@ _ASIDE_MODES = (
 )
 
 
-def is_under_modes() -> bool:
-    """Return True if a dispatch mode or a functorch transform is active. Costs two C calls."""
-    return _count_modes() > 0 or _transforms_are_active()
+dual_level: Callable[[Any], int] = attrgetter("_current_level")
+"""Return the level of dual numbers that ``torch.autograd.forward_ad`` is at; -1 outside of any."""
 
 
 def is_under_transforms() -> bool:
     """Return True if tensors may consist of several: functorch's wrappers, dual numbers."""
-    return _transforms_are_active() or forward_ad._current_level >= 0
+    return transforms_are_active() or dual_level(forward_ad) >= 0
 
 
 def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -102,12 +106,14 @@ def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 def run_aside(function: Callable[..., None], *args: Any) -> None:
     """Call ``function`` where selective checkpointing and functorch transforms do not reach it.
 
+    Only where ``count_modes`` or ``transforms_are_active`` says that there is one.
+
     What the engine does is no part of the user's function: a recomputation may find the parameters
     gathered, and its policy must count the same operations as in forward. Other dispatch modes
     (``CommDebugMode``) go on seeing everything.
     """
     with _unseen():
-        if _transforms_are_active():
+        if transforms_are_active():
             with torch._C._DisableFuncTorch():
                 function(*args)
         else:
@@ -116,8 +122,6 @@ def run_aside(function: Callable[..., None], *args: Any) -> None:
 
 def unseen_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of the whole tensor that selective checkpointing does not count."""
-    if _count_modes() == 0:
-        return tensor.view_as(tensor)
     with _unseen():
         return tensor.view_as(tensor)
 
@@ -125,7 +129,7 @@ def unseen_view(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
     """Take the modes of selective checkpointing off the stack of dispatch modes for a while."""
-    modes = [torch._C._get_dispatch_stack_at(i) for i in range(_count_modes())]
+    modes = [torch._C._get_dispatch_stack_at(i) for i in range(count_modes())]
     others = [mode for mode in modes if not isinstance(mode, _ASIDE_MODES)]
     if len(others) == len(modes):
         yield

@@ -12,6 +12,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -109,8 +110,9 @@ custom_policy_function = attrgetter("_lambda_fn")
 # Observation and composition.
 
 
-def profiler_is_running() -> bool:
-    return bool(torch.autograd.profiler._is_profiler_enabled)
+profiler_is_running: Callable[[], bool] = partial(
+    attrgetter("_is_profiler_enabled"), torch.autograd.profiler
+)
 
 
 REGISTRIES = (REGISTRY_KEY, STATE_KEY)

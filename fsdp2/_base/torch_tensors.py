@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 
 import torch
 
+chunk_cat: Callable[..., object] = torch._chunk_cat
+"""Write ``size`` padded chunks of every tensor's dim 0 into the rows of ``out``, and cast.
 
-def chunk_cat(tensors: list[torch.Tensor], size: int, out: torch.Tensor) -> None:
-    """Write ``size`` padded chunks of every tensor's dim 0 into the rows of ``out`` and cast.
-
-    One kernel for a whole group on CUDA; the public ``chunk`` and ``cat`` take one for each.
-    """
-    torch._chunk_cat(tensors, 0, size, out=out)
-
+It takes the tensors, 0, ``size`` and ``out``. One kernel for a whole group on CUDA; the public
+``chunk`` and ``cat`` take one for each.
+"""
 
 CHUNK_CATS = (torch.ops.aten._chunk_cat.default, torch.ops.aten._chunk_cat.out)
 """What that is to a dispatch mode. On a CPU it takes memory that no output shows."""
@@ -50,16 +48,11 @@ fused_adamw = torch._fused_adamw_
 # References: whether a buffer may be reused. See [Note: reused gradients] in gradients.
 
 
-def count_references(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return how many owners each DTensor and its local tensor have, in Python and in C++."""
-    counts = []
-    for tensor in tensors:
-        local = tensor._local_tensor  # type: ignore[attr-defined]  # of a DTensor
-        counts.append(sys.getrefcount(tensor))
-        counts.append(tensor._use_count())  # type: ignore[attr-defined]  # not in the stubs
-        counts.append(sys.getrefcount(local))
-        counts.append(local._use_count())
-    return counts
+local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
+"""The local tensor of a DTensor."""
+
+owners_of: Callable[[torch.Tensor], int] = methodcaller("_use_count")
+"""How many owners a tensor has in C++; ``sys.getrefcount`` tells of those in Python."""
 
 
 def count_owners(tensors: Sequence[torch.Tensor | None]) -> list[int]:

@@ -45,7 +45,7 @@ from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
 from fsdp2._compiled.functional import TracedGroup, TracedUnit
-from fsdp2._engine.tree import Unit
+from fsdp2._engine.tree import EndOfBackward, Unit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import SHARDED
 from fsdp2._param_group.reduce import ReductionQueue
@@ -80,7 +80,7 @@ class OwedReductions:
         """A gradient reached an output."""
         if not self._is_running:
             self._is_running = True
-            torch_autograd.EndOfBackward(self._end, self._fail)
+            EndOfBackward(self._end, self._fail)
 
     def _fail(self) -> None:
         self._is_running = False
@@ -122,7 +122,7 @@ class FunctionalBackward:
             return
         self._number += 1
         end = functools.partial(self.end, self._number)
-        torch_autograd.EndOfBackward(end, end)
+        EndOfBackward(end, end)
         for traced in self._units:
             unit = traced.unit
             if unit.runner is None:  # else another step of the same units is in its backward

@@ -143,11 +143,6 @@ class Order:
         self.place = 0  # of the running backward: this event and those after it are over
         self._made_up: set[int] = set()
 
-    def leave(self, visit: Visit) -> None:
-        """A unit's forward is over, and a backward may come, here or on another rank."""
-        visit.left = len(self.events)
-        self.events.append(visit)
-
     def begin(self, number: int) -> None:
         """A backward comes here, for the first time unless it was here before."""
         if number != self.backward:

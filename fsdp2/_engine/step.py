@@ -79,13 +79,13 @@ ours reduces them: the next forward, or the optimizer, raises.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2._base import torch_autograd, torch_compiler, torch_modes, torch_modules
@@ -157,10 +157,7 @@ class Call:
             return
         if visit.unit.precision.policy is not visit.policy:
             self._refuse_policy()
-        if torch_modes.is_under_modes():
-            torch_modes.run_aside(runtime.arrive, visit)
-        else:
-            runtime.arrive(visit)
+        _aside(runtime.arrive, visit)
 
     def _refuse_policy(self) -> NoReturn:
         raise StateError(
@@ -179,11 +176,7 @@ class Call:
             self._arrive(is_in_order=False)
 
     def _arrive(self, is_in_order: bool) -> None:
-        arrive = functools.partial(self.runtime.arrive, self.visit, is_in_order)
-        if torch_modes.is_under_modes():
-            torch_modes.run_aside(arrive)
-        else:
-            arrive()
+        _aside(self.runtime.arrive, self.visit, is_in_order)
 
     def _follow_gradients(self) -> None:
         """Have all nodes of the module that are before the running one mark what they make."""
@@ -197,16 +190,14 @@ class Call:
         visit, runtime = self.visit, self.runtime
         if visit.opened_in != runtime.backward.number:
             return
-        if torch_modes.is_under_modes():
-            torch_modes.run_aside(runtime.depart, visit)
-        else:
-            runtime.depart(visit)
+        _aside(runtime.depart, visit)
 
     def mark_input(self, tensor: Tensor, cast: Tensor) -> Tensor:
         """Put a node between the caller's tensor and the module, with post-backward on it."""
         is_view = cast is tensor
         if is_view:
-            cast = torch_modes.unseen_view(tensor)
+            is_seen = torch_modes.count_modes()
+            cast = torch_modes.unseen_view(tensor) if is_seen else tensor.view_as(tensor)
         node = cast.grad_fn
         if node is not None:
             node.register_prehook(self.post_backward)
@@ -276,7 +267,7 @@ class Call:
 
     def mark_outputs(self, output: Any) -> None:
         """Put pre-backward on what made the outputs."""
-        mark = self._mark_layers if torch_modes.is_under_transforms() else self._mark
+        mark = self._mark_layers if _has_layers() else self._mark
         if type(output) is Tensor:
             mark(output)
         else:
@@ -338,7 +329,7 @@ class Call:
         """A node of the module made these in a backward."""
         if torch.is_grad_enabled():
             last = self.last_marked
-            mark = self._mark_layers if torch_modes.is_under_transforms() else self._mark
+            mark = self._mark_layers if _has_layers() else self._mark
             visit_tensors(lambda grad: mark(grad, self.come_back), grads)
             self.last_marked = last  # of the forward
 
@@ -387,24 +378,36 @@ def _unpack(saved: Any) -> Any:
     return saved.tensor
 
 
-def mark_beginning(runtime: Runtime, output: Any) -> None:
-    """Let a backward begin at the outputs of a root that has no parameters.
+class Beginning:
+    """Lets a backward begin at the outputs of a root that has no parameters.
 
     Where it begins it ends. A hook on what a unit returned may run a backward inside of it, and
     that would be where it begins, and ends, if nothing was marked before.
     """
-    if torch_modes.is_under_transforms():
-        return
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
 
     @torch_compiler.always_eager
-    def begin(_grads: tuple[Tensor | None, ...]) -> None:
-        runtime.begin_backward()
+    def begin(self, _grads: tuple[Tensor | None, ...]) -> None:
+        self._runtime.begin_backward()
 
-    def mark(tensor: Tensor) -> None:
+    def mark(self, tensor: Tensor) -> None:
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(begin)
+            tensor.grad_fn.register_prehook(self.begin)
 
-    visit_tensors(mark, output)
+
+def _aside(function: Callable[..., None], *args: Any) -> None:
+    """Do the engine's own work where what watches or transforms the user's does not reach it."""
+    if torch_modes.count_modes() or torch_modes.transforms_are_active():
+        torch_modes.run_aside(function, *args)
+    else:
+        function(*args)
+
+
+def _has_layers() -> bool:
+    """True if tensors may consist of several: functorch's wrappers, dual numbers."""
+    return torch_modes.transforms_are_active() or torch_modes.dual_level(forward_ad) >= 0
 
 
 # --- Hooks of modules.
@@ -441,10 +444,7 @@ def pre_forward(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make parameters whole and prepare the inputs."""
-    if torch_modes.is_under_modes():
-        torch_modes.run_aside(_enter, unit)
-    else:
-        _enter(unit)
+    _aside(_enter, unit)
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # the first forward made it
     call = None
     if torch.is_grad_enabled() and unit.groups:
@@ -509,10 +509,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             _end_recorded(unit, runtime, module, call, output)
         call.given = None
     if not calls.running:
-        if torch_modes.is_under_modes():
-            torch_modes.run_aside(_leave, unit, runtime, module, recomputing)
-        else:
-            _leave(unit, runtime, module, recomputing)
+        _aside(_leave, unit, runtime, module, recomputing)
     return output
 
 
@@ -544,9 +541,7 @@ def _end_recorded(unit: Unit, runtime: Runtime, module: nn.Module, call: Call, o
             return
         _refuse_lazy(unit, module, output)
         runtime.note_unmarked(unit)
-    calls.open += 1
-    visit.previous = runtime.remember(unit)
-    runtime.order.leave(visit)
+    runtime.end_call(visit)
 
 
 def _end_unrecorded(
@@ -559,8 +554,12 @@ def _end_unrecorded(
         if around is not None:  # a hook on it may differentiate before those of that unit
             around.mark_outputs(outputs)
     output = _without_parameters(output, unit, None, recomputing)
-    if with_grad and runtime.forward_root is unit:
-        mark_beginning(runtime, output)
+    if with_grad and runtime.forward_root is unit and not _has_layers():
+        beginning = Beginning(runtime)
+        if type(output) is Tensor:
+            beginning.mark(output)
+        else:
+            visit_tensors(beginning.mark, output)
     return output
 
 
@@ -578,7 +577,7 @@ def _without_parameters(output: Any, unit: Unit, call: Call | None, recomputing:
             call.mark_outputs(copied)
         return copied
 
-    output = map_tensors(apart, output)
+    output = apart(output) if type(output) is Tensor else map_tensors(apart, output)
     stays = unit.calls.running or unit.keeps_after_forward(call is not None)
     if type(output) is not Tensor and not stays and not recomputing:
         visit_tensors(lambda tensor: _refuse_own(tensor, unit), output)
@@ -686,6 +685,35 @@ def call_compiled(
     finally:
         unit.runner = None
     return post_forward(unit, module, output)
+
+
+@torch_compiler.inlined_or_eager
+def call_module(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a sharded module. It is ``FSDPModule.__call__``."""
+    unit = self.__dict__.get(UNIT_ATTRIBUTE)
+    if unit is not None and unit.runner is not None:
+        return unit.runner.call(self._call_original, args, kwargs)
+    return _call_eagerly(self, unit, args, kwargs)
+
+
+@torch_compiler.never_traced
+def _call_eagerly(
+    module: Any, unit: Unit | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    original = module._fsdp2_original.__call__
+    if unit is None:  # an empty instance, see ``FSDPModule.__new__``
+        return original(module, *args, **kwargs)
+    depth = len(unit.calls.running)
+    try:
+        compiled = torch_compiler.compiled_call(module)
+        if compiled is not None:
+            return call_compiled(unit, module, compiled, args, kwargs)
+        if original is not nn.Module.__call__:
+            return original(module, *args, **kwargs)
+        return torch_compiler.call_with_hooks(module, *args, **kwargs)
+    except BaseException:
+        forward_raised(unit, depth)
+        raise
 
 
 class ForwardHooks:

@@ -57,14 +57,13 @@ from fsdp2._base import (
     torch_compiler,
     torch_dtensor,
     torch_modes,
-    torch_modules,
 )
 from fsdp2._base.containers import Loan
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import BACKWARD, FORWARD, IDLE
 from fsdp2._base.names import class_name
 from fsdp2._base.policy import Settings
-from fsdp2._base.torch_autograd import EndOfBackward
+from fsdp2._base.torch_modules import profiler_is_running
 from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import StepContext, Streams, streams_for
@@ -247,8 +246,9 @@ class Unit:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """True if a tensor lies in memory of whole parameters that the unit's hooks move."""
-        local = torch_dtensor.local_part(tensor)
-        if type(local) not in (torch.Tensor, nn.Parameter) or torch_modes.is_under_transforms():
+        plain = (torch.Tensor, nn.Parameter)
+        local = tensor if type(tensor) in plain else torch_dtensor.local_part(tensor)
+        if type(local) not in plain or torch_modes.transforms_are_active():
             return False  # made of other tensors: it may have no memory
         storage = local.untyped_storage()
         return any(group.lies_in(storage) for group in self.groups)
@@ -336,6 +336,29 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
+class EndOfBackward:
+    """What autograd's engine calls once the running backward is over.
+
+    It lives exactly as long as that backward. Dropped without a call it tells, at once, that the
+    backward failed.
+    """
+
+    def __init__(self, ended: Callable[[], None], failed: Callable[[], None]) -> None:
+        self._ended, self._failed = ended, failed
+        self._was_called = False
+        torch_autograd.queue_callback(self)
+
+    @torch_compiler.always_eager
+    def __call__(self) -> None:
+        self._was_called = True
+        self._ended()
+
+    @torch_compiler.always_eager
+    def __del__(self) -> None:
+        if not self._was_called:
+            self._failed()
+
+
 class Backward:
     """The backward that is running, or ran last."""
 
@@ -396,8 +419,10 @@ class Runtime:
                     for group in unit.groups:
                         group.follow_toggles()
         self.context.streams.look_late(self._looks())
-        events.follow(events.profile_event, torch_modules.profiler_is_running())
-        events.follow(events.log_event, events.logger.isEnabledFor(logging.DEBUG))
+        logs, profiles = events.logger.isEnabledFor(logging.DEBUG), profiler_is_running()
+        if logs or profiles or events.listeners:
+            events.follow(events.profile_event, profiles)
+            events.follow(events.log_event, logs)
         event, self.root.post_optim_event = self.root.post_optim_event, None
         if event is None:
             self.context.streams.order_after_compute("gather")
@@ -631,12 +656,15 @@ class Runtime:
                 elif visit.closed_in != self.backward.number:
                     self.arrive(visit)
 
-    def remember(self, unit: Unit) -> tuple[Unit, ...]:
-        """Note that a unit's forward is over; return those before it, the last one first."""
-        before = self.last_units
+    def end_call(self, visit: Visit) -> None:
+        """A unit's forward is over, and a backward may come to it, here or on another rank."""
+        unit, before = visit.unit, self.last_units
+        unit.calls.open += 1
+        visit.previous = before
         depth = unit.settings.overlap.prefetch
         self.last_units = (unit,) if depth < 2 else (unit, *before[: depth - 1])
-        return before
+        visit.left = len(self.order.events)
+        self.order.events.append(visit)
 
     def prefetch_backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
         """Issue the unshard of what backward needs after ``unit``."""
@@ -868,7 +896,7 @@ class Runtime:
 
     def _finish_backward(self) -> None:
         try:
-            if torch_modes.is_under_modes():
+            if torch_modes.count_modes() or torch_modes.transforms_are_active():
                 torch_modes.run_aside(self.end_backward)
             else:
                 self.end_backward()

@@ -110,7 +110,11 @@ class GradientBuffer:
     def _references(self) -> list[int]:
         counts = list(map(torch_tensors.use_count, self._numbers))
         counts += map(sys.getrefcount, self._storages)  # a storage is one object in Python
-        return counts + torch_tensors.count_references(self._grads)
+        shards = list(map(torch_tensors.local_of, self._grads))
+        for tensors in (self._grads, shards):  # of a DTensor, and of its local tensor
+            counts += map(sys.getrefcount, tensors)
+            counts += map(torch_tensors.owners_of, tensors)
+        return counts
 
     @staticmethod
     def holding(grad: Tensor) -> GradientBuffer | None:
@@ -191,7 +195,9 @@ def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
 
 def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
     """Do to leaves what autograd does when it has computed gradients: hooks, then ``grad``."""
-    have_hooks = torch_autograd.have_hooks(params)
+    have_hooks = any(map(torch_autograd.gradient_hooks_of, params)) or any(
+        map(torch_autograd.accumulate_hooks_of, params)
+    )
     for param, grad in zip(params, grads, strict=True):
         if have_hooks:
             grad = torch_autograd.apply_gradient_hooks(param, grad)
@@ -315,18 +321,18 @@ def pack_gradients(
     if is_mixed:
         _chunk_cat_mixed(columns, layout.size, out)
     else:
-        torch_tensors.chunk_cat(columns, layout.size, out)
+        torch_tensors.chunk_cat(columns, 0, layout.size, out=out)
 
 
 def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
     """Write columns of several dtypes: a kernel takes one, so there is one for each run."""
     if not out.is_cpu:  # a kernel of a device takes the whole of a buffer
-        torch_tensors.chunk_cat([column.to(out.dtype) for column in columns], size, out)
+        torch_tensors.chunk_cat([c.to(out.dtype) for c in columns], 0, size, out=out)
         return
     runs = [list(run) for _, run in itertools.groupby(columns, key=attrgetter("dtype"))]
     widths = [sum(-(-len(c) // size) * (c.numel() // len(c)) for c in run) for run in runs]
     for run, part in zip(runs, out.split(widths, dim=1), strict=True):
-        torch_tensors.chunk_cat(run, size, part)
+        torch_tensors.chunk_cat(run, 0, size, out=part)
 
 
 def zero_copy_gradients(

@@ -745,13 +745,15 @@ class ParamGroup:
         self._give_up_full()
 
     def _give_up_full(self) -> None:
-        assert self._full is not None
-        self.context.streams.hold_back(self._full.stream)
-        self._full.free()
+        full = self._full
+        assert full is not None
+        if full.stream is not None:
+            self.context.streams.hold_back(full.stream)
+        full.free()
         if self._tail.items:
             self._tail.free()
         if events.listeners:
-            events.emit("reshard", self.fqn, self.context.phase, self._full.nbytes)
+            events.emit("reshard", self.fqn, self.context.phase, full.nbytes)
 
     def reduce(self, with_graph: bool) -> Reduction | None:
         """Pack local gradients. Returns the reduction to start, or None while sync is off."""

@@ -26,7 +26,7 @@ from fsdp2._base import events, torch_autograd, torch_modules
 from fsdp2._base.events import FORWARD, Event
 from fsdp2._comm.wire import Streams
 from fsdp2._engine.order import Visit
-from fsdp2._engine.tree import Runtime, Unit
+from fsdp2._engine.tree import EndOfBackward, Runtime, Unit
 from fsdp2._record.flights import Flights
 from fsdp2._record.ledger import Ledger, Row
 from fsdp2._record.memory import Entry
@@ -275,7 +275,7 @@ class Recorder:
         tree.is_inside = True
         self._begin_pass(tree, "backward")
         ended = partial(self._end_outer, tree)
-        torch_autograd.EndOfBackward(ended, ended)
+        EndOfBackward(ended, ended)
 
     def _end_outer(self, tree: Tree) -> None:
         if tree.is_inside:
