@@ -37,8 +37,9 @@ from fsdp2._engine.tree import Unit
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import ShardLayout
-from fsdp2._param_group.param import ChosenDtypes, FSDPParam, OwnerMark, Site
+from fsdp2._param_group.param import ChosenDtypes, FSDPParam, OwnerMark
 from fsdp2._param_group.placement import ParamPlacement
+from fsdp2._param_group.registration import Site
 
 NAMED: tuple[Any, ...] = (
     CPUOffloadPolicy,

@@ -28,8 +28,8 @@ class Fault:
 FAULTS = [
     Fault(
         "toggle-of-whole-parameter-unseen",
-        "fsdp2/_param_group/replaced_params.py",
-        "Watch.detect_changes",
+        "fsdp2/_param_group/registration.py",
+        "Registration.detect_changes",
         """
         sharded.requires_grad is not trainable or (
             unsharded is not None and unsharded.requires_grad is not trainable
@@ -435,10 +435,10 @@ FAULTS = [
     ),
     Fault(
         "backward-prefetch-record-inverted",
-        "fsdp2/_engine/step.py",
-        "_end_recorded",
-        "visit.previous = runtime.remember(unit)",
-        "runtime.remember(unit)",
+        "fsdp2/_engine/tree.py",
+        "Runtime.end_call",
+        "visit.previous = before",
+        "",
         "A plain backward prefetches nothing, because no call knows the one before it: the events `backward: prefetch` are gone, and each all-gather is exposed.",
         near=("unit/test_order.py",),
     ),
@@ -542,8 +542,8 @@ FAULTS = [
     ),
     Fault(
         "forward-interrupt-not-noticed",
-        "fsdp2/_api/module.py",
-        "FSDPModule._call_eagerly",
+        "fsdp2/_engine/step.py",
+        "_call_eagerly",
         """
         try:
             ...
@@ -874,10 +874,10 @@ FAULTS = [
     ),
     Fault(
         "version-counts-first-write-only",
-        "fsdp2/_param_group/replaced_params.py",
-        "Watch._versions",
-        "[steps_so_far(), *map(torch_autograd.version_of, self._versioned)]",
-        "[min(n, 1) for n in (steps_so_far(), *map(torch_autograd.version_of, self._versioned))]",
+        "fsdp2/_param_group/registration.py",
+        "Registration._versions",
+        "[optimizer_steps.count, *map(version_of, self._versioned)]",
+        "[min(n, 1) for n in (optimizer_steps.count, *map(version_of, self._versioned))]",
         "Parameters that stay whole after a forward or a backward (reshard_after_backward off, a root after an evaluation) are not gathered again after the second optimizer step: later forwards compute with stale weights.",
         near=("behaviour/test_control.py", "behaviour/test_optim.py"),
     ),

@@ -229,7 +229,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             group.inspect()
         for group in groups:
             group.unshard()
-            group.is_held = True
+            group.registration.is_held = True
         if async_op:
             return UnshardHandle(groups)
         for group in groups:
@@ -356,5 +356,5 @@ class UnshardHandle(torch_modules.UnshardHandle):
         """
         groups, self._groups = self._groups, ()
         for group in groups:
-            if group.is_held:
+            if group.registration.is_held:
                 group.wait_for_unshard()

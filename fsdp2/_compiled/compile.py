@@ -327,8 +327,8 @@ class FunctionalStep:
             unit.unit.reshard()
             for group in unit.unit.groups:
                 check_group(group, group.fqn)
-                if group.watch.stand_ins:
-                    group.watch.forget_stand_ins()
+                if group.registration.stand_ins:
+                    group.registration.forget_stand_ins()
                     raise UnsupportedError(
                         "FS806",
                         f"{group.fqn or '<root>'}: tensors stand in for its parameters "

@@ -21,7 +21,7 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import clean
 from fsdp2._engine.tree import Unit, unit_of
-from fsdp2._param_group.param import SHARDED
+from fsdp2._param_group.registration import SHARDED
 
 
 def units_below(module: nn.Module) -> list[Unit]:
@@ -121,7 +121,7 @@ def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
 
 
 def _require_sharded(unit: Unit) -> None:
-    whole = [group for group in unit.own_groups if group.machine.state is not SHARDED]
+    whole = [group for group in unit.own_groups if group.registration.state is not SHARDED]
     if whole or any(group.gathering is not None for group in unit.own_groups):
         raise StateError(
             "FS301",

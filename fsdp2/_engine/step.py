@@ -615,8 +615,8 @@ def _leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -
     if not (unit.calls.active or (recomputing and with_grad)):
         _reshard_after(unit, runtime, module, with_grad)
     for group in unit.groups:
-        if group.watch.placed:
-            group.watch.return_stand_ins()
+        if group.registration.placed:
+            group.registration.return_stand_ins()
     if runtime.forward_root is unit:
         runtime.end_forward()
 

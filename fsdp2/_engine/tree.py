@@ -72,9 +72,9 @@ from fsdp2._engine.precision import Precision
 from fsdp2._engine.root_groups import Part, Parts
 from fsdp2._param_group import optimizer_steps
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.param import SHARDED, FSDPParam
+from fsdp2._param_group.param import FSDPParam
 from fsdp2._param_group.reduce import SMALL_NBYTES, ReductionQueue
-from fsdp2._param_group.replaced_params import Serves
+from fsdp2._param_group.registration import SHARDED, Serves
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 
@@ -264,7 +264,7 @@ class Unit:
         for group in self.groups:
             if group.is_unsharded:
                 group.take_writes()
-                group.watch.note_values(serves)
+                group.registration.note_values(serves)
 
     def stop_hiding(self) -> None:
         """Keep memory no longer for a backward that may begin where it has no mark."""
@@ -280,14 +280,14 @@ class Unit:
     def show_shards(self) -> None:
         """Register sharded parameters; whole ones may stay. [Note: between steps] in ``group``."""
         for group in self.groups:
-            if group.machine.state is not SHARDED:
+            if group.registration.state is not SHARDED:
                 group.show_shards()
 
     def reshard_unless_gathering(self) -> None:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
         for group in self.groups:
-            group.watch.forget_stand_ins()
-            group.watch.forget_whole_writes()
+            group.registration.forget_stand_ins()
+            group.registration.forget_whole_writes()
             if group.gathering is not None:  # from a smaller mesh: its shards may be registered
                 group.show_shards()
             else:
@@ -853,9 +853,9 @@ class Runtime:
                 group.reshard()
             return
         for group in unit.groups:
-            group.is_held = False
+            group.registration.is_held = False
             if group.is_unsharded:
-                group.watch.note_values(Serves.FORWARDS if keeps else Serves.BACKWARDS)
+                group.registration.note_values(Serves.FORWARDS if keeps else Serves.BACKWARDS)
         if is_last and self.forward_root is None:  # else the step goes on
             unit.show_shards()
 

@@ -30,10 +30,6 @@ A forward may write to its parameters in place: it clamps a weight, renormalizes
 a codebook. Such a write counts a version of the unsharded parameter. Before that is given up, each
 rank copies what changed in its own rows to its shard, so ranks have to write the same values, as
 replicas of a plain model do. A forward or a backward that raises takes its writes with it.
-
-[Note: what is registered]
-A form of ours is put in the place of a form of ours only. Anything else there is the user's; it
-stays until the next forward looks at it and takes it over.
 """
 
 from __future__ import annotations
@@ -56,6 +52,7 @@ from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.operation_ids import Signature
 from fsdp2._comm.wire import InFlight, StepContext, Streams, Wire
 from fsdp2._param_group import optimizer_steps, packing
+from fsdp2._param_group.adoption import Source, own_rows, own_sources, source_of
 from fsdp2._param_group.buffers import FullBuffer, PostForward, ShardBuffer
 from fsdp2._param_group.collective_ids import CollectiveIds
 from fsdp2._param_group.early_release import EarlyRelease
@@ -67,22 +64,15 @@ from fsdp2._param_group.extension import (
 )
 from fsdp2._param_group.functional_call import whole_tensor
 from fsdp2._param_group.layout import GatherItem, GatherLayout
-from fsdp2._param_group.param import (
+from fsdp2._param_group.param import FSDPParam
+from fsdp2._param_group.placement import shrink
+from fsdp2._param_group.reduce import Reducer, Reduction
+from fsdp2._param_group.registration import (
     SHARDED,
     SHARDED_POST_FORWARD,
     UNSHARDED,
-    FSDPParam,
-    StateMachine,
-)
-from fsdp2._param_group.placement import shrink
-from fsdp2._param_group.reduce import Reducer, Reduction
-from fsdp2._param_group.replaced_params import (
+    Registration,
     Serves,
-    Source,
-    Watch,
-    own_rows,
-    own_sources,
-    source_of,
 )
 
 
@@ -101,7 +91,6 @@ class ParamGroup:
         self.residence = Residence(device, offload)
         self.settings = Settings()  # of the unit; replaced as a whole
         self.context = StepContext(Streams())  # the tree's, from its first forward on
-        self.machine = StateMachine()  # one for all: parameters move together
         self.fqn = ""  # for errors
         self.params: list[FSDPParam] = []  # in the order of registration, which all ranks share
         self._tail = ExtensionTail(data, policy, device)  # of those that send what they like
@@ -111,8 +100,7 @@ class ParamGroup:
         self.home_buffer: ShardBuffer | None = None  # the shards; None in a copy
         self.post_forward = PostForward()
         self._full: FullBuffer | None = None  # from the first gather on
-        self.watch = Watch()  # sees what the user did to what is registered
-        self.is_held = False  # whole and registered, because the user asked for it
+        self.registration = Registration(self.params)
         self.early = EarlyRelease()
         self.gathering: InFlight | None = None  # the all-gather that nobody has waited for
 
@@ -210,7 +198,7 @@ class ParamGroup:
     def forget_step(self) -> None:
         """Drop what an unfinished step left."""
         self.reducer.discard()
-        self.watch.forget_stand_ins()
+        self.registration.forget_stand_ins()
 
     # Planning and adoption.
 
@@ -229,7 +217,7 @@ class ParamGroup:
                 sources.append((rows, None))
             else:
                 sources.append((torch_dtensor.local_tensor(param.sharded), param.sharded))
-            param.machine = self.machine
+            param.registration = self.registration
             param.follow(self.policy)
         self.params.extend(params)
         self._plan(sources)
@@ -254,7 +242,7 @@ class ParamGroup:
         full = self._full
         if full is not None:
             full.is_fixed = self.settings.keep_unsharded_storage
-            if self.machine.state is not UNSHARDED and self.gathering is None:
+            if self.registration.state is not UNSHARDED and self.gathering is None:
                 full.free()
 
     def keep_memory(self, stays: bool) -> None:
@@ -334,8 +322,8 @@ class ParamGroup:
             index += 1
         self._tail.plan([param for param in self.params if param.is_extended])
         self.home_buffer = buffer
-        self.watch.see(self.params)
-        self._register(SHARDED)
+        self.registration.see()
+        self.registration.show(SHARDED)
 
     def _split_params(self, shards: Sequence[Tensor]) -> None:
         """See which parameters are extended: these are not in the flat buffer.
@@ -418,7 +406,7 @@ class ParamGroup:
         tensors = packing.full_tensors(full.flat, layout)
         for param, tensor in zip(self._flat_params, tensors, strict=False):
             param.set_unsharded(tensor)
-        self.watch.see_whole(param.unsharded for param in self._flat_params)
+        self.registration.see_whole(param.unsharded for param in self._flat_params)
         full.is_fixed = self.settings.keep_unsharded_storage
         full.free()
 
@@ -460,16 +448,16 @@ class ParamGroup:
         forward that begins (``functional_call``). A changed ``requires_grad`` is carried over. A
         recomputation uses the values of its backward, whatever was written since.
         """
-        self.is_held = False
+        self.registration.is_held = False
         readers = self.early.readers
         if readers is not None and not recomputing:
             wholes = [param.unsharded for param in self.params]
             readers.follow(wholes, self.context.streams.current())
-        watch = self.watch
-        stays = watch.values is not None and not recomputing
-        if stays and (not watch.serves_this_forward or watch.were_written):
+        registration = self.registration
+        stays = registration.values is not None and not recomputing
+        if stays and (not registration.serves_this_forward or registration.were_written):
             self.reshard()
-        changes = watch.detect_changes(self.params)
+        changes = registration.detect_changes()
         if changes.toggled:
             self._toggle(changes.toggled)
         if changes.cast:  # by the model's own forward: what is unsharded lies elsewhere now
@@ -526,7 +514,7 @@ class ParamGroup:
         unreduced = self.reducer.unreduced
         if unreduced.is_waiting or unreduced.is_owed or optimizer_steps.may_be_unreduced(self):
             self.reducer.discard()
-        if self.machine.state is SHARDED:
+        if self.registration.state is SHARDED:
             return
         for param in self.params:
             if param.sharded.grad is not None:
@@ -540,44 +528,35 @@ class ParamGroup:
     @property
     def is_unsharded(self) -> bool:
         """True if no rank has to gather. See [Note: released early] in ``early_release``."""
-        return self.machine.state is UNSHARDED and not self.early.is_released
+        return self.registration.state is UNSHARDED and not self.early.is_released
 
-    def _register(self, state: Any) -> None:
-        """Put one form of every parameter onto the modules. See [Note: what is registered]."""
-        for param in self.params:
-            form = (
-                param.unsharded
-                if state is UNSHARDED
-                else param.sharded
-                if state is SHARDED
-                else param.post_forward
-            )
-            shown, param.shown = param.shown, form
-            for site in param.sites:
-                registered, name = site.module._parameters, site.name
-                found = registered[name] if name in registered else None  # noqa: SIM401  # a call
-                if found is shown or param.is_form(found):
-                    registered[name] = form
-        if self.watch.stand_ins and state is UNSHARDED:
-            for item in self.watch.place_stand_ins():
-                whole = whole_tensor(item.tensor, item.param, self.reducer, self.settings)
-                item.site.put(whole)
+    def _show_whole(self) -> None:
+        """Register unsharded parameters, and what stands in for them in a forward that begins."""
+        self.registration.show(UNSHARDED)
+        if self.registration.stand_ins:
+            self._lend()
+
+    def _lend(self) -> None:
+        for item in self.registration.place_stand_ins():
+            item.site.put(whole_tensor(item.tensor, item.param, self.reducer, self.settings))
 
     def unshard(self) -> None:
         """Issue the all-gather, unless the parameters are whole or on their way."""
         if self.early.is_released:
             self.reshard()
-        if self.gathering is not None or self.machine.state is UNSHARDED:
+        if self.gathering is not None or self.registration.state is UNSHARDED:
             return
         if self.home_buffer is None:  # a copy, gathered ahead of its own first forward
             self.inspect()
         self.prepare_unsharded()
-        source = self.home_buffer if self.machine.state is SHARDED else self.post_forward.buffer
+        source = (
+            self.home_buffer if self.registration.state is SHARDED else self.post_forward.buffer
+        )
         assert source is not None
         phase = self.context.phase
         if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
             # In a forward, the values of those that stay are noted at its end.
-            self.watch.note_values(Serves.FORWARDS)
+            self.registration.note_values(Serves.FORWARDS)
         if events.listeners:
             nbytes = source.axis.size * source.sent_nbytes
             events.emit("unshard", self.fqn, self.context.phase, nbytes)
@@ -604,17 +583,28 @@ class ParamGroup:
             self._register_ids(buffer)
         return buffer.gather(wire, async_op, tail.pack)
 
+    @property
+    def _source(self) -> ShardBuffer:
+        """What an all-gather sends: the shards, or those over the smaller mesh."""
+        is_sharded = self.registration.state is SHARDED
+        source = self.home_buffer if is_sharded else self.post_forward.buffer
+        assert source is not None
+        return source
+
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
-        if self.machine.state is UNSHARDED and not self.early.is_released:
-            self._register(UNSHARDED)
-            self.reducer.begin_sums(self.settings)
+        if self.registration.state is UNSHARDED and not self.early.is_released:
+            self._show_whole()
+            if self.reducer.has_waited or not self.settings.reduce_grads:
+                self.reducer.begin_sums(self.settings)
             return
         if self.gathering is None or self.early.is_released:
             self.unshard()
         assert self.gathering is not None
         assert self._full is not None
-        source = self.home_buffer if self.machine.state is SHARDED else self.post_forward.buffer
+        source = (
+            self.home_buffer if self.registration.state is SHARDED else self.post_forward.buffer
+        )
         assert source is not None
         self.gathering.wait()
         buffers, self.gathering = self.gathering.buffers, None
@@ -632,26 +622,27 @@ class ParamGroup:
         self.context.streams.retire("gather", buffers)
         if source is self.post_forward.buffer:
             self.post_forward.free()
-        self.machine.move(UNSHARDED, self.fqn)
-        self._register(UNSHARDED)
-        self.reducer.begin_sums(self.settings)
+        self.registration.move(UNSHARDED, self.fqn)
+        if self.registration.stand_ins:
+            self._lend()
+        if self.reducer.has_waited or not self.settings.reduce_grads:
+            self.reducer.begin_sums(self.settings)
         if events.listeners:
             events.emit("wait_for_unshard", self.fqn, self.context.phase)
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones."""
-        self.early.is_released = self.early.skips_backward = self.is_held = False
-        self.watch.values = None
+        self.early.is_released = self.early.skips_backward = self.registration.is_held = False
+        self.registration.values = None
         if self.gathering is not None:
             self._drop_gather()
-        if self.machine.state is SHARDED:
+        if self.registration.state is SHARDED:
             return
-        if self.machine.state is SHARDED_POST_FORWARD:
+        if self.registration.state is SHARDED_POST_FORWARD:
             self.post_forward.free()
-        elif list(map(version_of, self.watch.wholes)) != self.watch.whole_versions:  # a call less
-            self._write_back()
-        self.machine.move(SHARDED, self.fqn)
-        self._register(SHARDED)
+        else:
+            self.take_writes()
+        self.registration.move(SHARDED, self.fqn)
         self._give_up_full()
 
     def take_writes(self) -> None:
@@ -659,14 +650,14 @@ class ParamGroup:
 
         See [Note: written while whole].
         """
-        if list(map(version_of, self.watch.wholes)) != self.watch.whole_versions:
+        if list(map(version_of, self.registration.wholes)) != self.registration.whole_versions:
             self._write_back()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _write_back(self) -> None:
         """Copy this rank's rows to its shards, of each parameter that was written while whole."""
-        written = self.watch.take_whole_writes()
+        written = self.registration.take_whole_writes()
         for param in self._flat_params:
             assert param.unsharded is not None
             forms = param.unsharded, torch_dtensor.local_part(param.unsharded)
@@ -682,8 +673,8 @@ class ParamGroup:
 
     def show_shards(self) -> None:
         """Register the sharded parameters, whatever stays in memory. See [Note: between steps]."""
-        if not self.is_held:
-            self._register(SHARDED)
+        if not self.registration.is_held:
+            self.registration.show(SHARDED)
 
     def _drop_gather(self) -> None:
         """Wait for the gather that is in flight, and forget what it brought."""
@@ -701,37 +692,36 @@ class ParamGroup:
 
         ``skips_backward``: no pre-backward gathers it before it is resharded.
         """
-        if self.machine.state is SHARDED and not skips_backward:
+        if self.registration.state is SHARDED and not skips_backward:
             return
         self.early.is_released = True
         self.early.skips_backward |= skips_backward  # what all ranks decided, whatever each freed
-        self.watch.values = None
-        if self.machine.state is UNSHARDED and self.is_unread():
+        self.registration.values = None
+        if self.registration.state is UNSHARDED and self.is_unread():
             assert self._full is not None
             self.take_writes()
-            self.machine.move(SHARDED, self.fqn)
-            self._register(SHARDED)
+            self.registration.move(SHARDED, self.fqn)
             self.context.streams.hold_back(self._full.stream)
             self._full.free()
 
     def is_unread(self) -> bool:
         """True if nothing on this rank reads the unsharded parameters any more, this is certain."""
         readers, full = self.early.readers, self._full
-        if readers is None or full is None or not readers.are_known or self.watch.placed:
+        if readers is None or full is None or not readers.are_known or self.registration.placed:
             return False
-        self._register(SHARDED)
+        self.registration.show(SHARDED)
         is_unread = readers.are_gone(full, [param.unsharded for param in self.params])
-        self._register(UNSHARDED)
+        self._show_whole()
         return is_unread
 
     def reshard_post_forward(self) -> None:
         """Reshard to the smaller mesh, if there is one, else fully."""
         waiting = self.post_forward.buffer
-        if waiting is None or self.machine.state is not UNSHARDED:
+        if waiting is None or self.registration.state is not UNSHARDED:
             self.reshard()
             return
         self.take_writes()
-        self.watch.note_values(Serves.BACKWARDS)
+        self.registration.note_values(Serves.BACKWARDS)
         layout = waiting.layout
         waiting.flat.untyped_storage().resize_(layout.shard_nbytes)
         with torch.no_grad():
@@ -740,8 +730,7 @@ class ParamGroup:
                 shard.copy_(packing.shard_of(whole, item.shard, waiting.axis.rank))
             waiting.write_stamp()
         self.context.streams.order_after_compute("gather")
-        self.machine.move(SHARDED_POST_FORWARD, self.fqn)
-        self._register(SHARDED_POST_FORWARD)
+        self.registration.move(SHARDED_POST_FORWARD, self.fqn)
         self._give_up_full()
 
     def _give_up_full(self) -> None:
@@ -810,4 +799,4 @@ class ParamGroup:
             self._wait_on(self.data.split(size))
         self.params.extend(state["params"])
         for param in self.params:
-            param.machine = self.machine
+            param.registration = self.registration

@@ -37,6 +37,7 @@ from torch.optim.optimizer import (
 
 from fsdp2._base import torch_compiler
 from fsdp2._base.errors import StateError, coded
+from fsdp2._param_group import registration
 from fsdp2._param_group.param import FSDPParam, OwnerMark, is_forgotten, stand_in_of
 
 
@@ -52,7 +53,6 @@ class Group(Protocol):
     def refuse_hidden_gradients(self) -> None: ...
 
 
-_count = 0
 _is_watching = False
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """How many param groups of each optimizer were looked at."""
@@ -79,11 +79,6 @@ def watch_optimizers() -> None:
         _is_watching = True
         register_optimizer_step_pre_hook(_before)
         register_optimizer_step_post_hook(_after)
-
-
-def steps_so_far() -> int:
-    """Return how many steps of optimizers there were: the same number on ranks that run alike."""
-    return _count
 
 
 @torch_compiler.always_eager
@@ -152,5 +147,4 @@ def _warn_of_forgotten(optimizer: Optimizer) -> None:
 
 @torch_compiler.always_eager
 def _after(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    global _count
-    _count += 1
+    registration.optimizer_steps.count += 1

@@ -1,15 +1,12 @@
-"""One parameter's life: ``FSDPParam`` and the state machine that it shares with its group.
+"""One parameter's life: ``FSDPParam``, its forms and their dtypes.
 
-Owns the table of legal moves, the places where a parameter is registered, and what is registered
-there in each state. It must not know buffers' layout in a group, collectives or hooks.
-
-Map: ``ParamState`` and ``TRANSITIONS``; ``StateMachine`` (one a group: its parameters move
-together, so the state is kept once); ``Site``; ``FSDPParam``.
+Owns what each form is made of, in which dtypes it is stored, computed, summed and reduced, and how
+a later call of ``fully_shard`` tells that a parameter is taken. It must not know buffers' layout in
+a group, what is registered when (``registration``), collectives or hooks.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 import weakref
 from collections.abc import Iterable
@@ -21,65 +18,9 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_autograd, torch_dtensor, torch_spmd
-from fsdp2._base.errors import StateError
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._param_group.placement import ParamPlacement
-
-
-class ParamState(enum.Enum):
-    """Which form of its parameters a group has registered."""
-
-    SHARDED = "sharded"
-    SHARDED_POST_FORWARD = "sharded over a smaller mesh, between forward and backward"
-    UNSHARDED = "unsharded"
-
-    __hash__ = object.__hash__  # members are unique; Enum's own is a Python function
-
-
-SHARDED = ParamState.SHARDED
-SHARDED_POST_FORWARD = ParamState.SHARDED_POST_FORWARD
-UNSHARDED = ParamState.UNSHARDED
-
-TRANSITIONS = {
-    SHARDED: {UNSHARDED},
-    UNSHARDED: {SHARDED, SHARDED_POST_FORWARD},
-    SHARDED_POST_FORWARD: {UNSHARDED, SHARDED},
-}
-
-
-class StateMachine:
-    """The state of a group's parameters. ``move`` is the one method that writes it."""
-
-    __slots__ = ("state",)
-
-    def __init__(self) -> None:
-        self.state = SHARDED
-
-    def move(self, target: ParamState, fqn: str) -> None:
-        """Be in another state; StateError, and nothing changes, if the table does not allow it."""
-        if target not in TRANSITIONS[self.state]:
-            raise StateError(
-                "FS313",
-                f"{fqn or '<root>'}: cannot go from {self.state.name} to {target.name}. Legal: "
-                f"{', '.join(sorted(s.name for s in TRANSITIONS[self.state]))}.",
-            )
-        self.state = target
-
-
-@dataclass(frozen=True, eq=False)
-class Site:
-    """One place where a parameter is registered; tied parameters have several."""
-
-    module: nn.Module
-    name: str
-
-    @property
-    def registered(self) -> torch.Tensor | None:
-        return self.module._parameters.get(self.name)
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Register a tensor here, a leaf or not."""
-        self.module._parameters[self.name] = tensor  # type: ignore[assignment]  # maybe no leaf
+from fsdp2._param_group.registration import Forms, ParamState, Registration, Site
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,13 +110,8 @@ class ChosenDtypes:
         return self.takes_any_gradient and self.reduce_dtype is None
 
 
-class FSDPParam:
-    """A parameter in its forms: the sharded one, the unsharded one, the post-forward one.
-
-    ``sharded`` is what optimizers and checkpoints hold: one object for life, unless the user
-    replaces it. ``unsharded`` is one object for life too, so that autograd's saved tensors stay
-    valid while its storage is freed and filled again.
-    """
+class FSDPParam(Forms):
+    """A parameter in its forms: the sharded one, the unsharded one, the post-forward one."""
 
     def __init__(
         self,
@@ -184,44 +120,24 @@ class FSDPParam:
         placement: ParamPlacement,
         original: nn.Parameter,
     ) -> None:
-        self.fqn = fqn
-        self.sites = sites
+        super().__init__(fqn, sites, original)
         self.placement = placement
         self.storage_dtype = original.dtype  # of the shard
-        self.trainable = original.requires_grad  # of all forms
         self.is_extended = False  # its class says itself what is gathered
         self.releases_gathered: bool | None = None  # what an extension answered; None: not asked
         self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
         self.found_dtype: torch.dtype | None = None  # of a gradient that may have any
-        self.machine = StateMachine()  # the group's
+        self.registration = Registration((self,))  # the group's, from ``ParamGroup.shard`` on
         self.tops: tuple[nn.Module, ...] = ()  # that the call which took it was given
         self.uses: list[nn.Module] = []  # modules of other units that contain its module, too
         self.attributes = own_attributes(original)
         original.__dict__[_MARK] = original.__dict__[_STANDS_FOR] = OwnerMark(self)
-        self.sharded: nn.Parameter = original
-        self.shown: nn.Parameter | None = original  # what the group registered last
-        self.local: torch.Tensor | None = None  # what the sharded DTensor holds
         self.span: Span | None = None  # where that lies, for optimizers
         self.spec = placement.sharded_spec(self.storage_dtype)
-        self.unsharded: nn.Parameter | None = None
-        self.unsharded_dtype = original.dtype
-        self.post_forward: nn.Parameter | None = None  # over the smaller mesh
 
     @property
     def state(self) -> ParamState:
-        return self.machine.state
-
-    def is_form(self, found: torch.Tensor | None) -> bool:
-        """True if a registered tensor is one of this parameter's forms."""
-        if found is None:
-            return False
-        return found is self.sharded or found is self.unsharded or found is self.post_forward
-
-    @property
-    def is_toggled(self) -> bool:
-        """True if somebody changed ``requires_grad`` of a form that may be registered."""
-        forms = (self.sharded, self.unsharded)
-        return any(f is not None and f.requires_grad is not self.trainable for f in forms)
+        return self.registration.state
 
     @property
     def places(self) -> list[nn.Module]:
@@ -400,13 +316,6 @@ class FSDPParam:
         self.post_forward = self._parameter(torch_dtensor.new_dtensor(local, spec), None)
         self.post_forward.__dict__[_STANDS_FOR] = OwnerMark(self)
 
-    def toggle(self) -> None:
-        """Carry ``requires_grad`` over from the form that the user changed."""
-        self.trainable = not self.trainable
-        for form in (self.sharded, self.unsharded, self.post_forward):
-            if form is not None:
-                form.requires_grad = self.trainable  # the method is refused under functorch
-
     def replace(self, new: torch.Tensor | None) -> None:
         """Take over what the user registered; ``set_shard`` follows."""
         assert isinstance(new, nn.Parameter)
@@ -427,7 +336,7 @@ class FSDPParam:
             "unsharded": None,
             "post_forward": None,
             "shown": None,
-            "machine": None,
+            "registration": None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ class Reducer:
         self.joined_codes = b""  # what the stamps of all ranks add up to, as they are compared
         self._is_partial = False  # reductions leave out the replicas: they have other numbers
         self.unreduced = Unreduced()
-        self._waited = False  # the last gradients had to wait for a reduction
+        self.has_waited = False  # the last gradients had to wait for a reduction
 
     @property
     def device(self) -> torch.device:
@@ -266,12 +266,13 @@ class Reducer:
             stamp.register(self.wire, numels, sent_as, layout.dtype, start, self.scale.op)
 
     def begin_sums(self, settings: Settings) -> None:
-        """See in which dtypes autograd adds up the gradients of the backward that may follow."""
-        waits = not settings.reduce_grads
-        if waits or self._waited:
-            self._waited = waits
-            for param in self.plan().members:
-                param.begin_sum(waits)
+        """See in which dtypes autograd adds up the gradients of the backward that may follow.
+
+        Only where sync is off, or was for the last gradients: else nothing adds up.
+        """
+        self.has_waited = waits = not settings.reduce_grads
+        for param in self.plan().members:
+            param.begin_sum(waits)
 
     @property
     def has_local_gradients(self) -> bool:

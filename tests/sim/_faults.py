@@ -239,7 +239,10 @@ FAULTS = [
         "whole-memory-freed-beside-its-stream",
         "fsdp2/_param_group/group.py",
         "ParamGroup._give_up_full",
-        "self.context.streams.hold_back(self._full.stream)",
+        """
+        if full.stream is not None:
+            self.context.streams.hold_back(full.stream)
+        """,
         "",
         "Memory of whole parameters goes back to a stream that does not know who reads it.",
         scenario="branches_with_no_copies",

@@ -17,7 +17,7 @@ from fsdp2._base import events
 from fsdp2._base.errors import StateError
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.param import SHARDED, SHARDED_POST_FORWARD, UNSHARDED
+from fsdp2._param_group.registration import SHARDED, SHARDED_POST_FORWARD, UNSHARDED
 from tests.unit._loopback import (
     LoopbackGroup,
     chunk_of,
@@ -88,7 +88,7 @@ def full_nbytes(group: ParamGroup) -> set[int]:
 
 
 def states(ranks: LoopbackGroup) -> set[Any]:
-    return set(ranks.each(lambda group: group.machine.state))
+    return set(ranks.each(lambda group: group.registration.state))
 
 
 # --- sharding -------------------------------------------------------------------------------------
@@ -258,10 +258,10 @@ def test_parameters_are_registered_only_once_they_are_whole() -> None:
     ranks = linear(2)
     ranks.groups[0].unshard()
     assert isinstance(ranks.modules[0].weight, DTensor)
-    assert ranks.groups[0].machine.state is SHARDED
+    assert ranks.groups[0].registration.state is SHARDED
     with pytest.raises(AssertionError, match="not every rank has joined"):
         ranks.groups[0].wait_for_unshard()
-    assert ranks.groups[0].machine.state is SHARDED
+    assert ranks.groups[0].registration.state is SHARDED
     assert isinstance(ranks.modules[0].weight, DTensor)
     ranks.groups[1].unshard()
     ranks.wait()
@@ -670,7 +670,7 @@ def test_freezing_while_gradients_are_accumulated_is_refused_and_changes_nothing
         for _ in range(2):  # asking twice does not make it legal
             with pytest.raises(StateError, match="run a backward with gradient sync"):
                 group.inspect()
-        assert group.machine.state is SHARDED
+        assert group.registration.state is SHARDED
     for module in ranks.modules:
         module.weight.requires_grad_(True)
     ranks.gather()

@@ -12,15 +12,15 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._base.errors import StateError
-from fsdp2._param_group.param import (
+from fsdp2._param_group.param import FSDPParam
+from fsdp2._param_group.registration import (
     SHARDED,
     SHARDED_POST_FORWARD,
     TRANSITIONS,
     UNSHARDED,
-    FSDPParam,
     ParamState,
+    Registration,
     Site,
-    StateMachine,
 )
 from tests.unit._loopback import data_meshes, fake_process_group, local_of, make_params
 
@@ -47,22 +47,22 @@ def test_the_table_lists_the_legal_moves() -> None:
 
 @pytest.mark.parametrize(("state", "target"), list(product(ParamState, ParamState)))
 def test_moves(state: ParamState, target: ParamState) -> None:
-    machine = StateMachine()
-    machine.state = state
+    registration = Registration(())
+    registration.state = state
     if (state, target) in LEGAL:
-        machine.move(target, "block")
-        assert machine.state is target
+        registration.move(target, "block")
+        assert registration.state is target
         return
     with pytest.raises(StateError, match=rf"block: .* from {state.name} to {target.name}\."):
-        machine.move(target, "block")
-    assert machine.state is state, "an illegal move changed the state"
+        registration.move(target, "block")
+    assert registration.state is state, "an illegal move changed the state"
 
 
-def test_a_machine_starts_sharded_and_names_the_root() -> None:
-    machine = StateMachine()
-    assert machine.state is SHARDED
+def test_a_group_starts_sharded_and_names_the_root() -> None:
+    registration = Registration(())
+    assert registration.state is SHARDED
     with pytest.raises(StateError, match="<root>"):
-        machine.move(SHARDED_POST_FORWARD, "")
+        registration.move(SHARDED_POST_FORWARD, "")
 
 
 def one_param(module: nn.Module) -> FSDPParam:

@@ -1,7 +1,12 @@
-"""What is registered on the modules, seen from a group: sources for its plan.
+"""What is registered on the modules of a group: states, legal moves, and what users do there.
 
-Owns the question what the user did to registered parameters, and the answer to which shard each one
-holds. It must not know buffers, states or collectives. A group asks before every forward.
+Owns which form of each parameter is shown, and the question what programs did to it since: replaced
+it, toggled ``requires_grad``, wrote to it, lent a tensor for one forward. It must not know buffers,
+collectives or hooks. A group asks before every forward.
+
+[Note: what is registered]
+We replace a registered tensor only if it is one that we registered. Anything else there is the
+user's; it stays until the next forward looks at it and takes it over.
 """
 
 from __future__ import annotations
@@ -10,24 +15,93 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
+from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_autograd, torch_dtensor, torch_tensors
+from fsdp2._base import torch_dtensor, torch_tensors
 from fsdp2._base.errors import StateError
-from fsdp2._param_group import packing
-from fsdp2._param_group.extension import needs_extension, own_shard
-from fsdp2._param_group.optimizer_steps import steps_so_far
-from fsdp2._param_group.param import FSDPParam, Site
-
-Source = tuple[Tensor, nn.Parameter | None]
-"""A shard, unpadded, and the registered parameter that holds it (None: one is to be made)."""
-
+from fsdp2._base.torch_autograd import version_of
 
 _storage_of = methodcaller("untyped_storage")
+
+
+class ParamState(enum.Enum):
+    """Which form of its parameters a group has registered."""
+
+    SHARDED = "sharded"
+    SHARDED_POST_FORWARD = "sharded over a smaller mesh, between forward and backward"
+    UNSHARDED = "unsharded"
+
+    __hash__ = object.__hash__  # members are unique; Enum's own is a Python function
+
+
+SHARDED = ParamState.SHARDED
+SHARDED_POST_FORWARD = ParamState.SHARDED_POST_FORWARD
+UNSHARDED = ParamState.UNSHARDED
+
+TRANSITIONS = {
+    SHARDED: {UNSHARDED},
+    UNSHARDED: {SHARDED, SHARDED_POST_FORWARD},
+    SHARDED_POST_FORWARD: {UNSHARDED, SHARDED},
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One place where a parameter is registered; tied parameters have several."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def registered(self) -> torch.Tensor | None:
+        return self.module._parameters.get(self.name)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Register a tensor here, a leaf or not."""
+        self.module._parameters[self.name] = tensor  # type: ignore[assignment]  # maybe no leaf
+
+
+class Forms:
+    """The forms of one parameter, of which one is registered at a time, and where.
+
+    ``sharded`` is what optimizers and checkpoints hold: one object for life, unless the user
+    replaces it. ``unsharded`` is one object for life too, so that autograd's saved tensors stay
+    valid while its storage is freed and filled again.
+    """
+
+    def __init__(self, fqn: str, sites: list[Site], original: nn.Parameter) -> None:
+        self.fqn = fqn
+        self.sites = sites
+        self.trainable = original.requires_grad  # of all forms
+        self.sharded: nn.Parameter = original
+        self.shown: nn.Parameter | None = original  # what the group registered last
+        self.local: torch.Tensor | None = None  # what the sharded DTensor holds
+        self.unsharded: nn.Parameter | None = None
+        self.unsharded_dtype = original.dtype
+        self.post_forward: nn.Parameter | None = None  # over the smaller mesh
+
+    def is_form(self, found: torch.Tensor | None) -> bool:
+        """True if a registered tensor is one of this parameter's forms."""
+        if found is None:
+            return False
+        return found is self.sharded or found is self.unsharded or found is self.post_forward
+
+    @property
+    def is_toggled(self) -> bool:
+        """True if somebody changed ``requires_grad`` of a form that may be registered."""
+        forms = (self.sharded, self.unsharded)
+        return any(f is not None and f.requires_grad is not self.trainable for f in forms)
+
+    def toggle(self) -> None:
+        """Carry ``requires_grad`` over from the form that the user changed."""
+        self.trainable = not self.trainable
+        for form in (self.sharded, self.unsharded, self.post_forward):
+            if form is not None:
+                form.requires_grad = self.trainable  # the method is refused under functorch
 
 
 @dataclass(frozen=True)
@@ -35,17 +109,17 @@ class StandIn:
     """A tensor in a parameter's place that is no parameter (``functional_call``)."""
 
     site: Site
-    param: FSDPParam
+    param: Any  # an ``FSDPParam``
     tensor: Tensor
 
 
-@dataclass(slots=True)  # frozen would take five calls more for each group and forward
+@dataclass(slots=True)
 class Changes:
     """What differs from what the group registered."""
 
-    toggled: list[FSDPParam]
-    cast: list[FSDPParam]
-    replaced: dict[FSDPParam, Tensor | None]
+    toggled: list[Any]
+    cast: list[Any]
+    replaced: dict[Any, Tensor | None]
     stand_ins: list[StandIn]
 
 
@@ -57,10 +131,26 @@ class Serves(enum.Enum):
     FORWARDS = enum.auto()  # any later forward, too
 
 
-class Watch:
-    """What a group looks at to see what programs did to its parameters."""
+class OptimizerSteps:
+    """How many steps of optimizers there were: the same number on ranks that run alike."""
 
     def __init__(self) -> None:
+        self.count = 0
+
+
+optimizer_steps = OptimizerSteps()
+
+
+class Registration:
+    """What a group's parameters are registered as, and what programs did to that.
+
+    ``move`` is the one method that writes the state.
+    """
+
+    def __init__(self, params: Sequence[Forms]) -> None:
+        self._params = params  # the group's: they move together
+        self.state = SHARDED
+        self.is_held = False  # whole and registered, because the user asked for it
         self.stand_ins: list[StandIn] = []  # for the forward that begins
         self.placed: list[StandIn] = []  # whose whole tensors are registered in a running one
         self.values: list[int] | None = None  # of the shards, when they were gathered to stay
@@ -71,9 +161,41 @@ class Watch:
         self._versioned: list[Tensor] = []
         self._shells: list[int] = []  # see _shells_now
 
-    def see(self, params: Iterable[FSDPParam]) -> None:
-        """Look at what these register while sharded from now on."""
-        self._sharded = [param.sharded for param in params]
+    def move(self, target: ParamState, fqn: str) -> None:
+        """Be in another state, and show its forms.
+
+        Raises:
+            StateError: the table does not allow it; nothing was changed.
+        """
+        if target not in TRANSITIONS[self.state]:
+            raise StateError(
+                "FS313",
+                f"{fqn or '<root>'}: cannot go from {self.state.name} to {target.name}. Legal: "
+                f"{', '.join(sorted(s.name for s in TRANSITIONS[self.state]))}.",
+            )
+        self.state = target
+        self.show(target)
+
+    def show(self, state: ParamState) -> None:
+        """Put one form of every parameter onto the modules. See [Note: what is registered]."""
+        for param in self._params:
+            form = (
+                param.unsharded
+                if state is UNSHARDED
+                else param.sharded
+                if state is SHARDED
+                else param.post_forward
+            )
+            shown, param.shown = param.shown, form
+            for site in param.sites:
+                registered, name = site.module._parameters, site.name
+                found = registered[name] if name in registered else None  # noqa: SIM401  # a call
+                if found is shown or param.is_form(found):
+                    registered[name] = form
+
+    def see(self) -> None:
+        """Look at the sharded forms that there are now, from now on."""
+        self._sharded = [param.sharded for param in self._params]
         # DTensor operations count on the DTensor, operations on local shards count there.
         forms = [f for p in self._sharded for f in (p, torch_dtensor.local_tensor(p))]
         self._versioned = [form for form in forms if not form.is_inference()]
@@ -90,16 +212,16 @@ class Watch:
 
     def forget_whole_writes(self) -> None:
         """Take what is in unsharded parameters now for what was gathered."""
-        self.whole_versions = list(map(torch_autograd.version_of, self.wholes))
+        self.whole_versions = list(map(version_of, self.wholes))
 
     def take_whole_writes(self) -> list[Tensor]:
         """Return the unsharded parameters that were written in place; forget that they were."""
         seen = zip(self.wholes, self.whole_versions, strict=True)
-        written = [whole for whole, noted in seen if torch_autograd.version_of(whole) != noted]
+        written = [whole for whole, noted in seen if version_of(whole) != noted]
         self.forget_whole_writes()
         return written
 
-    def detect_changes(self, params: Sequence[FSDPParam]) -> Changes:
+    def detect_changes(self) -> Changes:
         """Compare what is registered with what the group registered, by identity.
 
         Stand-ins wait for ``place_stand_ins``; nothing else is changed.
@@ -108,7 +230,7 @@ class Watch:
             StateError: ``.data`` of a sharded parameter was assigned.
         """
         changes = Changes([], [], {}, [])
-        for param in params:
+        for param in self._params:
             sharded, unsharded = param.sharded, param.unsharded
             trainable = param.trainable
             if sharded.requires_grad is not trainable or (
@@ -133,7 +255,7 @@ class Watch:
         self.stand_ins = changes.stand_ins
         shells = self._shells_now()
         if shells != self._shells:
-            for param, seen, now in zip(params, self._shells, shells, strict=True):
+            for param, seen, now in zip(self._params, self._shells, shells, strict=True):
                 if seen != now and param not in changes.replaced:
                     refuse_assigned_data(param)
         return changes
@@ -165,7 +287,7 @@ class Watch:
 
     def _versions(self) -> list[int]:
         """Return what changes when somebody writes to the shards."""
-        return [steps_so_far(), *map(torch_autograd.version_of, self._versioned)]
+        return [optimizer_steps.count, *map(version_of, self._versioned)]
 
     def place_stand_ins(self) -> list[StandIn]:
         """Return what waits: it is placed now."""
@@ -183,55 +305,11 @@ class Watch:
         self.stand_ins, self.placed = [], []
 
 
-def refuse_assigned_data(param: FSDPParam) -> None:
+def refuse_assigned_data(param: Forms) -> None:
     """Raise StateError for a sharded parameter of which ``.data`` was assigned."""
     raise StateError(
         "FS316",
         f"{param.fqn}: found an assignment to .data, which a DTensor forgets: its shard still has "
         "the old values, and the new ones are gone. Register a new one with the whole values "
         "(module.weight = nn.Parameter(new)), or write inside fsdp2.summon_full_params(model).",
-    )
-
-
-def own_rows(param: FSDPParam, whole: Tensor, rank: int) -> Tensor:
-    """View this rank's rows of a whole parameter; an extended one copies them."""
-    whole = torch_dtensor.local_part(whole.detach())
-    if needs_extension(whole):
-        return own_shard(whole, param, rank)
-    return packing.shard_of(whole, param.placement.layout, rank)
-
-
-def own_sources(params: Iterable[FSDPParam]) -> list[Source]:
-    """Return the shards that parameters hold now."""
-    return [(torch_dtensor.local_tensor(param.sharded), param.sharded) for param in params]
-
-
-def source_of(param: FSDPParam, new: Tensor | None, rank: int) -> Source:
-    """Return the shard that a replaced parameter holds.
-
-    Raises:
-        StateError: what is registered is no parameter, or cannot be sharded as the old one was.
-    """
-    placement = param.placement
-    if isinstance(new, nn.Parameter):
-        if placement.is_sharded(new):
-            local, fits = torch_dtensor.local_tensor(new), placement.layout.shard_shape(rank)
-            if tuple(local.shape) != fits or local.layout is not torch.strided:
-                raise StateError(
-                    "FS317",
-                    f"{param.fqn}: its local tensor was replaced by one of shape "
-                    f"{tuple(local.shape)} and layout {local.layout}. This rank's shard is dense, "
-                    f"of shape {fits}. Put one of that shape there, or a whole nn.Parameter on "
-                    "the module.",
-                )
-            return local, new
-        if placement.is_unsharded(new):
-            return own_rows(param, new, rank), None
-    found = "nothing" if new is None else f"{type(new).__name__} of shape {tuple(new.shape)}"
-    if isinstance(new, DTensor):
-        found += f" with placements {new.placements} on {new.device_mesh}"
-    raise StateError(
-        "FS317",
-        f"{param.fqn}: was replaced by {found}, which this module cannot shard. Register an "
-        f"nn.Parameter {placement.describe()}.",
     )
