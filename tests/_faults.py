@@ -715,7 +715,7 @@ FAULTS = [
     ),
     Fault(
         "missed-events-not-made-up",
-        "fsdp2/_engine/order.py",
+        "fsdp2/_engine/tree.py",
         "Order.missed",
         """
         if visit.left < 0:
@@ -738,7 +738,7 @@ FAULTS = [
     ),
     Fault(
         "first-units-left-too-early",
-        "fsdp2/_engine/order.py",
+        "fsdp2/_engine/tree.py",
         "Order.rest",
         "at > first or visit.marks_input",
         "visit.left >= 0",
@@ -798,7 +798,7 @@ FAULTS = [
     ),
     Fault(
         "schedule-record-never-renewed",
-        "fsdp2/_engine/order.py",
+        "fsdp2/_engine/tree.py",
         "Schedule.end",
         "self._recorded[self._entry] = self._running",
         "self._recorded.setdefault(self._entry, self._running)",

@@ -32,12 +32,11 @@ from fsdp2._base.policy import (
 )
 from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._comm.process_mesh import carrying, named
-from fsdp2._engine import step
 from fsdp2._engine.precision import Precision
 from fsdp2._engine.root_groups import PartHook
 from fsdp2._engine.step import ForwardMethod, register_hooks
 from fsdp2._engine.torch_view import TorchState, torch_state
-from fsdp2._engine.tree import UNIT_ATTRIBUTE, EndOfBackward, Runtime, Unit, unit_of
+from fsdp2._engine.tree import UNIT_ATTRIBUTE, EndOfBackward, Runtime, Unit, enter, leave, unit_of
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.optimizer_steps import watch_optimizers
@@ -45,8 +44,8 @@ from fsdp2._param_group.param import FSDPParam, leave_alone
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 STEPS_OF_OURS = (
-    step._enter,
-    step._leave,
+    enter,
+    leave,
     Runtime.arrive,
     Runtime.depart,
     Runtime.begin_backward,

@@ -56,7 +56,7 @@ at a gradient that a node of the module made. So in such a backward each node of
 hook, which marks what the node made as an output is marked.
 
 What no mark tells, because a rank's graph goes another way, follows from the order of the forward:
-see [Note: the order of backward] in ``_engine.order``. It puts marks in order, too, that
+see [Note: the order of backward] in ``_engine.tree``. It puts marks in order, too, that
 share a node: a unit may return what a unit inside it returned, or its input.
 
 [Note: outputs that nobody sees]
@@ -93,8 +93,7 @@ from fsdp2._base.containers import Loan, map_tensors, visit_tensors
 from fsdp2._base.errors import StateError, UnsupportedError
 from fsdp2._base.events import FORWARD
 from fsdp2._engine.between_steps import StateHooks
-from fsdp2._engine.order import Visit
-from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, attach
+from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, enter, leave
 
 _OF_MODULES = frozenset((*vars(nn.Module()), UNIT_ATTRIBUTE, *torch_modules.REGISTRIES))
 """Attributes of a module that hold no output of its forward."""
@@ -413,38 +412,12 @@ def _has_layers() -> bool:
 # --- Hooks of modules.
 
 
-def _enter(unit: Unit) -> None:
-    """Make parameters whole."""
-    if unit.runtime is None:
-        attach(unit)
-    runtime: Runtime = unit.runtime  # type: ignore[assignment]  # the first forward made it
-    owner = unit.owner
-    if owner is not None and unit.own_groups and not (owner.calls.running or owner.calls.active):
-        raise StateError(
-            "FS305",
-            f"{unit.fqn}: is conditional, and was called outside of the module above it, "
-            "which gathers its parameters. Call it from that module's forward, or apply "
-            "fully_shard to it without conditional.",
-        )
-    recomputing = runtime.context.phase is not FORWARD and runtime.is_recomputing  # mostly no call
-    if not recomputing and runtime.forward_root is None:
-        runtime.begin_forward(unit)
-    for group in unit.groups:
-        group.inspect(recomputing)
-    for group in unit.groups:
-        group.unshard()
-    for group in unit.groups:
-        group.wait_for_unshard()
-    if not recomputing and owner is None:
-        runtime.prefetch_forward(unit)
-
-
 @torch_compiler.always_eager
 def pre_forward(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make parameters whole and prepare the inputs."""
-    _aside(_enter, unit)
+    _aside(enter, unit)
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # the first forward made it
     call = None
     if torch.is_grad_enabled() and unit.groups:
@@ -509,7 +482,7 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
             _end_recorded(unit, runtime, module, call, output)
         call.given = None
     if not calls.running:
-        _aside(_leave, unit, runtime, module, recomputing)
+        _aside(leave, unit, runtime, module, recomputing)
     return output
 
 
@@ -607,37 +580,6 @@ def _refuse_lazy(unit: Unit, module: nn.Module, output: Any) -> None:
             "runs later, when the parameters are sharded. Return a list of what it yields, or "
             "apply fully_shard to the modules that it calls.",
         )
-
-
-def _leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -> None:
-    """Give parameters back, as the unit's settings say."""
-    with_grad = torch.is_grad_enabled()
-    if not (unit.calls.active or (recomputing and with_grad)):
-        _reshard_after(unit, runtime, module, with_grad)
-    for group in unit.groups:
-        if group.registration.placed:
-            group.registration.return_stand_ins()
-    if runtime.forward_root is unit:
-        runtime.end_forward()
-
-
-def _reshard_after(unit: Unit, runtime: Runtime, module: nn.Module, with_grad: bool) -> None:
-    if len(unit.modules) > 1:
-        unit.calls.ran.add(module)
-        if len(unit.calls.ran) < len(unit.modules):
-            return
-        unit.calls.ran.clear()
-    if runtime.parts is not None:
-        runtime.end_parts(unit, with_grad)
-    if unit.keeps_after_forward(with_grad):
-        unit.keep()
-        return
-    if with_grad:
-        for group in unit.groups:
-            if not group.early.is_released:
-                group.reshard_post_forward()
-    else:
-        unit.reshard()
 
 
 @torch_compiler.always_eager

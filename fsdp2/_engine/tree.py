@@ -4,7 +4,9 @@ Owns what one call of ``fully_shard`` made (``Unit``), and the state that the un
 share (``Runtime``): phases, lazy initialisation, prefetch, the end of backward, recovery. It must
 not know autograd's nodes or hooks of modules: ``_engine.step`` says when each thing is done.
 
-Map: ``Calls`` and ``Unit``; ``Backward`` and ``Runtime``; ``attach``, with which a tree begins.
+Map: ``Calls`` and ``Unit``; ``Schedule``, which predicts a forward from the last one; ``Visit`` and
+``Order``, which keep the place of a backward in its forward; ``Backward`` and ``Runtime``;
+``attach``, with which a tree begins.
 
 Phases of a runtime::
 
@@ -17,6 +19,27 @@ Some ranks may skip a conditional unit. So its hooks move nothing: the nearest u
 not conditional, its *owning unit*, moves its groups with its own, on every rank. ``own_groups`` is
 what the call of ``fully_shard`` made, ``groups`` is what this unit's hooks move. A unit inside a
 conditional one is conditional too.
+
+[Note: the order of backward]
+Ranks enter and leave units in the same order in forward. Autograd runs younger nodes first, so each
+rank's backward meets the same events in the reverse order; but not all of them. A rank may leave
+parameters out, return a unit's input, detach an output, or update an input in place, and no
+gradient reaches a unit there. So whatever a backward meets, it first goes through the events in
+between, as if a gradient that is zero had come by: every rank gathers and reduces the same units in
+the same order, wherever its graph is cut. The events before the last that it meets come at its end.
+
+*Within one root.* Each root has orders of its own. Where a rank's graph is cut that goes through
+several roots, it makes up for one root's events after those of another: ranks are out of step.
+
+*The first backward* of a forward does so. A later one (``retain_graph``, a second derivative, the
+weights of a pipeline stage on their own) may be about a few nodes, and in another order. It goes
+the way of the first, and so makes up for what the first had to make up for.
+
+*Entered first.* A backward leaves the first unit of a forward, and those around it, at its end if
+their inputs need no gradient: nothing marks the place. They stay open until then, or until the
+backward of another forward begins in the same one (a sum of two losses). The outermost is whole in
+between: the other forward begins with it as a rule, and where backward leaves it is not on all
+ranks the same.
 
 [Note: manual finalization]
 A backward ends by itself: what no post-backward reduced is reduced, and reductions are waited for.
@@ -62,12 +85,11 @@ from fsdp2._base.containers import Loan
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import BACKWARD, FORWARD, IDLE
 from fsdp2._base.names import class_name
-from fsdp2._base.policy import Settings
+from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._base.torch_modules import profiler_is_running
 from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import StepContext, Streams, streams_for
-from fsdp2._engine.order import Order, Schedule, Visit
 from fsdp2._engine.precision import Precision
 from fsdp2._engine.root_groups import Part, Parts
 from fsdp2._param_group import optimizer_steps
@@ -336,6 +358,144 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(UNIT_ATTRIBUTE)
 
 
+class Schedule:
+    """Predict a forward from the last one that began at the same unit.
+
+    Several entry points (``forward``, ``generate``) have an order each. A forward that leaves the
+    recorded order is not predicted any further; what it does is the record for the next time.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: dict[int, list[Unit]] = {}
+        self._expected: list[Unit] = []
+        self._running: list[Unit] = []
+        self._entry: int | None = None
+        self._on_track = False
+
+    def begin(self, entry: Unit) -> None:
+        """Start to record a forward whose first unit is ``entry``."""
+        self._entry = id(entry)
+        self._expected = self._recorded.get(self._entry, [])
+        self._running = []
+        self._on_track = bool(self._expected)
+
+    def visit(self, unit: Unit) -> Unit | None:
+        """Record a unit's forward; return the one that is expected to follow."""
+        position = len(self._running)
+        self._running.append(unit)
+        expected = self._expected
+        if not self._on_track:
+            return None
+        if position >= len(expected) or expected[position] is not unit:
+            self._on_track = False
+            return None
+        return expected[position + 1] if position + 1 < len(expected) else None
+
+    def upcoming(self, count: int) -> list[Unit]:
+        """Return up to ``count`` units that are expected after the last one that was visited."""
+        if not self._on_track:
+            return []
+        position = len(self._running)
+        return self._expected[position : position + count]
+
+    def end(self) -> None:
+        """Keep the order of the forward that is over."""
+        if self._entry is not None:
+            self._recorded[self._entry] = self._running
+        self._entry, self._running = None, []
+
+    def abandon(self) -> None:
+        """Forget the running forward; it did not end."""
+        self._entry, self._running, self._on_track = None, [], False
+
+
+class Visit:
+    """One forward of a unit, and the backwards that have been through it."""
+
+    __slots__ = (
+        "closed_by",
+        "closed_in",
+        "entered",
+        "left",
+        "marks_input",
+        "opened_in",
+        "order",
+        "policy",
+        "previous",
+        "stream",
+        "unit",
+    )
+
+    def __init__(self, unit: Unit, order: Order | None, stream: torch.Stream | None) -> None:
+        self.unit = unit
+        self.policy: MixedPrecisionPolicy = unit.precision.policy
+        self.previous: tuple[Unit, ...] = ()  # whose forwards ended before, the last one first
+        self.marks_input = False  # a gradient tells when backward leaves it
+        self.opened_in = 0  # the number of the backward that is in it; 0: none is
+        self.closed_in = 0  # the number of the last backward that was through it
+        self.closed_by = -1  # which of autograd's runs was: one may begin inside another
+        self.stream = stream  # in which it ran, and autograd goes back through it
+        self.order = order  # None: a recomputation, which has no place of its own in the order
+        self.entered = self.left = -1  # places in the order; left is -1 if no backward can come
+        if order is not None:
+            self.entered = len(order.events)
+            order.events.append(self)
+
+    def was_passed(self) -> bool:
+        """True if the run of autograd that is under way has closed this visit.
+
+        A gradient that comes then is of a node that has two marks, and needs no parameters. One of
+        another run, inside or around the one that closed it, differentiates the forward again.
+        """
+        return self.closed_by == torch_autograd.graph_task_id()
+
+
+class Order:
+    """What one forward, begun outside of any other, entered and left."""
+
+    __slots__ = ("_made_up", "backward", "events", "is_first", "place")
+
+    def __init__(self) -> None:
+        self.events: list[Visit] = []
+        self.backward = 0  # the number of the last one that was here
+        self.is_first = True
+        self.place = 0  # of the running backward: this event and those after it are over
+        self._made_up: set[int] = set()
+
+    def begin(self, number: int) -> None:
+        """A backward comes here, for the first time unless it was here before."""
+        if number != self.backward:
+            self.is_first = self.backward == 0
+            self.backward = number
+            self.place = len(self.events)
+
+    def missed(self, place: int) -> Iterator[tuple[Visit, bool]]:
+        """Go on to just after ``place``; yield the visits to come to (True) or to leave (False)."""
+        while self.place > place + 1:
+            self.place -= 1
+            at, visit = self.place, self.events[self.place]
+            if visit.left < 0:  # it trains nothing, and its output needed no gradient
+                continue
+            if self.is_first:
+                self._made_up.add(at)
+            elif at not in self._made_up:
+                continue
+            yield visit, at == visit.left
+
+    def rest(self) -> Iterator[tuple[Visit, bool]]:
+        """Go to the end of a backward. See *entered first* in [Note: the order of backward]."""
+        first = next((at for at, visit in enumerate(self.events) if visit.left == at), 0)
+        left = self.events[: self.place]  # which backward has yet to leave
+        lowest = self.place
+        for at, visit in enumerate(left):
+            if at == visit.entered and visit.left >= 0 and (at > first or visit.marks_input):
+                lowest = at
+                break
+        for visit, opens in self.missed(-1):
+            if opens or visit.entered >= lowest:  # what is inside of one is left before it
+                yield visit, opens
+
+
 class EndOfBackward:
     """What autograd's engine calls once the running backward is over.
 
@@ -385,7 +545,7 @@ class Runtime:
         self._several = [unit for unit in units if len(unit.modules) > 1]  # may run in part
         self._groups = [group for unit in units for group in unit.own_groups]
         self.context = StepContext(root.streams or streams_for(root.device))
-        self.schedule: Schedule[Unit] = Schedule()  # who followed whom in the last forward
+        self.schedule: Schedule = Schedule()  # who followed whom in the last forward
         self.forward_root: Unit | None = None  # whose forward began outside of any other
         self.failed = False  # the last forward raised; the next one recovers
         self.is_pipelined = False  # a caller ends backwards, and runs many forwards before
@@ -598,7 +758,8 @@ class Runtime:
         ]
         if self.parts is not None and not all(group.is_unsharded for group in wanted):
             self.pass_event()
-        self.reductions.free_done()
+        if self.reductions.is_large:
+            self.reductions.free_done()
         for group in wanted:
             group.unshard()
         for group in wanted:
@@ -977,6 +1138,61 @@ class Runtime:
         self.forward_root = self.backward.callback = None
         self.failed = False
         self.context.phase = IDLE
+
+
+def enter(unit: Unit) -> None:
+    """A forward of a unit begins: make its parameters whole."""
+    runtime = attach(unit) if unit.runtime is None else unit.runtime
+    owner = unit.owner
+    if owner is not None and unit.own_groups and not (owner.calls.running or owner.calls.active):
+        raise StateError(
+            "FS305",
+            f"{unit.fqn}: is conditional, and was called outside of the module above it, "
+            "which gathers its parameters. Call it from that module's forward, or apply "
+            "fully_shard to it without conditional.",
+        )
+    recomputing = runtime.context.phase is not FORWARD and runtime.is_recomputing
+    if not recomputing and runtime.forward_root is None:
+        runtime.begin_forward(unit)
+    for group in unit.groups:
+        group.inspect(recomputing)
+    for group in unit.groups:
+        group.unshard()
+    for group in unit.groups:
+        group.wait_for_unshard()
+    if not recomputing and owner is None:
+        runtime.prefetch_forward(unit)
+
+
+def leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -> None:
+    """A forward of a unit is over: give parameters back, as its settings say."""
+    with_grad = torch.is_grad_enabled()
+    if not (unit.calls.active or (recomputing and with_grad)):
+        _reshard_after(unit, runtime, module, with_grad)
+    for group in unit.groups:
+        if group.registration.placed:
+            group.registration.return_stand_ins()
+    if runtime.forward_root is unit:
+        runtime.end_forward()
+
+
+def _reshard_after(unit: Unit, runtime: Runtime, module: nn.Module, with_grad: bool) -> None:
+    if len(unit.modules) > 1:
+        unit.calls.ran.add(module)
+        if len(unit.calls.ran) < len(unit.modules):
+            return
+        unit.calls.ran.clear()
+    if runtime.parts is not None:
+        runtime.end_parts(unit, with_grad)
+    if unit.keeps_after_forward(with_grad):
+        unit.keep()
+        return
+    if with_grad:
+        for group in unit.groups:
+            if not group.early.is_released:
+                group.reshard_post_forward()
+    else:
+        unit.reshard()
 
 
 def attach(root: Unit) -> Runtime:

@@ -73,16 +73,20 @@ class GradientBuffer:
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._copies.append((local, view))
             self._grads.append(as_gradient(local, param))
-        only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
-        self._stamps = None if only is None else only[layout.stamp_start :]
+        self.only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
+        self.stamps = torch.empty(
+            0, dtype=torch.float32, device="cpu"
+        )  # in that, if it is the only one
         self._outputs: list[Tensor] = []
-        if only is not None and layout.zero_copy:
-            self._outputs = list(only.split(layout.output_sizes))
+        if self.only is not None:
+            self.stamps = self.only[layout.stamp_start :]
+            if layout.zero_copy:
+                self._outputs = list(self.only.split(layout.output_sizes))
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
         self._storages += [summed.untyped_storage() for summed, _ in self._sums]
         self._numbers = list(map(torch_tensors.number_of, self._storages))
-        local = view = only = None  # or they would count as holders
+        local = view = None  # or they would count as holders
         self._lent: dict[tuple[int, int, int], Tensor] = {}  # by storage, offset and size
         self._held = self._references()
         self._sizes = [storage.nbytes() for storage in self._storages]
@@ -147,23 +151,11 @@ class GradientBuffer:
         """True if nothing but this buffer refers to its memory. See [Note: reused gradients]."""
         return not self.is_filling and self._references() == self._held
 
-    def flat(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-        """Return the buffer to reduce into, if every gradient is kept in ``dtype`` there."""
-        if len(self._flats) != 1 or device != self._device:
-            return None
-        return self._flats.get(dtype)
-
     def outputs(self, reduced: Tensor) -> list[Tensor]:
         """View what each collective of a reduction writes, in the order of ``output_sizes``."""
-        if self._outputs and self._flats.get(reduced.dtype) is reduced:
+        if self._outputs and self.only is reduced:
             return self._outputs
         return list(reduced.split(self._layout.output_sizes))
-
-    def stamps(self, reduced: Tensor, start: int) -> Tensor:
-        """View the stamps behind reduced values ``[numel]``, which may lie in this buffer."""
-        if self._stamps is not None and self._flats.get(reduced.dtype) is reduced:
-            return self._stamps
-        return reduced[start:]
 
     def fill(self, reduced: Tensor) -> list[Tensor]:
         """Take over reduced values ``[numel]``; return the members' gradients, for ``settle``."""
@@ -177,11 +169,12 @@ class GradientBuffer:
             local.copy_(total.real if narrows else total, non_blocking=True)
         return self._grads
 
-    def settle(self) -> None:
-        """Finish the gradients from what ``fill`` copied, which is there now."""
+    def deliver(self, params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
+        """Set or add gradients, from what ``fill`` copied, which is there now."""
         for local, view in self._copies:
             local.copy_(view)
         self.is_filling = False
+        accumulate(params, grads)
 
 
 def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:

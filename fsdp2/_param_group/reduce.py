@@ -44,7 +44,7 @@ from fsdp2._comm.operation_ids import STAMP_NUMEL, Signature
 from fsdp2._comm.wire import GradientScale, InFlight, StepContext, Streams, Wire
 from fsdp2._param_group import gradients
 from fsdp2._param_group.collective_ids import CollectiveIds
-from fsdp2._param_group.gradients import GradientBuffer, accumulate, local_gradient
+from fsdp2._param_group.gradients import GradientBuffer, local_gradient
 from fsdp2._param_group.layout import ReduceLayout
 from fsdp2._param_group.param import FSDPParam
 
@@ -441,7 +441,9 @@ class Reduction:
         self._inputs = inputs
         device = inputs[0].device
         self._buffer = owner.acquire()
-        self._reduced: Tensor | None = self._buffer.flat(plan.layout.dtype, device)
+        only = self._buffer.only  # to reduce into, if every gradient is kept as it is reduced
+        fits = only is not None and only.dtype is plan.layout.dtype and only.device == device
+        self._reduced: Tensor | None = only if fits else None
         self._is_borrowed = self._reduced is None  # then it lies in the wire's memory
         self._flight: InFlight | None = None  # the last call that was launched
         self._held: Tensor | None = None  # an old partial sum, until compute has waited
@@ -542,7 +544,7 @@ class Reduction:
         stamps = self.owner.ids.reductions
         if not stamps or not reduced.is_cpu:  # a device's gathers tell, later
             return
-        seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
+        seen = self._stamps_in(reduced)
         joined = self.owner.joined_codes
         if string_at(seen.data_ptr(), len(joined)) == joined or not stamps[0].is_checked:
             return
@@ -550,16 +552,20 @@ class Reduction:
             # Not equal is no error yet: sums over several backwards are not.
             stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
 
+    def _stamps_in(self, reduced: Tensor) -> Tensor:
+        """View the stamps behind reduced values ``[numel]``, which may lie in the buffer."""
+        buffer = self._buffer
+        return buffer.stamps if reduced is buffer.only else reduced[self._plan.layout.stamp_start :]
+
     def _deliver(self) -> None:
         """Set or add the gradients; where nobody had one, leave what is there."""
-        self._buffer.settle()
         counts, grads = self._counts, self._grads or []
         self._counts = self._grads = None
         params = [member.sharded for member in self._plan.members]
         if counts is not None:
             used = [position for position, count in enumerate(counts.tolist()) if count != 0]
             params, grads = [params[p] for p in used], [grads[p] for p in used]
-        accumulate(params, grads)
+        self._buffer.deliver(params, grads)
 
     def wait(self) -> None:
         """Set the gradients, safe to use by compute, and free the buffers."""
@@ -572,7 +578,7 @@ class Reduction:
         stamps, reduced = self.owner.ids.reductions, self._reduced
         self._drop()
         if reduced is not None and not reduced.is_cpu and stamps and self._sums_replicas:
-            seen = self._buffer.stamps(reduced, self._plan.layout.stamp_start)
+            seen = self._stamps_in(reduced)
             stamps[-1].see_sum(seen[-STAMP_NUMEL:])  # gathers tell nothing of replicas
 
     def abandon(self) -> None:
@@ -583,7 +589,7 @@ class Reduction:
 
     def _drop(self) -> None:
         flight, packed_on = self._flight, self._packed_on
-        if flight is not None and packed_on not in (None, self._streams.current()):
+        if flight is not None and packed_on is not None and packed_on != self._streams.current():
             flight.hold_back(packed_on)
         self._inputs = []
         self._flight = self._reduced = self._held = self._grads = None
@@ -594,7 +600,7 @@ class ReductionQueue:
 
     def __init__(self, context: StepContext, is_large: bool) -> None:
         self._context = context
-        self._is_large = is_large  # a group of the tree has inputs whose memory matters
+        self.is_large = is_large  # a group of the tree has inputs whose memory matters
         self._running: deque[Reduction] = deque()
 
     def __bool__(self) -> bool:
@@ -639,7 +645,7 @@ class ReductionQueue:
 
     def free_done(self) -> None:
         """Free what reductions hold that have ended: at other times on other ranks, so no more."""
-        if self._is_large and self._context.streams.async_op:
+        if self._context.streams.async_op:
             for reduction in self._running:
                 reduction.free_if_done()
 

@@ -24,8 +24,7 @@ from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import ConfigError, FSDPError
 from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.order import Visit
-from fsdp2._engine.tree import Unit
+from fsdp2._engine.tree import Unit, Visit
 from fsdp2._pages.content import KINDS
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._plan.clock import Clock, ComputeTime

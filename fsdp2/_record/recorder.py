@@ -25,8 +25,7 @@ import torch
 from fsdp2._base import events, torch_autograd, torch_modules
 from fsdp2._base.events import FORWARD, Event
 from fsdp2._comm.wire import Streams
-from fsdp2._engine.order import Visit
-from fsdp2._engine.tree import EndOfBackward, Runtime, Unit
+from fsdp2._engine.tree import EndOfBackward, Runtime, Unit, Visit
 from fsdp2._record.flights import Flights
 from fsdp2._record.ledger import Ledger, Row
 from fsdp2._record.memory import Entry
