@@ -513,11 +513,12 @@ FAULTS = [
             ...
             return self._grads
 
-        def settle(self) -> None:
+        def deliver(self, params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
             ...
             for local, view in self._copies:
                 local.copy_(view)
             self.is_filling = False
+            accumulate(params, grads)
         """,
         """
         def fill(self, reduced: Tensor) -> list[Tensor]:
@@ -526,9 +527,10 @@ FAULTS = [
                 local.copy_(view)
             return self._grads
 
-        def settle(self) -> None:
+        def deliver(self, params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
             ...
             self.is_filling = False
+            accumulate(params, grads)
         """,
         "The host rearranges gradients in pinned memory that the device is still filling.",
         scenario="reach_offloaded_on_another_dim",
@@ -536,7 +538,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-by-columns-packed-as-they-lie",
-        "fsdp2/_param_group/packing.py",
+        "fsdp2/_param_group/gradients.py",
         "pack_gradients",
         "grad if as_it_is else grad.contiguous()",
         "grad",
