@@ -29,8 +29,8 @@ from fsdp2._comm.mesh import DataMesh, KeptOnMesh
 from fsdp2._comm.wire import Wire
 from fsdp2._engine.between_steps import StateHooks
 from fsdp2._engine.cast_buffers import CastBuffer, CastBuffers
+from fsdp2._engine.parts import PartHook
 from fsdp2._engine.precision import Precision
-from fsdp2._engine.root_groups import PartHook
 from fsdp2._engine.step import ForwardHooks, ForwardMethod
 from fsdp2._engine.torch_view import TorchState
 from fsdp2._engine.tree import Unit

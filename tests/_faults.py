@@ -612,7 +612,7 @@ FAULTS = [
     ),
     Fault(
         "part-of-one-parameter-never-late",
-        "fsdp2/_engine/root_groups.py",
+        "fsdp2/_engine/parts.py",
         "Part.facts",
         "self._present > 0",
         "self._present > 1",
@@ -1022,10 +1022,10 @@ FAULTS = [
     ),
     Fault(
         "late-gradient-of-part-lost",
-        "fsdp2/_engine/tree.py",
-        "Runtime._tells_of_more",
-        "parts.is_reduced(group) and self._will_agree(parts)",
-        "parts.is_reduced(group)",
+        "fsdp2/_engine/parts.py",
+        "Parts.tells_of_more",
+        "part is not None and part.is_reduced and self._will_agree",
+        "part is not None and part.is_reduced",
         "Where ranks do not exchange what they know of parts (on a device), gradients that come after a part's reduction are lost: the second backward through a retained graph.",
         near=("behaviour/test_memory.py",),
     ),

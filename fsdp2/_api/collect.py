@@ -37,7 +37,7 @@ from fsdp2._param_group.registration import Site
 PART_NBYTES = 1 << 20
 """Unsharded bytes from which on a submodule of a root is a group of its own.
 
-See ``_engine.root_groups``.
+See ``_engine.parts``.
 """
 
 
@@ -187,7 +187,7 @@ def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMes
 def find_parts(
     modules: Sequence[nn.Module], params: Sequence[FSDPParam]
 ) -> dict[nn.Module, list[FSDPParam]]:
-    """Return large submodules, and the parameters of each. See ``_engine.root_groups``.
+    """Return large submodules, and the parameters of each. See ``_engine.parts``.
 
     If ``modules`` contain other units, these are the largest submodules that do not; only the
     parameters that nobody outside of one shares count.

@@ -32,8 +32,8 @@ from fsdp2._base.policy import (
 )
 from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._comm.process_mesh import carrying, named
+from fsdp2._engine.parts import PartHook
 from fsdp2._engine.precision import Precision
-from fsdp2._engine.root_groups import PartHook
 from fsdp2._engine.step import ForwardMethod, register_hooks
 from fsdp2._engine.torch_view import TorchState, torch_state
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, EndOfBackward, Runtime, Unit, enter, leave, unit_of

@@ -90,8 +90,8 @@ from fsdp2._base.torch_modules import profiler_is_running
 from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import StepContext, Streams, streams_for
+from fsdp2._engine.parts import Part, Parts
 from fsdp2._engine.precision import Precision
-from fsdp2._engine.root_groups import Part, Parts
 from fsdp2._param_group import optimizer_steps
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam
@@ -757,7 +757,7 @@ class Runtime:
             if group.settings.unshard_in_backward and not group.early.skips_backward
         ]
         if self.parts is not None and not all(group.is_unsharded for group in wanted):
-            self.pass_event()
+            self.parts.pass_event()
         if self.reductions.is_large:
             self.reductions.free_done()
         for group in wanted:
@@ -842,72 +842,19 @@ class Runtime:
         if parts is not None and any(
             group.settings.reduce_grads and group.reducer.plan().members for group in unit.groups
         ):
-            self.pass_event()  # the reduction is a collective, in which every rank takes part
+            parts.pass_event()  # the reduction is a collective, in which every rank takes part
         for group in unit.groups:
-            if parts is None or not self._tells_of_more(parts, group):
-                self._reduce(group)
+            if parts is None or not parts.tells_of_more(group):
+                self.reduce_group(group)
 
-    def _reduce(self, group: ParamGroup) -> None:
+    def reduce_group(self, group: ParamGroup) -> None:
+        """Reduce the gradients of one group, or accumulate them."""
         self.reductions.make_room(group.reducer, group.settings)
         reduction = group.reduce(self.backward.with_graph)
         if reduction is not None:
             self.reductions.start(reduction, group.settings)
             if self.parts is not None:
                 self.parts.note_reduced(group)
-
-    # Parts. See [Note: reduced early] in _engine.root_groups.
-
-    def pass_event(self) -> None:
-        """Every rank is at this point of its backward: reduce the parts that are complete here."""
-        parts = self.parts
-        assert parts is not None
-        due = parts.pass_event()
-        if not due or self.backward.with_graph or parts.is_off:
-            return
-        if not parts.all_sync or not self._agrees:
-            return
-        for part in due:
-            group, unit = part.group, part.unit
-            if unit.calls.open or group.reducer.unreduced.is_owed:
-                self._release_early(part)
-                self._reduce(group)
-
-    def end_parts(self, unit: Unit, with_grad: bool) -> None:
-        """A unit's forward is over: release early what its backward reads nowhere."""
-        parts = self.parts
-        assert parts is not None
-        for group in unit.own_groups:
-            if group.early.readers is not None:
-                parts.end_forward(group, with_grad)
-
-    def _release_early(self, part: Part) -> None:
-        """Free a part whose gradients are in, unless something here still needs it."""
-        group, settings = part.group, part.group.settings
-        keeps = settings.overlap.keeps_parts or not settings.reshard_after_backward
-        if not keeps and not part.unit.calls.running and group.gathering is None:
-            group.release_early(skips_backward=False)
-
-    @property
-    def _agrees(self) -> bool:
-        """True if ranks tell each other of late gradients: on a device this is waited for."""
-        return self.context.streams.async_op or self.root.settings.overlap.synchronizes
-
-    def _will_agree(self, parts: Parts) -> bool:
-        """True if ranks exchange what they know of the parts at the end of this backward."""
-        if parts.is_off or self.backward.with_graph or not parts.all_sync:
-            return False
-        return (self._agrees or not parts.are_known) and parts.can_agree
-
-    def _tells_of_more(self, parts: Parts, group: ParamGroup) -> bool:
-        """True of a part that this backward reduced, if an exchange tells what came later."""
-        return parts.is_reduced(group) and self._will_agree(parts)
-
-    def _agree(self) -> None:
-        """Learn what all ranks know of the parts; reduce again what was late somewhere."""
-        parts = self.parts
-        if parts is not None and self._will_agree(parts):
-            for part in parts.agree(self.context.streams):
-                self._reduce(part.group)
 
     def end_backward(self) -> None:
         """Reduce what no post-backward reduced, finish what is in flight, reshard."""
@@ -947,7 +894,6 @@ class Runtime:
                 self._reshard_after_backward(unit, is_last)
         self._prefetched.clear()
         if self.parts is not None:
-            self._agree()
             self.parts.end()
 
     def finalize(self) -> None:
@@ -998,7 +944,7 @@ class Runtime:
         A rank on which none of its parameters was used reduces zeros: others may have gradients.
         """
         for group in unit.groups:
-            if self.parts is None or not self._tells_of_more(self.parts, group):
+            if self.parts is None or not self.parts.tells_of_more(group):
                 owes = has_run or group.reducer.unreduced.is_owed
                 if group.reducer.has_local_gradients or (group.settings.reduce_grads and owes):
                     return True
@@ -1133,7 +1079,7 @@ class Runtime:
         self.saving = None
         self.schedule.abandon()
         if self.parts is not None:
-            self.parts.end()
+            self.parts.forget()
         self.last_units = ()
         self.forward_root = self.backward.callback = None
         self.failed = False
@@ -1183,7 +1129,7 @@ def _reshard_after(unit: Unit, runtime: Runtime, module: nn.Module, with_grad: b
             return
         unit.calls.ran.clear()
     if runtime.parts is not None:
-        runtime.end_parts(unit, with_grad)
+        runtime.parts.end_forward(unit, with_grad)
     if unit.keeps_after_forward(with_grad):
         unit.keep()
         return
@@ -1257,7 +1203,7 @@ def attach(root: Unit) -> Runtime:
         if group.early.readers is not None and unit.owner is None
     ]
     if parts:
-        runtime.parts = Parts(parts)
+        runtime.parts = Parts(parts, runtime)
         runtime.parts.enroll(names[root])
     return runtime
 

@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2._base import events
 from fsdp2._base.events import Event
-from fsdp2._engine.tree import Runtime, unit_of
+from fsdp2._engine.parts import Parts
+from fsdp2._engine.tree import unit_of
 from fsdp2._param_group.reduce import Reduction
 from tests._models import Batch, Case, loss_of, seeded
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
@@ -414,7 +415,7 @@ def test_late_gradients_of_parts_where_ranks_do_not_tell() -> None:
     fsdp2.fully_shard([model[1], model[2]])
     fsdp2.fully_shard(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runtime, "_agrees", False)
+        patch.setattr(Parts, "_agrees", False)
         for _ in range(3):
             for m, rows in ((model, x.chunk(2)[dist.get_rank()]), (reference, x)):
                 loss = loss_of(m(rows))

@@ -58,7 +58,7 @@ UNKNOWN_HERE = {  # the same name means something else in these files: what a ca
     "_comm/wire.py": ("async_op",),
     "_param_group/group.py": ("is_released",),
     "_param_group/early_release.py": ("is_released",),
-    "_engine/root_groups.py": ("is_released",),
+    "_engine/parts.py": ("is_released",),
     "_engine/tree.py": ("is_released",),
 }
 

@@ -661,9 +661,9 @@ FAULTS = [
     ),
     SimFault(
         "parts-tell-of-late-gradients-in-every-step",
-        "fsdp2/_engine/tree.py",
-        "Runtime._agrees",
-        "self.context.streams.async_op or self.root.settings.overlap.synchronizes",
+        "fsdp2/_engine/parts.py",
+        "Parts._agrees",
+        "tree.context.streams.async_op or tree.root.settings.overlap.synchronizes",
         "True",
         "The host waits at the end of each backward of a root with large parts.",
         scenario="reach_parts_of_a_root",
@@ -699,7 +699,7 @@ FAULTS = [
     ),
     SimFault(
         "late-gradients-told-of-beside-the-stream",
-        "fsdp2/_engine/root_groups.py",
+        "fsdp2/_engine/parts.py",
         "PartExchange._join",
         """
         with torch_modes.hidden_from_modes():

@@ -1,7 +1,7 @@
 """Large parts of roots: when each is reduced, and which of them backward need not gather.
 
-Owns what the ranks know of each part, and the tiny collective by which they agree. It must not know
-hooks, nor move anything: the runtime asks it what is due.
+Owns what the ranks know of each part, the tiny collective by which they agree, and when a part is
+reduced and freed. It must not know hooks: the runtime tells it where a forward or a backward is.
 
 A *part* is a group of its own for the parameters of one large submodule (an embedding, a head) of a
 unit that contains other units.
@@ -118,9 +118,10 @@ class Part:
 
 
 class Parts:
-    """The parts of a runtime."""
+    """The parts of a tree of units."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Part], tree: Any) -> None:
+        self._tree = tree  # the ``tree.Runtime`` whose parts they are
         self._of = {part.group: part for part in parts}
         meshes = dict.fromkeys(part.group.data for part in parts)
         self._exchanges = [
@@ -154,12 +155,13 @@ class Parts:
         if part is not None:
             part.note_reduced()
 
-    def is_reduced(self, group: ParamGroup) -> bool:
-        """True if this backward has reduced the group."""
-        part = self._of.get(group)
-        return part is not None and part.is_reduced
+    def end_forward(self, unit: Any, with_grad: bool) -> None:
+        """A unit's forward is over: release early what its backward reads nowhere."""
+        for group in unit.own_groups:
+            if group.early.readers is not None:
+                self._end_forward_of(group, with_grad)
 
-    def end_forward(self, group: ParamGroup, with_grad: bool) -> None:
+    def _end_forward_of(self, group: ParamGroup, with_grad: bool) -> None:
         """See who reads a part after a forward; release it early if nobody does."""
         part, settings = self._of.get(group), group.settings
         readers = group.early.readers
@@ -179,27 +181,64 @@ class Parts:
         for part in self._of.values():
             part.begin()
 
-    def pass_event(self) -> list[Part]:
-        """Every rank is at the same place of its backward. Return what is to be reduced here."""
+    def pass_event(self) -> None:
+        """Every rank is at this point of its backward: reduce the parts that are complete here."""
         self._event += 1
         due = []
         for part in self._of.values():
             part.count_gradients(self._event)
             if not part.is_reduced and 0 < part.agreed_event <= self._event:
                 due.append(part)
-        return due
+        if not due or self._is_idle or not self._agrees:
+            return
+        for part in due:
+            if part.unit.calls.open or part.group.reducer.unreduced.is_owed:
+                self._release_early(part)
+                self._tree.reduce_group(part.group)
 
-    def agree(self, streams: Streams) -> list[Part]:
-        """End a backward with gradient sync. Return the parts that have to be reduced once more.
+    def _release_early(self, part: Part) -> None:
+        """Free a part whose gradients are in, unless something here still needs it."""
+        group, settings = part.group, part.group.settings
+        keeps = settings.overlap.keeps_parts or not settings.reshard_after_backward
+        if not keeps and not part.unit.calls.running and group.gathering is None:
+            group.release_early(skips_backward=False)
 
-        Collective over the meshes of all parts.
-        """
-        self._event += 1
-        for part in self._of.values():
-            part.count_gradients(self._event)
-        return [part for exchange in self._exchanges for part in exchange.run(streams)]
+    @property
+    def _is_idle(self) -> bool:
+        """True in a backward in which no part is reduced early."""
+        return self.is_off or self._tree.backward.with_graph or not self.all_sync
+
+    @property
+    def _agrees(self) -> bool:
+        """True if ranks tell each other of late gradients: on a device this is waited for."""
+        tree = self._tree
+        return bool(tree.context.streams.async_op or tree.root.settings.overlap.synchronizes)
+
+    @property
+    def _will_agree(self) -> bool:
+        """True if ranks exchange what they know of the parts at the end of this backward."""
+        return not self._is_idle and (self._agrees or not self.are_known) and self.can_agree
+
+    def tells_of_more(self, group: ParamGroup) -> bool:
+        """True of a part that this backward reduced, if an exchange tells what came later."""
+        part = self._of.get(group)
+        return part is not None and part.is_reduced and self._will_agree
 
     def end(self) -> None:
+        """End a backward: learn what all ranks know, reduce again what was late somewhere.
+
+        With gradient sync it is collective over the meshes of all parts.
+        """
+        if self._will_agree:
+            self._event += 1
+            for part in self._of.values():
+                part.count_gradients(self._event)
+            late = [p for e in self._exchanges for p in e.run(self._tree.context.streams)]
+            for part in late:
+                self._tree.reduce_group(part.group)
+        self.forget()
+
+    def forget(self) -> None:
         """The backward is over, or an exception ended the step."""
         for part in self._of.values():
             part.is_reduced = False
