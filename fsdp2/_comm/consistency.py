@@ -114,7 +114,7 @@ RENEWED = 8192
 
 FOLLOWED = 100_000
 FOLLOWED_S = 10.0
-"""On a device: as many, and for so long without an answer."""
+"""How many operations a rank of a device that gave up goes on with, and how long one may take."""
 
 
 HOST = torch.device("cpu")
@@ -230,20 +230,23 @@ class Agreement:
     def __init__(self, axis: MeshAxis) -> None:
         self.over = Over(axis)
         self.names: dict[int, str] = {}
-        self.tensors: dict[int, tuple[NamedShape, ...]] = {}  # that an operation sends
+        # names and shapes of the tensors that an operation sends
+        self.tensors: dict[int, tuple[NamedShape, ...]] = {}
         self._last = 0  # the number that was handed out last
-        self._young: list[int] = []  # those since numbers were given back
-        self._in_use: set[int] = set()  # those that were not, then
+        self._young: list[int] = []  # numbers that were handed out since idle ones were given back
+        self._in_use: set[int] = set()  # numbers that were not given back then
         self._operations: dict[int, Operation] = {}
         self._predictions = Predictions()
-        self.predicted = self._predictions.first  # what is certain: looked up before each operation
+        # what is certain to follow; it is looked up before each operation
+        self.predicted = self._predictions.first
         self.recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
         self.is_silent = False
         self.broken: str | None = None
         self.stamps: weakref.WeakSet[Stamp] = weakref.WeakSet()
-        self.late: LateLook | None = None  # a device's: what came is looked at later
+        self.late: LateLook | None = None  # what looks at the stamps of a device, a step late
         self._last_words: list[Sent] = []
-        self._issued: list[tuple[Recent, int]] = []  # what is issued in place of another, where
+        # operations that are issued in place of another one, with what came before each
+        self._issued: list[tuple[Recent, int]] = []
 
     def number(self, name: str) -> int:
         """Return the number of a new operation. Ranks must ask in the same order."""
@@ -317,7 +320,8 @@ class Agreement:
 
     def _ask(self, number: int, device: torch.device) -> None:
         """Let every rank see what this one wants, in place of what is predicted, or beside it."""
-        for _ in range(len(self._operations) + 1):  # a round of neighbours alone has an end, too
+        # operations of neighbours alone may follow each other without end
+        for _ in range(len(self._operations) + 1):
             predicted = self._predictions.expect(self.recent)
             expected = None if predicted is None else self._operations.get(predicted)
             if predicted is None or expected is None:
@@ -587,7 +591,8 @@ class Follower:
         return True
 
     def _somebody_goes_on(self, operation: Operation, output: Tensor) -> bool:
-        if operation.over.size < self._agreement.over.size:  # others may, who are not to be seen
+        # ranks that take no part in this operation may go on
+        if operation.over.size < self._agreement.over.size:
             return True
         if operation.kind != "gather":
             return any(output[operation.stamp :][:NUMBER_BITS].tolist())  # who gave up sends none

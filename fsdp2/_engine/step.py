@@ -135,14 +135,18 @@ class Call:
         self.visit = visit
         self.runtime = runtime
         self.is_marked = False
-        self.first_node = torch_autograd.sequence_number()  # later ones are the module's
+        # nodes with a higher number were made by the module
+        self.first_node = torch_autograd.sequence_number()
         self.last_marked = self.first_node - 1
-        self.given: Any = None  # arguments, while the forward runs
-        self.has_leaf = False  # an output that no operation made, or one without a gradient
-        self.views: list[tuple[Tensor, Any]] | None = None  # marked inputs, and each mark's node
-        self.saves: saved_tensors_hooks | None = None  # while nodes save by our hooks
-        self.saved_by_hooks = False  # they did, or do
-        self.around: Call | None  # the next call outside of it whose nodes do, if its own do
+        self.given: Any = None  # the arguments, held while the forward runs
+        self.has_leaf = False  # an output was made by no operation, or needs no gradient
+        # the marked inputs, each with the node of its mark
+        self.views: list[tuple[Tensor, Any]] | None = None
+        # our hooks of saved tensors, while they are in place
+        self.saves: saved_tensors_hooks | None = None
+        self.saved_by_hooks = False  # nodes of this forward were saved by our hooks
+        # the next call around this one whose nodes are saved by our hooks, too
+        self.around: Call | None
 
     @torch_compiler.always_eager
     def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
@@ -330,7 +334,8 @@ class Call:
             last = self.last_marked
             mark = self._mark_layers if _has_layers() else self._mark
             visit_tensors(lambda grad: mark(grad, self.come_back), grads)
-            self.last_marked = last  # of the forward
+            # gradients have numbers of their own: the forward's last one stays
+            self.last_marked = last
 
     def _mark(self, tensor: Tensor, come: Comes | None = None) -> None:
         """Put a hook, ``pre_backward`` if not another, on what made a tensor."""
@@ -506,7 +511,7 @@ def _end_recorded(unit: Unit, runtime: Runtime, module: nn.Module, call: Call, o
     calls, visit = unit.calls, call.visit
     if calls.kept_on != []:
         call.mark_kept()
-    # ``call.goes_on``, a call less: an output's node is the forward's last one as a rule.
+    # The node of an output is mostly the last one that the forward made.
     if torch_autograd.sequence_number() > call.last_marked + 1 and call.mark_hidden(output):
         runtime.note_hidden(unit, keeps_memory=not call.saved_by_hooks)
     if not call.is_marked:

@@ -116,17 +116,19 @@ class Calls:
     """The forwards of a unit, and where backwards are in them."""
 
     def __init__(self) -> None:
-        self.running: list[
-            Any
-        ] = []  # the marks (``step.Call``) of each or None; the innermost last
-        self.lent: list[tuple[int, Loan]] = []  # to how many of these, and what of the caller's
-        self.ran: set[nn.Module] = set()  # of several modules: which did in this forward
-        self.recorded = 0  # whose graph lives: a backward through them may come
-        self.open = 0  # recorded, and not past their post-backward
-        self.active = 0  # that the running backward has entered and not left
-        self.kept_on: list[tuple[nn.Module, str]] | None = None  # attributes; None: not yet known
-        self.hides = False  # memory stays: a backward may begin where a recorded one has no mark
-        self.saves_by_hooks = False  # a backward that begins there tells when it reads a parameter
+        # Of each running forward its ``step.Call``, or None; the innermost last.
+        self.running: list[Any] = []
+        # tensors lent to a call, with the number of calls running then
+        self.lent: list[tuple[int, Loan]] = []
+        self.ran: set[nn.Module] = set()  # the modules of the unit that ran in this forward
+        self.recorded = 0  # how many forwards have a graph that lives: a backward may come
+        self.open = 0  # how many recorded forwards are not past their post-backward
+        self.active = 0  # how many forwards the running backward has entered and not left
+        # attributes that hold outputs; None until the first forward has been looked at
+        self.kept_on: list[tuple[nn.Module, str]] | None = None
+        # parameters keep their memory: a backward may begin at a tensor that has no mark
+        self.hides = False
+        self.saves_by_hooks = False  # nodes save parameters by our hooks, so reading one is a mark
 
     def lend(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Loan:
         """Let the innermost call have other tensors in the caller's containers."""
@@ -172,19 +174,26 @@ class Unit:
         self.modules = modules
         self.precision = precision
         self.settings = settings
-        self.device = device  # where it computes, if it has parameters
+        self.device = device  # the device that the unit computes on, if it has parameters
         self.conditional = conditional
         self.own_groups: list[ParamGroup] = []
-        self.groups: list[ParamGroup] = self.own_groups  # that its hooks move, see take_over
-        self.owner: Unit | None = None  # whose hooks move this conditional unit's groups
-        self.fqn = ""  # in the tree, from its first forward on
-        self.runtime: Runtime | None = None  # from the first forward on
-        self.streams: Streams | None = None  # of share_comm_ctx, until there is a runtime
-        self.post_optim_event: torch.Event | None = None  # taken by the root's next forward
+        # the groups that the unit's hooks move; ``take_over`` adds those of conditional units
+        self.groups: list[ParamGroup] = self.own_groups
+        # the unit whose hooks move the groups of this one, if it is conditional
+        self.owner: Unit | None = None
+        self.fqn = ""  # its name in the tree, known from the first forward on
+        self.runtime: Runtime | None = None  # made by the first forward
+        # lanes that share_comm_ctx gave it; the runtime takes them over
+        self.streams: Streams | None = None
+        # an event of the user's that the next forward of the root waits for
+        self.post_optim_event: torch.Event | None = None
         self.calls = Calls()
-        self.may_lose_gradients = False  # in a pipeline, see note_unsynced_backward
-        self.runner: Runner | None = None  # None: the hooks
-        self.summoned_on = ""  # ranks with whole ones registered: "all", "first"; "": no summon
+        # ``note_unsynced_backward`` found that a pipeline stage may lose gradients
+        self.may_lose_gradients = False
+        # what runs the modules in place of the hooks; None: the hooks do
+        self.runner: Runner | None = None
+        # which ranks have whole parameters in summon_full_params: "all", "first"; "" outside of it
+        self.summoned_on = ""
 
     @property
     def trains(self) -> bool:
@@ -271,7 +280,7 @@ class Unit:
         plain = (torch.Tensor, nn.Parameter)
         local = tensor if type(tensor) in plain else torch_dtensor.local_part(tensor)
         if type(local) not in plain or torch_modes.transforms_are_active():
-            return False  # made of other tensors: it may have no memory
+            return False  # a tensor that is made of other tensors may have no memory of its own
         storage = local.untyped_storage()
         return any(group.lies_in(storage) for group in self.groups)
 
@@ -310,7 +319,8 @@ class Unit:
         for group in self.groups:
             group.registration.forget_stand_ins()
             group.registration.forget_whole_writes()
-            if group.gathering is not None:  # from a smaller mesh: its shards may be registered
+            # shards over a smaller mesh may be registered while it gathers from them
+            if group.gathering is not None:
                 group.show_shards()
             else:
                 group.reshard()
@@ -429,14 +439,19 @@ class Visit:
     def __init__(self, unit: Unit, order: Order | None, stream: torch.Stream | None) -> None:
         self.unit = unit
         self.policy: MixedPrecisionPolicy = unit.precision.policy
-        self.previous: tuple[Unit, ...] = ()  # whose forwards ended before, the last one first
-        self.marks_input = False  # a gradient tells when backward leaves it
-        self.opened_in = 0  # the number of the backward that is in it; 0: none is
-        self.closed_in = 0  # the number of the last backward that was through it
-        self.closed_by = -1  # which of autograd's runs was: one may begin inside another
-        self.stream = stream  # in which it ran, and autograd goes back through it
-        self.order = order  # None: a recomputation, which has no place of its own in the order
-        self.entered = self.left = -1  # places in the order; left is -1 if no backward can come
+        # the units whose forwards ended before this one, the last one first
+        self.previous: tuple[Unit, ...] = ()
+        # an input has a mark, so a gradient tells when backward leaves the visit
+        self.marks_input = False
+        self.opened_in = 0  # the number of the backward that is in the visit; 0 while none is
+        self.closed_in = 0  # the number of the last backward that went through the visit
+        # autograd's number of the run that closed it; runs may lie inside each other
+        self.closed_by = -1
+        self.stream = stream  # the stream of the forward, in which autograd goes back, too
+        # the order of its forward; None for a recomputation, which has no place in one
+        self.order = order
+        # its two places in the order; left stays -1 if no backward can come
+        self.entered = self.left = -1
         if order is not None:
             self.entered = len(order.events)
             order.events.append(self)
@@ -457,9 +472,9 @@ class Order:
 
     def __init__(self) -> None:
         self.events: list[Visit] = []
-        self.backward = 0  # the number of the last one that was here
+        self.backward = 0  # the number of the last backward that came to this forward
         self.is_first = True
-        self.place = 0  # of the running backward: this event and those after it are over
+        self.place = 0  # where the running backward is: this event and those after it are over
         self._made_up: set[int] = set()
 
     def begin(self, number: int) -> None:
@@ -485,7 +500,7 @@ class Order:
     def rest(self) -> Iterator[tuple[Visit, bool]]:
         """Go to the end of a backward. See *entered first* in [Note: the order of backward]."""
         first = next((at for at, visit in enumerate(self.events) if visit.left == at), 0)
-        left = self.events[: self.place]  # which backward has yet to leave
+        left = self.events[: self.place]  # the events that backward has yet to leave
         lowest = self.place
         for at, visit in enumerate(left):
             if at == visit.entered and visit.left >= 0 and (at > first or visit.marks_input):
@@ -523,13 +538,16 @@ class Backward:
     """The backward that is running, or ran last."""
 
     def __init__(self) -> None:
-        self.number = 1  # tells the visits of one backward from those of another; 0 is of none
-        self.order: Order | None = None  # of the forward that it is in
-        self.open: list[Visit] = []  # that it has come to
-        self.with_graph = False  # it creates a graph
-        self.began_manual: bool | None = None  # the mode of those since the last end; None: no one
-        self.callback: weakref.ref[EndOfBackward] | None = None  # None: none is running
-        self.dropping = threading.RLock()  # of a device, autograd's thread lets go of a backward
+        self.number = 1  # the number of this backward, which its visits carry; no backward has 0
+        self.order: Order | None = None  # the order of the forward that this backward is in
+        self.open: list[Visit] = []  # the visits that this backward has come to
+        self.with_graph = False  # the backward creates a graph (create_graph=True)
+        # the mode in which backwards began since the last end; None: there was none
+        self.began_manual: bool | None = None
+        # what the engine calls at the end; None or dead while no backward runs
+        self.callback: weakref.ref[EndOfBackward] | None = None
+        # taken while a backward is let go of, which autograd's own thread may do on a device
+        self.dropping = threading.RLock()
 
     def forget_places(self) -> None:
         self.open.clear()
@@ -542,25 +560,32 @@ class Runtime:
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
         self.units = units
-        self._several = [unit for unit in units if len(unit.modules) > 1]  # may run in part
+        # units of several modules, of which a forward may run some
+        self._several = [unit for unit in units if len(unit.modules) > 1]
         self._groups = [group for unit in units for group in unit.own_groups]
         self.context = StepContext(root.streams or streams_for(root.device))
-        self.schedule: Schedule = Schedule()  # who followed whom in the last forward
-        self.forward_root: Unit | None = None  # whose forward began outside of any other
+        # the order of units in the last forward, by which the next one is predicted
+        self.schedule: Schedule = Schedule()
+        # the unit whose forward began outside of any other, while it runs
+        self.forward_root: Unit | None = None
         self.failed = False  # the last forward raised; the next one recovers
-        self.is_pipelined = False  # a caller ends backwards, and runs many forwards before
-        self.thread = 0  # that ran the last forward
-        self.lock = threading.RLock()  # of who looks at parameters between steps
+        # a pipeline runs many forwards before their backwards, and ends these
+        self.is_pipelined = False
+        self.thread = 0  # the thread that ran the last forward
+        self.lock = threading.RLock()  # taken by who looks at parameters between steps
         self.backward = Backward()
-        self.order = Order()  # of the running forward
+        self.order = Order()  # the order of the forward that runs, or ran last
         self.saving: Any = None  # the marks of the innermost forward whose nodes save by hooks
-        self.last_units: tuple[Unit, ...] = ()  # that ran before this point, the last one first
+        # the units that ran before this point, the last one first
+        self.last_units: tuple[Unit, ...] = ()
         self.parts: Parts | None = None  # None: the tree has no large part of a root
         sizes = [sum(param.nbytes for param in group.params) for group in self._groups]
-        self.unmarked: set[Unit] = set()  # that ran, and no output tells of a backward
+        self.unmarked: set[Unit] = set()  # units that ran, and no output of theirs has a mark
         self.reductions = ReductionQueue(self.context, max(sizes, default=0) >= SMALL_NBYTES)
-        self._known_looks: tuple[int, tuple[LateLook, ...]] = (0, ())  # by how many were made
-        self._prefetched: list[Unit] = []  # gathers that somebody may not have used
+        # the looks of this tree, and how many existed when they were collected
+        self._known_looks: tuple[int, tuple[LateLook, ...]] = (0, ())
+        # units that were gathered ahead, and may not have been used
+        self._prefetched: list[Unit] = []
 
     # Forward.
 
@@ -739,7 +764,7 @@ class Runtime:
             return
         is_again = visit.closed_in == number
         order = visit.order
-        # Inline, here and in depart: no call where nothing was missed.
+        # Mostly nothing was missed: this event is the next one.
         if order is not None and is_in_order and not is_again:
             if order is not self.backward.order or order.place != visit.left + 1:
                 self._catch_up(order, visit.left)
@@ -749,7 +774,8 @@ class Runtime:
         unit.calls.active += 1
         self.backward.open.append(visit)
         if is_again:
-            unit.calls.open = unit.calls.open or 1  # it is reduced at the end
+            # a unit that is differentiated again is reduced at the end
+            unit.calls.open = unit.calls.open or 1
         loses = not unit.settings.reduce_grads and not unit.is_unsharded
         wanted = [
             group

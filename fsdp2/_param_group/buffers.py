@@ -79,14 +79,14 @@ class ShardBuffer:
         ]
         self._together: tuple[Packed, list[Tensor]] = (layout.whole, [])
         self._apart: tuple[Packed, list[Tensor]] = (layout.packed, [])
-        self._way = self._together  # of the last gather: what it carried, and where that goes
+        self._way = self._together  # what the last gather carried, and where that goes
         self._replicated: list[Tensor] = []  # where parameters go that nobody sends
         self._zero_copy: list[Tensor] = []  # where those land that travel by themselves
         self._inputs: list[Tensor] = []  # what each collective sends, if nothing is cast
         self._landing: Landing | None = None
         self._seen, self._expected = self.flat[:0], b""  # all ranks' stamps, as bytes
-        self._code: Tensor | None = None  # the stamp, where the shards are
-        self.tail_nbytes = 0  # what extended parameters add to each rank's part
+        self._code: Tensor | None = None  # the stamp on the device of the shards
+        self.tail_nbytes = 0  # bytes that extended parameters add to what each rank sends
         self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
         self._is_one_cast = (
             layout.casts and len(layout.segments) == 1 and not layout.items[0].shard.is_replicated
@@ -112,7 +112,8 @@ class ShardBuffer:
         """Send and expect the number that the stamp has now."""
         if self.stamp is not None:
             self._code = None
-            if self.flat.untyped_storage().nbytes():  # else it is written with the shards
+            # shards over a smaller mesh have no memory now: the stamp is written with them
+            if self.flat.untyped_storage().nbytes():
                 self.write_stamp()
             code = torch.tensor(self.stamp.code, dtype=torch.float32, device="cpu")
             code = code.to(self.layout.items[-1].compute_dtype)
@@ -212,7 +213,8 @@ class ShardBuffer:
         """
         layout, axis, flat = self.layout, self.axis, self.flat
         if self._views is None:
-            has_lanes = not async_op  # then somebody sees to it that the host waits for the copy
+            # with lanes, ``finish_host_reads`` lets the host wait for the copy
+            has_lanes = not async_op
             flat = flat.to(self._compute, non_blocking=has_lanes)
             to_cast, sent = self._views_of(flat)
         else:
@@ -309,11 +311,13 @@ class FullBuffer:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._storage = self.flat.untyped_storage()
-        self.number = torch_tensors.number_of(self._storage)  # to count who holds it
-        self.has_memory = True  # the state of the group does not tell: a gather may fill it
-        self.is_fixed = False  # the user wants it to stay at one address
+        # the number by which owners of the storage are counted
+        self.number = torch_tensors.number_of(self._storage)
+        # True while the storage has memory, for a gather that may still fill it, too
+        self.has_memory = True
+        self.is_fixed = False  # keep_unsharded_storage: the memory stays at one address
         self.is_read_later = False  # a backward may read it before a gather
-        self.stream: torch.Stream | None = None  # whose memory it is
+        self.stream: torch.Stream | None = None  # the stream whose memory it is
 
     @property
     def nbytes(self) -> int:
@@ -343,8 +347,9 @@ class PostForward:
     """Where parameters wait between forward and backward, if not on the whole axis."""
 
     def __init__(self) -> None:
-        self.mesh: DataMesh | None = None  # smaller than the group's
-        self.buffer: ShardBuffer | None = None  # from the first gather on
+        self.mesh: DataMesh | None = None  # a mesh of fewer ranks than the group's
+        # the shards over that mesh, made by the first gather
+        self.buffer: ShardBuffer | None = None
 
     def free(self) -> None:
         if self.buffer is not None:

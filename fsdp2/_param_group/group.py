@@ -89,17 +89,22 @@ class ParamGroup:
         self.data = data
         self.policy = policy
         self.residence = Residence(device, offload)
-        self.settings = Settings()  # of the unit; replaced as a whole
-        self.context = StepContext(Streams())  # the tree's, from its first forward on
-        self.fqn = ""  # for errors
-        self.params: list[FSDPParam] = []  # in the order of registration, which all ranks share
-        self._tail = ExtensionTail(data, policy, device)  # of those that send what they like
+        self.settings = Settings()  # the unit's settings, which are replaced as a whole
+        # phase and lanes, the tree's from its first forward on
+        self.context = StepContext(Streams())
+        self.fqn = ""  # the name of the unit, for messages
+        # parameters in the order of registration, which all ranks share
+        self.params: list[FSDPParam] = []
+        # what extended parameters send, behind the others
+        self._tail = ExtensionTail(data, policy, device)
         self.ids = CollectiveIds(data, device)
         self.reducer = Reducer(self.params, data, self.residence, self.ids)
         self.wire.zero_copy_nbytes = capabilities(device).zero_copy_nbytes
-        self.home_buffer: ShardBuffer | None = None  # the shards; None in a copy
+        # the flat buffer of the shards; None in a copy until it is planned
+        self.home_buffer: ShardBuffer | None = None
         self.post_forward = PostForward()
-        self._full: FullBuffer | None = None  # from the first gather on
+        # memory of the unsharded parameters, made by the first gather
+        self._full: FullBuffer | None = None
         self.registration = Registration(self.params)
         self.early = EarlyRelease()
         self.gathering: InFlight | None = None  # the all-gather that nobody has waited for
@@ -136,9 +141,9 @@ class ParamGroup:
 
     def rewire(self) -> None:
         """Take notice of what changed on the wire: every rank does so between the same steps."""
-        if self.gathering is not None:  # by hand, and by what the wire or its number was
+        if self.gathering is not None:  # a gather that was issued by hand carries the old number
             self._drop_gather()
-        self.context.streams.finish_host_reads()  # of shards in whose memory numbers are written
+        self.context.streams.finish_host_reads()  # numbers are written into the memory of shards
         for buffer in self._shard_buffers:
             self._register_ids(buffer)
         self.reducer.invalidate()
@@ -166,7 +171,8 @@ class ParamGroup:
 
         Not earlier: whoever copies a model on one rank alone, and never runs it, takes no numbers.
         """
-        if self.wire.is_separate and self.wire.scatter_group is None:  # a copy of one that was
+        # a copy was told to be separate, and has no process group yet
+        if self.wire.is_separate and self.wire.scatter_group is None:
             self.separate_reductions(True)
         self.fqn = fqn
         self.ids.enroll(fqn)
@@ -566,7 +572,8 @@ class ParamGroup:
         if source.layout.zero_copy and source.gathers_zero_copy(wire):
             assert self._full is not None
             self._full.allocate(source.layout.full_nbytes, self.context.streams.current())
-            self.context.streams.order_after_compute("gather")  # whose memory it was
+            # compute may still read the memory that the gather writes to
+            self.context.streams.order_after_compute("gather")
         gather = self._gather_extended if self._tail.items else source.gather
         streams = self.context.streams
         self.gathering = streams.launch("gather", gather, wire, streams.async_op)
@@ -662,7 +669,7 @@ class ParamGroup:
             assert param.unsharded is not None
             forms = param.unsharded, torch_dtensor.local_part(param.unsharded)
             if not any(form is one for form in forms for one in written):
-                continue  # its shard may be newer
+                continue  # a parameter that was not written while whole may have a newer shard
             rows, shard = own_rows(param, param.unsharded, self.data.shard.rank), param.local
             assert shard is not None
             kept = shard.to(rows.device)

@@ -92,11 +92,12 @@ def stand_in_of(param: torch.Tensor) -> str | None:
 class ChosenDtypes:
     """What users chose for a parameter: by ``grad_dtype``, and by the policy of its group."""
 
-    has_grad_dtype: bool  # somebody set it
-    grad_dtype: torch.dtype | None  # that; None: any
-    param_dtype: torch.dtype | None = None  # None: as it is stored
-    reduce_dtype: torch.dtype | None = None  # None: by grad_dtype
-    keeps_dtype: bool = False  # this one is not cast to param_dtype
+    has_grad_dtype: bool  # the user has set grad_dtype
+    grad_dtype: torch.dtype | None  # what the user set; None lets gradients have any dtype
+    # the dtype to compute in; None: as the parameter is stored
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None  # the dtype to reduce in; None: as grad_dtype says
+    keeps_dtype: bool = False  # this parameter is not cast to param_dtype
     keeps_reduced_dtype: bool = False  # the sharded gradient is not cast back
 
     @property
@@ -122,17 +123,19 @@ class FSDPParam(Forms):
     ) -> None:
         super().__init__(fqn, sites, original)
         self.placement = placement
-        self.storage_dtype = original.dtype  # of the shard
-        self.is_extended = False  # its class says itself what is gathered
+        self.storage_dtype = original.dtype  # the dtype of the shard
+        self.is_extended = False  # the parameter's class has an all-gather extension
         self.releases_gathered: bool | None = None  # what an extension answered; None: not asked
         self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
-        self.found_dtype: torch.dtype | None = None  # of a gradient that may have any
+        # the dtype that was found on a gradient that may have any
+        self.found_dtype: torch.dtype | None = None
         self.registration = Registration((self,))  # the group's, from ``ParamGroup.shard`` on
-        self.tops: tuple[nn.Module, ...] = ()  # that the call which took it was given
+        # the modules that were passed to the call of fully_shard which took it
+        self.tops: tuple[nn.Module, ...] = ()
         self.uses: list[nn.Module] = []  # modules of other units that contain its module, too
         self.attributes = own_attributes(original)
         original.__dict__[_MARK] = original.__dict__[_STANDS_FOR] = OwnerMark(self)
-        self.span: Span | None = None  # where that lies, for optimizers
+        self.span: Span | None = None  # where the shard lies in the flat buffer, for optimizers
         self.spec = placement.sharded_spec(self.storage_dtype)
 
     @property

@@ -60,19 +60,22 @@ class ReducePlan:
 
     layout: ReduceLayout
     members: list[FSDPParam]
-    grad_dtype: torch.dtype  # that holds what one backward leaves; it is packed in this one
-    dtypes: frozenset[torch.dtype]  # of what one backward leaves
+    # the dtype in which gradients are packed: it holds what one backward leaves
+    grad_dtype: torch.dtype
+    dtypes: frozenset[torch.dtype]  # the dtypes of the gradients that one backward leaves
     codes: list[float]
     complete: Tensor
-    free: list[FSDPParam]  # whose gradients may have any dtype, and are reduced in that
+    free: list[FSDPParam]  # parameters whose gradients may have any dtype, and are reduced in that
 
 
 @dataclass(eq=False)
 class Unreduced:
     """Gradients of a group that wait for a reduction."""
 
-    partial: Tensor | None = None  # reduced over shards, not over replicas [numel]
-    is_waiting: bool = False  # that, or gradients on unsharded parameters
+    # gradients reduced over shards, and not over replicas yet [numel]
+    partial: Tensor | None = None
+    # there is a partial sum, or there are gradients on unsharded parameters
+    is_waiting: bool = False
     is_owed: bool = False  # a backward ran without sync, with a gradient here or not
 
 
@@ -88,20 +91,27 @@ class Reducer:
     ) -> None:
         self._params = params
         self._residence = residence
-        self._has_streams = not capabilities(residence.storage).is_host  # that may read gradients
+        # on a device the streams of users may read gradients
+        self._has_streams = not capabilities(residence.storage).is_host
         self.data = data
         self.ids = ids
-        self._plan: ReducePlan | None = None  # None: to be made, what it depends on changed
-        self._layout: ReduceLayout | None = None  # of the last plan: what waits lies as it says
-        self._scaled_for: tuple[ReducePlan, Settings] | None = None  # the scale and the codes
-        self._completes: dict[tuple[float, ...], Tensor] = {}  # the plan's, by the stamps' codes
-        self._buffer: GradientBuffer | None = None  # of the last reduction, to be filled again
-        self.wire = Wire()  # the group's, for gathers too
+        # None after something that the plan depends on has changed
+        self._plan: ReducePlan | None = None
+        # the layout of the last plan: gradients that wait lie as it says
+        self._layout: ReduceLayout | None = None
+        # the plan and the settings that the scale and the codes were made for
+        self._scaled_for: tuple[ReducePlan, Settings] | None = None
+        # complete tails of the plan, by the codes of the stamps
+        self._completes: dict[tuple[float, ...], Tensor] = {}
+        # sharded gradients of the last reduction, to be filled again
+        self._buffer: GradientBuffer | None = None
+        self.wire = Wire()  # what the group sends over; gathers use it, too
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
         self.scale = GradientScale(1.0, 1.0)
-        self.joined_codes = b""  # what the stamps of all ranks add up to, as they are compared
-        self._is_partial = False  # reductions leave out the replicas: they have other numbers
+        self.joined_codes = b""  # the bytes that the stamps of all ranks add up to
+        # reductions leave out the replicas, and have other numbers meanwhile
+        self._is_partial = False
         self.unreduced = Unreduced()
         self.has_waited = False  # the last gradients had to wait for a reduction
 
@@ -159,7 +169,8 @@ class Reducer:
         dtype = self._sum_dtype(members) if members else grad_dtype
         shards = [param.placement.layout for param in members]
         size = self.data.shard.size
-        chosen = None if dtype.is_complex else self.wire.gradient_dtype  # no imaginary part fits
+        # a real wire dtype has no place for imaginary parts
+        chosen = None if dtype.is_complex else self.wire.gradient_dtype
         wire_dtype = dtype if size == 1 else chosen or dtype
         # A zero-copy gradient is sent as autograd left it: nothing was added up, nothing is cast.
         as_it_is = len(dtypes) == 1 and grad_dtype == dtype == wire_dtype != torch.float16
@@ -444,11 +455,11 @@ class Reduction:
         only = self._buffer.only  # to reduce into, if every gradient is kept as it is reduced
         fits = only is not None and only.dtype is plan.layout.dtype and only.device == device
         self._reduced: Tensor | None = only if fits else None
-        self._is_borrowed = self._reduced is None  # then it lies in the wire's memory
-        self._flight: InFlight | None = None  # the last call that was launched
+        self._is_borrowed = self._reduced is None  # the sum lies in memory that the wire lends
+        self._flight: InFlight | None = None  # the part of the reduction that was launched last
         self._held: Tensor | None = None  # an old partial sum, until compute has waited
         self._counts: Tensor | None = None  # how many ranks had each gradient, if one misses here
-        self._grads: list[Tensor] | None = None  # filled, and not yet set
+        self._grads: list[Tensor] | None = None  # gradients that are filled, and not yet set
         self._waits_for_copy = not inputs[0].is_cpu and (look or owner._residence.is_away)
         self.nbytes = plan.layout.nbytes
 

@@ -76,7 +76,7 @@ class Forms:
     def __init__(self, fqn: str, sites: list[Site], original: nn.Parameter) -> None:
         self.fqn = fqn
         self.sites = sites
-        self.trainable = original.requires_grad  # of all forms
+        self.trainable = original.requires_grad  # requires_grad of all forms
         self.sharded: nn.Parameter = original
         self.shown: nn.Parameter | None = original  # what the group registered last
         self.local: torch.Tensor | None = None  # what the sharded DTensor holds
@@ -148,18 +148,23 @@ class Registration:
     """
 
     def __init__(self, params: Sequence[Forms]) -> None:
-        self._params = params  # the group's: they move together
+        self._params = params  # all parameters of the group: they move together
         self.state = SHARDED
-        self.is_held = False  # whole and registered, because the user asked for it
-        self.stand_ins: list[StandIn] = []  # for the forward that begins
-        self.placed: list[StandIn] = []  # whose whole tensors are registered in a running one
-        self.values: list[int] | None = None  # of the shards, when they were gathered to stay
-        self.serves = Serves.BACKWARDS  # what these are kept for
+        self.is_held = False  # unshard() by hand keeps whole parameters registered
+        # tensors of the user's that wait for the forward that begins
+        self.stand_ins: list[StandIn] = []
+        # those whose whole tensors are registered in a running forward
+        self.placed: list[StandIn] = []
+        # versions of the shards when whole parameters were gathered to stay; None: they do not
+        self.values: list[int] | None = None
+        self.serves = Serves.BACKWARDS  # what whole parameters that stay are kept for
         self.wholes: list[Tensor] = []  # the unsharded parameters that lie in the flat buffer
-        self.whole_versions: list[int] = []  # of them, while nobody but us wrote there
+        # versions of the unsharded parameters while nobody but us wrote there
+        self.whole_versions: list[int] = []
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[Tensor] = []
-        self._shells: list[int] = []  # see _shells_now
+        # what identified the storages of the DTensors; ``_shells_now`` says why
+        self._shells: list[int] = []
 
     def move(self, target: ParamState, fqn: str) -> None:
         """Be in another state, and show its forms.
