@@ -240,7 +240,8 @@ class _NoWire(Wire):
     carries: ClassVar[bool] = False
 
     def __init__(self, wire: Wire, gathers: bool, reductions: bool) -> None:
-        vars(self).update(vars(wire))
+        super().__init__()
+        self.take_over(wire)
         self.is_separate = False  # else a copy would make its process group on this one
         self._skips_gathers, self._skips_reductions = gathers, reductions
         if reductions:

@@ -175,6 +175,52 @@ def test_private_torch_names_stay_in_their_files(name: str) -> None:
     assert not foreign_private_names(name)
 
 
+ENGINE = ("_engine/", "_param_group/", "_comm/")
+PATCHES = {"setattr", "delattr", "put"}
+
+
+def _methods_of_the_engine() -> dict[str, set[str]]:
+    """Return the files that define a method of each name, of classes of the engine."""
+    found: dict[str, set[str]] = {}
+    for name in (name for name in FILES if name.startswith(ENGINE)):
+        for node in ast.walk(parse(name)):
+            if isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and not method.name.startswith("__"):
+                        found.setdefault(method.name, set()).add(name)
+    return found
+
+
+def _methods_by_string(name: str) -> list[str]:
+    """Return methods of the engine that a file patches by a string, and private ones it names."""
+    methods, found = _methods_of_the_engine(), []
+    for node in ast.walk(parse(name)):
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            texts = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            found += [t for t in texts if called in PATCHES and name not in methods.get(t, {name})]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            private = node.value.startswith("_")
+            if private and name not in methods.get(node.value, {name}):
+                found.append(node.value)
+    return found
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_method_of_the_engine_is_named_by_a_string(name: str) -> None:
+    """Whoever renames a method finds all that call it; observers know kinds, not methods."""
+    assert not _methods_by_string(name)
+
+
+def test_no_object_of_the_engine_is_cloned_by_its_variables() -> None:
+    """`vars(self).update(vars(other))` would take over whatever the other class has next year."""
+    for name in FILES:
+        for node in ast.walk(parse(name)):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "update":
+                given = [getattr(getattr(a, "func", None), "id", "") for a in node.args]
+                assert "vars" not in given, name
+
+
 FACTORIES = {"empty", "empty_strided", "zeros", "ones", "full", "tensor", "arange", "rand", "randn"}
 
 

@@ -20,10 +20,10 @@ inputs are allocated by compute and read by the reduce lane: ``InFlight.wait`` m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from fsdp2._base import torch_autograd, torch_comm
 from fsdp2._base.capabilities import ZERO_COPY_NBYTES, capabilities
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
+from fsdp2._base.observing import Observable
 from fsdp2._base.torch_autograd import packing_hooks
 from fsdp2._comm import gloo_p2p
 from fsdp2._comm.comms import AllGather, ReduceScatter
@@ -149,6 +150,13 @@ class Wire:
         self.__init__()  # type: ignore[misc]  # not a new object
         vars(self).update({name: value for name, value in state.items() if value is not None})
         self.zero_copy_nbytes = state["zero_copy_nbytes"]
+
+    def take_over(self, wire: Wire) -> None:
+        """Have the collectives and the choices of another wire, in whose place this one is put."""
+        self.gather, self.scatter, self.sum_replicas = wire.gather, wire.scatter, wire.sum_replicas
+        self.is_separate, self.scatter_group = wire.is_separate, wire.scatter_group
+        self.uses_group_memory = wire.uses_group_memory
+        self.zero_copy_nbytes, self.gradient_dtype = wire.zero_copy_nbytes, wire.gradient_dtype
 
     def use_group_memory(self, pg: dist.ProcessGroup | None) -> None:
         """Let buffers come from a process group's own allocator."""
@@ -368,16 +376,52 @@ class InFlight:
         if self._event is not None:
             self._event.synchronize()
 
+    @property
+    def runs(self) -> bool:
+        """True if an asynchronous work was issued, and nobody has waited for it."""
+        return self._work is not None
+
     def hold_back(self, stream: torch.Stream) -> None:
         """Make another stream wait for the work."""
         if self._event is not None:
             stream.wait_event(self._event)
 
 
+class FlightObserver(Protocol):
+    """Is told of the waits for one launch of a lane."""
+
+    def before_wait(self, flight: InFlight) -> None: ...
+
+    def after_wait(self) -> None: ...
+
+
+class ObservedFlight(InFlight):
+    """A launch whose waits are told of. It takes the place of the one that was launched."""
+
+    __slots__ = ("__weakref__", "_observers")
+
+    def __init__(self, flight: InFlight, observer: FlightObserver) -> None:
+        super().__init__(flight.buffers, flight._work, flight._lost)
+        self._event = flight._event
+        known = flight._observers if isinstance(flight, ObservedFlight) else ()
+        self._observers: tuple[FlightObserver, ...] = (*known, observer)
+
+    def wait(self) -> None:
+        if self._work is None and self._event is None:
+            return
+        for observer in self._observers:
+            observer.before_wait(self)
+        try:
+            super().wait()
+        finally:
+            for observer in self._observers:
+                observer.after_wait()
+
+
 AS_IT_IS = nullcontext()
 
 
-class Streams:
+class Streams(Observable):
     """Lanes of a CPU: none. Collectives are issued as async works."""
 
     async_op = True
@@ -442,6 +486,8 @@ class Streams:
 
     def reset(self) -> None:
         """Drop everything held, after the device has finished it."""
+
+    observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"launch": launch}
 
 
 class DeviceStreams(Streams):

@@ -69,7 +69,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn as nn
@@ -85,6 +85,7 @@ from fsdp2._base.containers import Loan
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import BACKWARD, FORWARD, IDLE
 from fsdp2._base.names import class_name
+from fsdp2._base.observing import Observable
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._base.torch_modules import profiler_is_running
 from fsdp2._comm.late_look import LateLook
@@ -112,6 +113,53 @@ class Runner(Protocol):
     ) -> Any: ...
 
 
+class CallsObserver(Protocol):
+    """Is told of the forwards of a unit, whatever runs them: hooks, a compiled module."""
+
+    def enter_forward(self, unit: Unit) -> None:
+        """The parameters are whole, and the module's own forward is about to run."""
+
+    def leave_forward(self, unit: Unit) -> None:
+        """The module's own forward has returned."""
+
+    def drop_forward(self, unit: Unit) -> None:
+        """The module's forward raised; a recomputation that has all it needs does so, too."""
+
+
+class ObservedCalls(list[Any]):
+    """The running forwards of a unit, while somebody is told of them."""
+
+    def __init__(self, unit: Unit, running: list[Any]) -> None:
+        super().__init__(running)
+        self._unit = unit
+        self.observers: list[CallsObserver] = []
+
+    def append(self, call: Any) -> None:
+        super().append(call)
+        for observer in self.observers:
+            observer.enter_forward(self._unit)
+
+    def pop(self, *args: Any) -> Any:
+        for observer in self.observers:
+            observer.leave_forward(self._unit)
+        return super().pop(*args)
+
+    def __delitem__(self, which: Any) -> None:
+        before = len(self)
+        super().__delitem__(which)
+        self._drop(before - len(self))
+
+    def clear(self) -> None:
+        before = len(self)
+        super().clear()
+        self._drop(before)
+
+    def _drop(self, count: int) -> None:
+        for _ in range(count):
+            for observer in self.observers:
+                observer.drop_forward(self._unit)
+
+
 class Calls:
     """The forwards of a unit, and where backwards are in them."""
 
@@ -129,6 +177,19 @@ class Calls:
         # parameters keep their memory: a backward may begin at a tensor that has no mark
         self.hides = False
         self.saves_by_hooks = False  # nodes save parameters by our hooks, so reading one is a mark
+
+    def observe(self, unit: Unit, observer: CallsObserver) -> None:
+        """Tell an observer of the forwards of the unit, from now on."""
+        if not isinstance(self.running, ObservedCalls):
+            self.running = ObservedCalls(unit, self.running)
+        self.running.observers.append(observer)
+
+    def leave(self, observer: CallsObserver) -> None:
+        """Tell an observer no longer."""
+        assert isinstance(self.running, ObservedCalls)
+        self.running.observers.remove(observer)
+        if not self.running.observers:
+            self.running = list(self.running)
 
     def lend(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Loan:
         """Let the innermost call have other tensors in the caller's containers."""
@@ -554,7 +615,7 @@ class Backward:
         self.order = None
 
 
-class Runtime:
+class Runtime(Observable):
     """State of a tree of units. The first unit that runs a forward becomes its root."""
 
     def __init__(self, root: Unit, units: list[Unit]) -> None:
@@ -1110,6 +1171,22 @@ class Runtime:
         self.forward_root = self.backward.callback = None
         self.failed = False
         self.context.phase = IDLE
+
+    observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {
+        "begin_forward": begin_forward,
+        "end_forward": end_forward,
+        "prefetch": _prefetch,
+        "arrive": arrive,
+        "depart": depart,
+        "close": _count_closed,
+        "reduce": reduce,
+        "end_backward": end_backward,
+        "end_reductions": end_reductions,
+        "wait_for_reductions": _wait_for_reductions,
+        "fail": fail,
+        "abandon_backward": abandon_backward,
+        "recover": recover,
+    }
 
 
 def enter(unit: Unit) -> None:

@@ -35,8 +35,8 @@ replicas of a plain model do. A forward or a backward that raises takes its writ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from fsdp2._base import events, torch_dtensor, torch_tensors
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import BACKWARD, IDLE
+from fsdp2._base.observing import Observable
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, Settings
 from fsdp2._base.torch_autograd import version_of
 from fsdp2._comm.consistency import Stamp
@@ -76,7 +77,7 @@ from fsdp2._param_group.registration import (
 )
 
 
-class ParamGroup:
+class ParamGroup(Observable):
     """One frozen layout, one mesh, and the state that its parameters share."""
 
     def __init__(
@@ -807,3 +808,14 @@ class ParamGroup:
         self.params.extend(state["params"])
         for param in self.params:
             param.registration = self.registration
+
+    observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {
+        "enroll": enroll,
+        "unshard": unshard,
+        "wait_for_unshard": wait_for_unshard,
+        "reshard": reshard,
+        "reshard_post_forward": reshard_post_forward,
+        "release_early": release_early,
+        "reduce": reduce,
+        "adopt": _adopt,
+    }

@@ -27,9 +27,10 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -604,6 +605,13 @@ class Reduction:
             flight.hold_back(packed_on)
         self._inputs = []
         self._flight = self._reduced = self._held = self._grads = None
+
+    launched_as: ClassVar[Mapping[Callable[..., Any], str]] = {
+        _reduce_scatter: "reduce_scatter",
+        _sum_replicas: "all_reduce",
+        _store: "store",
+    }
+    """What is launched in lanes, and what that is to an observer."""
 
 
 class ReductionQueue:

@@ -44,7 +44,7 @@ class Nowhere(Wire):
 
     def __init__(self, group: ParamGroup, watch: MemoryWatch, clock: Clock | None) -> None:
         super().__init__()
-        vars(self).update(vars(group.wire))
+        self.take_over(group.wire)
         self._group = group
         self._watch = watch
         self._clock = clock

@@ -24,7 +24,7 @@ from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import ConfigError, FSDPError
 from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.tree import Unit, Visit
+from fsdp2._engine.tree import Runtime, Unit, Visit
 from fsdp2._pages.content import KINDS
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._plan.clock import Clock, ComputeTime
@@ -51,6 +51,7 @@ class StepRun:
     def __init__(self, model: nn.Module, hardware: Hardware | None) -> None:
         self.model = model
         self.watch = MemoryWatch()
+        self._observed: set[Runtime] = set()
         self.clock = None if hardware is None else Clock(hardware)
         self.groups: list[ParamGroup] = groups_of(model)
         self._events: list[events.Event] = []
@@ -159,11 +160,22 @@ class StepRun:
                 handle.remove()
 
     def _enter_forward(self, unit: Unit, *_: Any) -> None:
-        runtime: Any = unit.runtime
-        if "arrive" not in vars(runtime):  # as soon as there is one: backward asks the object
-            runtime.arrive = functools.partial(self._arrive, runtime.arrive)
-            runtime.depart = functools.partial(self._depart, runtime.depart)
+        runtime = unit.runtime
+        assert runtime is not None
+        if runtime not in self._observed:
+            self._observed.add(runtime)
+            runtime.observe(self)
         self._enter(unit, runtime.context.phase)
+
+    def around(
+        self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Follow a backward into units and out of them."""
+        if kind == "arrive":
+            return self._arrive(call, *args)
+        if kind == "depart":
+            return self._depart(call, *args)
+        return call(*args, **kwargs)
 
     def _enter(self, unit: Unit, phase: str) -> None:
         self._running.append(f"{unit.fqn or '<root>'} {phase}")
@@ -174,9 +186,9 @@ class StepRun:
             self._running.pop()
         self._show()
 
-    def _arrive(self, arrive: Callable[..., None], visit: Visit, **how: Any) -> None:
+    def _arrive(self, arrive: Callable[..., None], visit: Visit, *how: Any) -> None:
         was_open = visit.opened_in
-        arrive(visit, **how)
+        arrive(visit, *how)
         if visit.opened_in != was_open:
             self._enter(visit.unit, events.BACKWARD)
 

@@ -17,16 +17,11 @@ from typing import Any
 
 import torch
 
-from fsdp2._comm.wire import InFlight
+from fsdp2._comm.wire import InFlight, ObservedFlight
 from fsdp2._param_group.reduce import Reducer, Reduction
 from fsdp2._param_group.registration import SHARDED_POST_FORWARD
 from fsdp2._record.ledger import Ledger, Row
 from fsdp2._record.memory import Entry
-from fsdp2._record.taps import HeardFlight
-
-LAUNCHES = {"_reduce_scatter": "reduce_scatter", "_sum_replicas": "all_reduce", "_store": "store"}
-"""What a reduction launches, by the names of its methods."""
-
 
 SMALLER = ',"collective":"all_gather","is_smaller":true'
 """Of an all-gather over the smaller mesh on which a group waits for its backward."""
@@ -86,8 +81,8 @@ class Flights:
         """Something of some model is launched: note it if it is ours, and a collective."""
         source = getattr(issue, "__self__", None)
         if isinstance(source, Reduction):
-            entry, name = self._by_reducer.get(source.owner), issue.__name__
-            kind = LAUNCHES.get(name, "store")
+            entry = self._by_reducer.get(source.owner)
+            kind = source.launched_as[issue.__func__]  # type: ignore[attr-defined]  # a bound method
         else:
             entry, kind, source = self.gathering, "all_gather", None
         is_host = self._ledger.clock.is_host
@@ -144,11 +139,11 @@ class Flights:
         flight = launch(after=after)
         self._note_buffers(entry, reduction, kind, flight)
         row = self._begin_row(entry, kind, begin, sum(b.nbytes for b in flight.buffers))
-        if flight._work is None:  # one rank, or a collective that is over when it returns
+        if not flight.runs:  # one rank, or a collective that is over when it returns
             self._ledger.end(row)
             return flight
         flown = Flown(self, kind, entry, row)
-        heard = HeardFlight(flight, flown)
+        heard = ObservedFlight(flight, flown)
         flown.flight = weakref.ref(heard)
         self._running[flown] = None
         return heard
@@ -170,7 +165,7 @@ class Flights:
             row = self._begin_row(entry, kind, timed.begin, nbytes)
             self._ledger.end(row, timed.end, ',"is_exact":true')
             flown = Flown(self, kind, entry, None)
-        return HeardFlight(flight, flown)
+        return ObservedFlight(flight, flown)
 
     def _note_buffers(
         self, entry: Entry, reduction: Reduction | None, kind: str, flight: InFlight

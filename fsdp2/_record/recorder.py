@@ -1,11 +1,11 @@
-"""``Recorder``: what taps hear of a model, as rows of a ledger.
+"""``Recorder``: what an observer hears of a model, as rows of a ledger.
 
 Owns what the model is doing right now: forwards and backwards of units, passes of roots, steps, and
 events of the engine. It must not know files, or how rows get their times.
 
 [Note: whose event]
-``events`` names units, and every model has a ``<root>``. So an event is taken only inside a tap of
-this model, and gets the name that the unit has in what ``record`` was given.
+``events`` names units, and every model has a ``<root>``. So an event is taken only inside of what
+this model does, and gets the name that the unit has in what ``record`` was given.
 
 [Note: what a step is]
 It begins with a root's forward that records a graph, and ends when the reductions of a backward
@@ -24,14 +24,18 @@ import torch
 
 from fsdp2._base import events, torch_autograd, torch_modules
 from fsdp2._base.events import FORWARD, Event
+from fsdp2._base.observing import Observable
 from fsdp2._comm.wire import Streams
 from fsdp2._engine.tree import EndOfBackward, Runtime, Unit, Visit
+from fsdp2._param_group.group import ParamGroup
 from fsdp2._record.flights import Flights
 from fsdp2._record.ledger import Ledger, Row
 from fsdp2._record.memory import Entry
-from fsdp2._record.taps import Taps
 
 RAISED = ',"raised":true'
+
+Do = Callable[..., Any]
+"""What an observed object does."""
 
 
 class Tree:
@@ -66,35 +70,52 @@ class Recorder:
         self._entries = entries
         self._ledger = ledger
         self._flights = Flights(ledger, {entry.group.reducer: entry for entry in entries})
-        self._taps = Taps()
+        self._observed: dict[Observable, None] = {}
+        self._unit_of: dict[ParamGroup, Unit] = {}
+        self._entry_of: dict[ParamGroup, Entry] = {}
+        self._of_runtimes: dict[str, Callable[..., Any]] = {
+            "begin_forward": self._around_begin_forward,
+            "end_forward": self._around_end_forward,
+            "prefetch": self._around_prefetch,
+            "arrive": self._around_arrive,
+            "close": self._around_close,
+            "reduce": self._around_reduce,
+            "end_backward": self._around_end_backward,
+            "end_reductions": self._around_end_reductions,
+            "wait_for_reductions": self._around_wait_for_reductions,
+            "fail": self._around_failure,
+            "abandon_backward": self._around_failure,
+            "recover": self._around_recover,
+        }
         self._trees: dict[Runtime, Tree] = {}
-        self._streams: set[Streams] = set()
         self._forwards: dict[Unit, list[Row | None]] = {unit: [] for unit in units}
         self._active: str | None = None  # the unit for which something is done
         self._entry: Entry | None = None  # the group that does it
         self._since: Any = None  # when the wait began that an event will tell of
 
     def start(self) -> None:
-        """Put the taps on. See [Note: taps] in ``taps``."""
-        put = self._taps.put
+        """Observe the model's units, groups and roots. See [Note: observers] in ``observing``."""
         for unit in self._units:
-            self._taps.hear_calls(unit, self)
+            unit.calls.observe(unit, self)
             self._forwards[unit] = [None] * len(unit.calls.running)
             self._meet(unit)
             for group in unit.own_groups:
-                put(group, "enroll", partial(self._around_enroll, unit))
+                self._unit_of[group] = unit
+                self._observe(group)
         for entry in self._entries:
             self._ledger.memory.look(entry)
-            put(entry.group, "unshard", partial(self._around_unshard, entry))
-            put(entry.group, "wait_for_unshard", partial(self._around_wait, entry))
-            for name in ("reshard", "reshard_post_forward", "release_early", "reduce", "_adopt"):
-                put(entry.group, name, partial(self._around_move, entry))
+            self._entry_of[entry.group] = entry
+            self._observe(entry.group)
         events.listeners.append(self._hear)
 
     def stop(self) -> None:
-        """Take the taps off; what has no end yet does not get one."""
+        """Observe nothing any more; what has no end yet does not get one."""
         events.listeners.remove(self._hear)
-        self._taps.remove_all()
+        for observed in self._observed:
+            observed.leave(self)
+        self._observed.clear()
+        for unit in self._units:
+            unit.calls.leave(self)
         self._flights.finish()
         for rows in self._forwards.values():
             while rows:
@@ -102,34 +123,45 @@ class Recorder:
         for tree in self._trees.values():
             self._end_all(tree)
 
-    def _meet(self, unit: Unit) -> None:
-        """Tap the root's runtime, if the unit has one already."""
-        runtime = unit.runtime
-        if runtime is None or runtime in self._trees:
-            return
-        name = self._names.get(runtime.root, "")
-        self._trees[runtime] = tree = Tree(name)
-        arounds: dict[str, Callable[..., Any]] = {
-            "begin_forward": self._around_begin_forward,
-            "end_forward": self._around_end_forward,
-            "_prefetch": self._around_prefetch,
-            "arrive": self._around_arrive,
-            "_count_closed": self._around_close,
-            "reduce": self._around_reduce,
-            "end_backward": self._around_end_backward,
-            "end_reductions": self._around_end_reductions,
-            "_wait_for_reductions": self._around_wait_for_reductions,
-            "fail": self._around_failure,
-            "abandon_backward": self._around_failure,
-            "recover": self._around_recover,
-        }
-        for method, around in arounds.items():
-            self._taps.put(runtime, method, partial(around, runtime, tree))
+    def _observe(self, source: Observable) -> None:
+        if source not in self._observed:
+            self._observed[source] = None
+            source.observe(self)
 
-    def _around_enroll(self, unit: Unit, enroll: Callable[..., Any], fqn: str) -> None:
-        """The tree is being attached: its first forward has just begun."""
-        enroll(fqn)
-        self._meet(unit)
+    def _meet(self, unit: Unit) -> None:
+        """Observe the root's runtime, if the unit has one already."""
+        runtime = unit.runtime
+        if runtime is not None and runtime not in self._trees:
+            self._trees[runtime] = Tree(self._names.get(runtime.root, ""))
+            self._observe(runtime)
+
+    def around(
+        self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Note what an observed object does."""
+        if isinstance(source, Streams):
+            return self._flights.around_launch(call, *args, **kwargs)
+        if kwargs:
+            call = partial(call, **kwargs)
+        if isinstance(source, Runtime):
+            around = self._of_runtimes.get(kind)
+            if around is None:
+                return call(*args)
+            return around(source, self._trees[source], call, *args)
+        if kind == "enroll":  # the tree is being attached: its first forward has just begun
+            call(*args)
+            unit = self._unit_of.get(source)
+            if unit is not None:
+                self._meet(unit)
+            return None
+        entry = self._entry_of.get(source)
+        if entry is None:
+            return call(*args)
+        if kind == "unshard":
+            return self._around_unshard(entry, call)
+        if kind == "wait_for_unshard":
+            return self._around_wait(entry, call)
+        return self._act(entry.name, entry, call, *args)
 
     # Events. See [Note: whose event].
 
@@ -165,7 +197,7 @@ class Recorder:
 
     # Groups.
 
-    def _act(self, name: str, entry: Entry | None, call: Callable[..., Any], *args: Any) -> Any:
+    def _act(self, name: str, entry: Entry | None, call: Do, *args: Any) -> Any:
         """Do something for a unit: what is heard meanwhile is about it."""
         flights = self._flights
         before = self._active, self._entry, flights.waiter
@@ -177,25 +209,20 @@ class Recorder:
             if entry is not None:
                 self._ledger.memory.look(entry)
 
-    def _around_move(self, entry: Entry, call: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        return self._act(entry.name, entry, partial(call, *args, **kw))
-
-    def _around_unshard(self, entry: Entry, unshard: Callable[..., Any]) -> None:
+    def _around_unshard(self, entry: Entry, unshard: Do) -> None:
         group, flights = entry.group, self._flights
         if group.gathering is not None or group.is_unsharded:  # nothing will be done
             unshard()
             return
         streams = group.context.streams
-        if streams not in self._streams:
-            self._streams.add(streams)
-            self._taps.put(streams, "launch", flights.around_launch)
+        self._observe(streams)
         before, flights.gathering = flights.gathering, entry
         try:
             self._act(entry.name, entry, unshard)
         finally:
             flights.gathering = before
 
-    def _around_wait(self, entry: Entry, wait: Callable[..., Any]) -> None:
+    def _around_wait(self, entry: Entry, wait: Do) -> None:
         if entry.group.is_unsharded:  # nothing to wait for
             wait()
             return
@@ -220,7 +247,7 @@ class Recorder:
             self._ledger.end(row, extra=extra, account=row.step.add_pass)
 
     def _around_begin_forward(
-        self, runtime: Runtime, tree: Tree, begin_forward: Callable[..., Any], unit: Unit
+        self, runtime: Runtime, tree: Tree, begin_forward: Do, unit: Unit
     ) -> None:
         ledger = self._ledger
         ledger.resolve()
@@ -236,23 +263,17 @@ class Recorder:
             tree.ran = True
         self._begin_pass(tree, FORWARD, begin)
 
-    def _around_end_forward(
-        self, runtime: Runtime, tree: Tree, end_forward: Callable[..., Any]
-    ) -> None:
+    def _around_end_forward(self, runtime: Runtime, tree: Tree, end_forward: Do) -> None:
         self._act(tree.name, None, end_forward)
         self._end_pass(tree)
 
-    def _around_end_backward(
-        self, runtime: Runtime, tree: Tree, end_backward: Callable[..., Any]
-    ) -> None:
+    def _around_end_backward(self, runtime: Runtime, tree: Tree, end_backward: Do) -> None:
         self._act(tree.name, None, end_backward)
         if runtime.forward_root is None and not tree.is_inside:  # else what is around it goes on
             self._end_pass(tree)
         self._end_step_if_over()
 
-    def _around_end_reductions(
-        self, runtime: Runtime, tree: Tree, end_reductions: Callable[..., Any]
-    ) -> None:
+    def _around_end_reductions(self, runtime: Runtime, tree: Tree, end_reductions: Do) -> None:
         is_late = tree.running is None  # the caller waits, after backward
         if is_late:
             self._begin_pass(tree, "backward")
@@ -298,9 +319,7 @@ class Recorder:
             self._ledger.end_step()
             self._ledger.writer.flush()
 
-    def _around_wait_for_reductions(
-        self, runtime: Runtime, tree: Tree, wait: Callable[..., Any]
-    ) -> None:
+    def _around_wait_for_reductions(self, runtime: Runtime, tree: Tree, wait: Do) -> None:
         self._flights.look()
         before, self._since = self._since, self._ledger.clock.now()
         try:
@@ -308,11 +327,11 @@ class Recorder:
         finally:
             self._since = before
 
-    def _around_recover(self, runtime: Runtime, tree: Tree, recover: Callable[..., Any]) -> None:
+    def _around_recover(self, runtime: Runtime, tree: Tree, recover: Do) -> None:
         self._end_all(tree)
         self._act(tree.name, None, recover)
 
-    def _around_failure(self, runtime: Runtime, tree: Tree, fail: Callable[..., Any]) -> None:
+    def _around_failure(self, runtime: Runtime, tree: Tree, fail: Do) -> None:
         self._act(tree.name, None, fail)
         self._end_all(tree)
         self._ledger.end_step(failed=True)
@@ -331,9 +350,7 @@ class Recorder:
 
     # Units: when their own code runs.
 
-    def _around_prefetch(
-        self, runtime: Runtime, tree: Tree, prefetch: Callable[..., Any], unit: Unit
-    ) -> None:
+    def _around_prefetch(self, runtime: Runtime, tree: Tree, prefetch: Do, unit: Unit) -> None:
         if unit not in self._names:  # above what is recorded
             prefetch(unit)
             return
@@ -376,30 +393,26 @@ class Recorder:
         self._end_raised(rows.pop() if rows else None)
 
     def _around_arrive(
-        self, runtime: Runtime, tree: Tree, arrive: Callable[..., Any], visit: Visit, **how: Any
+        self, runtime: Runtime, tree: Tree, arrive: Do, visit: Visit, *how: Any
     ) -> None:
         """Backward comes to a unit: if for the first time, its parameters are made whole."""
         number = runtime.backward.number
         if visit.opened_in == number:
-            arrive(visit, **how)
+            arrive(visit, *how)
             return
         self._ledger.round = number
         if tree.running is None:
             self._begin_pass(tree, "backward")
         unit = visit.unit
-        self._act(self._names.get(unit, unit.fqn), None, partial(arrive, **how), visit)
+        self._act(self._names.get(unit, unit.fqn), None, arrive, visit, *how)
         if visit.opened_in == number and unit in self._names:
             tree.backwards[visit] = self._begin_unit(unit, "backward")
 
-    def _around_close(
-        self, runtime: Runtime, tree: Tree, close: Callable[..., Any], visit: Visit
-    ) -> None:
+    def _around_close(self, runtime: Runtime, tree: Tree, close: Do, visit: Visit) -> None:
         row = tree.backwards.pop(visit, None)
         if row is not None:
             self._ledger.end(row)
         close(visit)
 
-    def _around_reduce(
-        self, runtime: Runtime, tree: Tree, reduce: Callable[..., Any], unit: Unit
-    ) -> None:
+    def _around_reduce(self, runtime: Runtime, tree: Tree, reduce: Do, unit: Unit) -> None:
         self._act(self._names.get(unit, unit.fqn), None, reduce, unit)

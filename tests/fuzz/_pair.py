@@ -205,6 +205,8 @@ class Pair:
         least: float = 1.0,
         rtol: float | None = None,
     ) -> None:
+        if bool(actual.isnan().all()) and bool(expected.isnan().all()):
+            return  # both went out of the range of half precision
         try:
             assert_same(actual, expected, what, self.rtol if rtol is None else rtol, least)
         except AssertionError as error:

@@ -1,18 +1,18 @@
-"""Lanes of rows, taps on objects, and the file of a rank."""
+"""Lanes of rows, observers of objects, and the file of a rank."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from fsdp2._base.errors import ConfigError
+from fsdp2._base.observing import Observable
 from fsdp2._record.rows import FORMAT, Writer, files_in, read_file, write_beside
-from fsdp2._record.taps import Taps
 from fsdp2._record.time_line import pieces_of
 
 
@@ -67,39 +67,46 @@ def test_a_wait_over_several_pieces() -> None:
     ]
 
 
-class Thing:
+class Thing(Observable):
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def act(self, what: str) -> str:
+    def _act(self, what: str) -> str:
         self.log.append(what)
         return what
 
+    observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"act": _act}
 
-def test_taps_come_and_go_in_any_order() -> None:
+
+class Around:
+    """Notes what it is around."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def around(self, kind: str, source: Any, call: Callable[..., Any], *args: Any) -> Any:
+        source.log.append(f"{self.name} before {kind}")
+        done = call(*args)
+        source.log.append(f"{self.name} after")
+        return done
+
+
+def test_observers_come_and_go_in_any_order() -> None:
+    """Only the object that is observed has anything in the place of its method."""
     thing, other = Thing(), Thing()
-
-    def around(name: str) -> Callable[..., Any]:
-        def run(act: Callable[..., str], what: str) -> str:
-            thing.log.append(f"{name} before")
-            done = act(what)
-            thing.log.append(f"{name} after")
-            return done
-
-        return run
-
-    first, second = Taps(), Taps()
-    first.put(thing, "act", around("first"))
-    second.put(thing, "act", around("second"))
-    assert thing.act("x") == "x"
-    assert thing.log == ["second before", "first before", "x", "first after", "second after"]
-    assert "act" not in vars(other)
-    first.remove_all()
+    first, second = Around("first"), Around("second")
+    thing.observe(first)
+    thing.observe(second)
+    assert thing._act("x") == "x"
+    before = ["second before act", "first before act"]
+    assert thing.log == [*before, "x", "first after", "second after"]
+    assert "_act" not in vars(other)
+    thing.leave(first)
     thing.log.clear()
-    thing.act("y")
-    assert thing.log == ["second before", "y", "second after"]
-    second.remove_all()
-    assert "act" not in vars(thing)
+    thing._act("y")
+    assert thing.log == ["second before act", "y", "second after"]
+    thing.leave(second)
+    assert "_act" not in vars(thing)
 
 
 def header(**more: Any) -> str:
