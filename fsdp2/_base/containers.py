@@ -101,9 +101,14 @@ class _Lent:
     def returned(self) -> Any:
         stands, original = self.stands, self.original
         is_cast = isinstance(original, torch.Tensor) and stands.dtype is not original.dtype
-        if is_cast and _version_of(stands) != self.version:
-            return stands.to(original.dtype)
-        return original
+        return stands.to(original.dtype) if is_cast and self._was_written else original
+
+    @property
+    def _was_written(self) -> bool:
+        """True if the forward updated a cast in place. In inference mode nothing counts that."""
+        if self.stands.is_inference():
+            return not torch.equal(self.stands, self.original.to(self.stands.dtype))
+        return _version_of(self.stands) != self.version
 
 
 def _version_of(value: Any) -> int:

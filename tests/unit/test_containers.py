@@ -204,6 +204,24 @@ class Converts(UserDict[str, Any]):
         super().__setitem__(key, value.clone())
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_cast_that_was_updated_in_place_is_given_back(mode: Any, is_written: bool) -> None:
+    """In the caller's dtype; a cast that was only read leaves the caller's tensor there."""
+    with mode():
+        original = torch.tensor([0.1, 0.7])
+        value = [original]
+        loan = Loan(lambda tensor: tensor.to(torch.bfloat16))
+        loan.exchange(value)
+        if is_written:
+            value[0].mul_(0.5)
+        loan.give_back()
+        assert (value[0] is original) is not is_written
+        assert value[0].dtype is torch.float32
+        if is_written:
+            assert value[0].tolist() == (original.to(torch.bfloat16) * 0.5).float().tolist()
+
+
 class Makes(UserDict[str, Any]):
     """Makes its items when it is asked for them."""
 
