@@ -73,10 +73,7 @@ def profile_event(event: Event) -> None:
 
 
 def follow(listener: Listener, wanted: bool) -> None:
-    """Add or remove a standing listener, so that it is there exactly when ``wanted``.
-
-    Who calls this often asks ``listener in listeners`` first.
-    """
+    """Add or remove a standing listener, so that it is there exactly when ``wanted``."""
     if wanted != (listener in listeners):
         if wanted:
             listeners.append(listener)
