@@ -339,7 +339,11 @@ class Agreement:
 
     def _stand_in(self, expected: Operation, number: int) -> None:
         """Issue what the others may be issuing, with a stamp that says what this rank wants."""
-        output = self._wait(number, self.send_stamp(expected, number))
+        try:
+            sent = self.send_stamp(expected, number)
+        except ReferenceError as error:  # its group is gone here, and others may wait in it
+            raise self.lose(number, error) from error
+        output = self._wait(number, sent)
         start, axis = expected.stamp, expected.over.axis
         if expected.kind == "gather":
             self.compare(number, numbers_in(output, start, axis), axis)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -177,6 +178,26 @@ def test_another_number_in_place_of_what_was_predicted() -> None:
         agreement.before(third)
     assert agreement.stood_in_for == [first]
     assert agreement.recent[-1] == first, "what was issued, not what was wanted"
+
+
+def test_a_process_group_that_is_gone_where_others_may_wait_in_it() -> None:
+    """Nothing can be sent there in place of what they expect: the error is that of a lost rank."""
+
+    class Gone(Over):
+        @property
+        def axis(self) -> MeshAxis:
+            raise ReferenceError("the process group is gone")
+
+    class Standing(Recorded):
+        def _stand_in(self, expected: Operation, number: int) -> None:
+            Agreement._stand_in(self, dataclasses.replace(expected, over=Gone(axis_of(2))), number)
+
+    agreement = Standing()
+    first, second, third = knowing(agreement)
+    for number in (first, second) * (CONTEXT + 2):
+        agreement.before(number)
+    with pytest.raises(StateError, match=r"unit 2 .*did not take part.*group is gone"):
+        agreement.before(third)
 
 
 def test_a_retired_operation_is_not_expected_again() -> None:
