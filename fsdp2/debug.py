@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from fsdp2._agreement.agreement import SAME_ON_EVERY_RANK
 from fsdp2._api.settings import refuse_during_step, sharded_units
 from fsdp2._base import torch_autograd, torch_compiler
 from fsdp2._base.arguments import check_count, check_flag, check_process_group
 from fsdp2._base.errors import ConfigError, StateError, coded
-from fsdp2._comm.consistency import SAME_ON_EVERY_RANK
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._comm.wire import Wire

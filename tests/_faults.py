@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         "agreement-never-uncertain",
-        "fsdp2/_comm/predictions.py",
+        "fsdp2/_agreement/predictions.py",
         "Predictions.learn",
         """
         if known == UNCERTAIN:
@@ -264,7 +264,7 @@ FAULTS = [
     Fault(
         "extension-failure-of-one-parameter-unsaid",
         "fsdp2/_param_group/extension.py",
-        "ExtensionTail.pack",
+        "ExtensionTail.write",
         "any(item.error is not None for item in self.items)",
         "all(item.error is not None for item in self.items)",
         "Where a group has two extended parameters and fsdp_pre_all_gather of one fails in a later step, no rank raises: all go on with what happened to be in the buffer.",

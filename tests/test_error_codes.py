@@ -23,7 +23,7 @@ OF_OTHERS = {
     ("_pickles.py", "AttributeError"): "Python's own words: a module without that name",
     ("_base/policy.py", "FrozenInstanceError"): "the words of a frozen dataclass",
     ("_commands.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
-    ("_comm/consistency.py", "ReferenceError"): "becomes FS401",
+    ("_agreement/agreement.py", "ReferenceError"): "becomes FS401",
     ("_engine/torch_view.py", "AttributeError"): "has FS910",
     ("_record/format.py", "ValueError"): "becomes FS914",
     ("_record/rows.py", "ValueError"): "becomes FS914",

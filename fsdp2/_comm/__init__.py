@@ -1,1 +1,1 @@
-"""What ranks exchange: meshes, collectives, streams, and how ranks agree."""
+"""What ranks exchange: meshes, collectives, streams."""

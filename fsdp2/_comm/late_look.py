@@ -1,7 +1,7 @@
 """What a device has seen of other ranks, told to the host without a wait.
 
 Owns the copies of stamps, one a step, and when they are looked at. It must not know what a stamp
-says: whoever has one compares. See [Note: agreement] in ``consistency``.
+says: whoever has one compares. See [Note: agreement] in ``_agreement.agreement``.
 """
 
 from __future__ import annotations

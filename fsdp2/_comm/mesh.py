@@ -39,7 +39,7 @@ class MeshAxis:
 
     ``whole``: the axis whose ranks agree on what is sent over this one, which has some or all of
     them; None: the ranks of this one do. See [Note: several groups of some ranks] in
-    ``consistency``.
+    ``_agreement.agreement``.
     """
 
     name: str

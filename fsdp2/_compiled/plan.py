@@ -190,7 +190,7 @@ class TracedPlan:
 
     def _reduce_piece(self, positions: tuple[int, ...], counts: int) -> ReducePiece:
         shards = [self.shards[position] for position in positions]
-        layout = ReduceLayout.plan(positions, shards, self.size, self.reduce_dtype)
+        layout = ReduceLayout.plan(positions, shards, self.size, self.reduce_dtype, len(positions))
         return ReducePiece(layout, positions, counts)
 
     def _least_nbytes(self, items: Sequence[GatherItem]) -> int:

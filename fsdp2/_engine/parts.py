@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from fsdp2._agreement.operation_ids import STAMP_NUMEL
+from fsdp2._agreement.stamp import Stamp
 from fsdp2._base import torch_autograd, torch_compiler, torch_modes
-from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh, MeshAxis
-from fsdp2._comm.operation_ids import STAMP_NUMEL
 from fsdp2._comm.wire import Streams, Wire
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
@@ -298,7 +298,7 @@ class PartExchange:
                 work.wait()
             except RuntimeError as error:
                 if stamp is not None:
-                    raise stamp.lost(error) from error
+                    raise stamp.failed(error) from error
                 raise
         values: list[float] = joined.tolist()
         if stamp is not None and stamp.is_checked and values[numel:] != code:

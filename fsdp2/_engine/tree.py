@@ -717,8 +717,7 @@ class Runtime(Observable):
     def _looks(self) -> tuple[LateLook, ...]:
         """Return what looks later at what ranks sent along; nothing does on a CPU."""
         if self._known_looks[0] != LateLook.count:
-            stamps = [stamp for group in self._groups for stamp in group.ids.all]
-            looks = dict.fromkeys(stamp.look for stamp in stamps if stamp.look is not None)
+            looks = dict.fromkeys(look for group in self._groups for look in group.ids.looks)
             self._known_looks = LateLook.count, tuple(looks)
         return self._known_looks[1]
 
@@ -1143,8 +1142,7 @@ class Runtime(Observable):
         self.context.streams.pending = self.backward.began_manual = None
         if events.listeners:
             events.emit("recover", self.root.fqn, self.context.phase)
-        stamps = [stamp for group in self._groups for stamp in group.ids.all]
-        broken = next((s.broken for s in stamps if s.broken is not None), None)
+        broken = next((g.ids.broken for g in self._groups if g.ids.broken is not None), None)
         if broken is not None:  # what is in flight may never end
             self.fail()
             for group in self._groups:

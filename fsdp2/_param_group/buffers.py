@@ -8,18 +8,44 @@ views of another one, whose memory comes and goes. It must not know states or mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import string_at
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fsdp2._base import torch_tensors
-from fsdp2._comm.consistency import Stamp
+from fsdp2._base.errors import StateError
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.wire import InFlight, Wire
 from fsdp2._param_group import packing
 from fsdp2._param_group.layout import GatherLayout, Packed, align
 from fsdp2._param_group.param import Span
+
+
+class Tail(Protocol):
+    """What travels behind the parameters, in an item of its own at the end of the layout."""
+
+    @property
+    def numel(self) -> int:
+        """Elements that each rank sends."""
+
+    def expect(self, dtype: torch.dtype) -> None:
+        """What is sent, or its dtype, is another one from now on."""
+
+    def write(self, row: Tensor) -> None:
+        """Fill this rank's row ``[numel]``."""
+
+    def landing(self, rows: Tensor) -> Tensor:
+        """Return where the rows of all ranks land: these bytes, or others."""
+
+    def before(self) -> None:
+        """A gather is about to be issued."""
+
+    def arrived(self) -> None:
+        """The rows of all ranks are there."""
+
+    def failed(self, error: Exception) -> StateError:
+        """Return the error for a gather that failed."""
 
 
 class Landing:
@@ -51,7 +77,7 @@ class ShardBuffer:
         device: where the buffer is kept.
         compute: where it is gathered; None: where it is kept.
         pinned: keep it in pinned memory.
-        stamp: what the last item of the layout holds; None if it is a parameter like the others.
+        tail: what the last item of the layout holds; None if it is a parameter like the others.
         is_freed: the owner resizes the buffer's storage, so shards must be views of it.
     """
 
@@ -64,11 +90,11 @@ class ShardBuffer:
         compute: torch.device | None = None,
         pinned: bool = False,
         is_freed: bool = False,
-        stamp: Stamp | None = None,
+        tail: Tail | None = None,
     ) -> None:
         self.layout = layout
         self.axis = axis
-        self.stamp = stamp
+        self.tail = tail
         self.flat = torch.zeros(
             layout.shard_nbytes, dtype=torch.uint8, device=device, pin_memory=pinned
         )
@@ -84,23 +110,18 @@ class ShardBuffer:
         self._zero_copy: list[Tensor] = []  # where those land that travel by themselves
         self._inputs: list[Tensor] = []  # what each collective sends, if nothing is cast
         self._landing: Landing | None = None
-        self._seen, self._expected = self.flat[:0], b""  # all ranks' stamps, as bytes
-        self._code: Tensor | None = None  # the stamp on the device of the shards
-        self.tail_nbytes = 0  # bytes that extended parameters add to what each rank sends
+        # bytes that extended parameters add to what each rank sends: an open tail, of any size
+        self.open_tail_nbytes = 0
         self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
         self._is_one_cast = (
             layout.casts and len(layout.segments) == 1 and not layout.items[0].shard.is_replicated
         )
         self._views = None if self._is_away else self._views_of(self.flat)
 
-    def write_stamp(self) -> None:
-        """Put the stamp behind the parameters, where the all-gather takes it along."""
-        if self.stamp is not None and not self.flat.is_meta:
-            code = self._code
-            if code is None:  # kept: to bring it to a device lets the host wait
-                code = torch.tensor(self.stamp.code, dtype=torch.float32, device=self.flat.device)
-                self._code = code
-            self.shards[-1].copy_(code)
+    def write_tail(self) -> None:
+        """Put the tail behind the parameters, where the all-gather takes it along."""
+        if self.tail is not None and not self.flat.is_meta:
+            self.tail.write(self.shards[-1])
 
     def span(self, index: int) -> Span:
         """Say where the shard of an item lies."""
@@ -108,18 +129,13 @@ class ShardBuffer:
         nbytes = item.shard.padded_numel * item.storage_dtype.itemsize
         return Span(self.flat, self.layout.shard_offsets[index], nbytes)
 
-    def take_stamp(self) -> None:
-        """Send and expect the number that the stamp has now."""
-        if self.stamp is not None:
-            self._code = None
-            # shards over a smaller mesh have no memory now: the stamp is written with them
+    def renew_tail(self) -> None:
+        """Send and expect what the tail says now."""
+        if self.tail is not None:
+            self.tail.expect(self.layout.items[-1].compute_dtype)
+            # shards over a smaller mesh have no memory now: the tail is written with them
             if self.flat.untyped_storage().nbytes():
-                self.write_stamp()
-            code = torch.tensor(self.stamp.code, dtype=torch.float32, device="cpu")
-            code = code.to(self.layout.items[-1].compute_dtype)
-            self._expected = bytes(code.view(torch.uint8).tolist()) * self.axis.size
-            if self.stamp.seen is not None:
-                self._look_late()
+                self.write_tail()
 
     def bind(self, full: Tensor) -> None:
         """Let gathered shards land in a full buffer, which has its memory now."""
@@ -129,40 +145,33 @@ class ShardBuffer:
         self._apart = (layout.packed, targets[: len(layout.packed.order)])
         self._replicated = packing.gather_targets(full, layout, layout.replicated)
         self._zero_copy = packing.gather_targets(full, layout, layout.zero_copy)
-        last = len(layout.items) - 1
-        if self.stamp is not None and full.is_cpu:
-            start = layout.full_offsets[-1]
-            self._seen = full[start : start + self.axis.size * layout.padded_nbytes(last)]
-        elif self.stamp is not None and not full.is_meta:
-            targets[layout.whole.order.index(last)] = self._look_late()
-            self._apart = (layout.packed, targets[: len(layout.packed.order)])
-
-    def _look_late(self) -> Tensor:
-        """Return where a device leaves the stamps of all ranks, ``[W, C]`` in wire dtype."""
-        assert self.stamp is not None
-        layout, last = self.layout, len(self.layout.items) - 1
-        dtype = layout.items[last].compute_dtype
-        seen = self.stamp.look_late(layout.padded_nbytes(last) // dtype.itemsize, dtype)
-        return seen.view(torch.uint8).view(layout.wire_dtype)
+        if self.tail is not None:
+            last, start = len(layout.items) - 1, layout.full_offsets[-1]
+            rows = full[start : start + self.axis.size * layout.padded_nbytes(last)]
+            landing = self.tail.landing(rows)
+            if landing is not rows:
+                landing = landing.view(layout.wire_dtype)
+                targets[layout.whole.order.index(last)] = landing
+                self._apart = (layout.packed, targets[: len(layout.packed.order)])
 
     def gathers_zero_copy(self, wire: Wire) -> bool:
         """True if a gather writes to the full buffer, which then must have its memory."""
-        return bool(self._zero_copy) and self.tail_nbytes == 0 and wire.gathers_zero_copy
+        return bool(self._zero_copy) and self.open_tail_nbytes == 0 and wire.gathers_zero_copy
 
     def sent_numels(self, wire: Wire) -> list[int]:
         """Elements in wire dtype that a rank sends in each collective."""
         layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
-        if self.tail_nbytes or not layout.zero_copy or not wire.gathers_zero_copy:
+        if self.open_tail_nbytes or not layout.zero_copy or not wire.gathers_zero_copy:
             return [self.sent_nbytes // itemsize]
         sizes = [layout.packed_nbytes, *(layout.padded_nbytes(index) for index in layout.zero_copy)]
         return [size // itemsize for size in sizes]
 
     @property
     def sent_nbytes(self) -> int:
-        """Bytes that a rank sends; ``tail_nbytes`` of them are not planned here."""
-        if self.tail_nbytes == 0:
+        """Bytes that a rank sends; ``open_tail_nbytes`` of them are not planned here."""
+        if self.open_tail_nbytes == 0:
             return self.layout.gather_nbytes
-        return align(self.layout.gather_nbytes) + self.tail_nbytes
+        return align(self.layout.gather_nbytes) + self.open_tail_nbytes
 
     def unpack(self, gathered: Tensor, sent: Tensor, _tail: Tensor | None = None) -> None:
         """Copy gathered shards into the full buffer.
@@ -179,13 +188,8 @@ class ShardBuffer:
             packing.unpack(gathered, self.layout, packed, targets)
         if self._replicated:
             packing.unpack_replicated(sent, self.layout, self._replicated)
-        stamp = self.stamp
-        if stamp is None or stamp.seen is not None:
-            return
-        if string_at(self._seen.data_ptr(), len(self._expected)) == self._expected:
-            return  # a fifth of the instructions of torch.equal
-        dtype = self.layout.items[-1].compute_dtype
-        stamp.check(self._seen.view(dtype).view(self.axis.size, -1))
+        if self.tail is not None:
+            self.tail.arrived()
 
     @property
     def _is_away(self) -> bool:
@@ -208,8 +212,8 @@ class ShardBuffer:
         """Issue the all-gather of every padded shard: zero-copy ones into the full buffer.
 
         The buffers of the result are ``[W, C]`` in wire dtype and this rank's send buffer. With
-        ``write_tail``, which fills ``tail_nbytes`` more bytes to send, what was gathered of these
-        follows, ``[W, tail_nbytes]``.
+        ``write_tail``, which fills ``open_tail_nbytes`` more bytes to send, what was gathered of
+        these follows, ``[W, open_tail_nbytes]``.
         """
         layout, axis, flat = self.layout, self.axis, self.flat
         if self._views is None:
@@ -235,7 +239,7 @@ class ShardBuffer:
         if axis.size == 1 or self._wire_numel == 0:
             rows = sent.expand(axis.size, -1)
             return InFlight((rows, kept))
-        lost = None if self.stamp is None else self.stamp.lost
+        failed = None if self.tail is None else self.tail.failed
         if self._way is self._together:
             gathered = self._landing_for(sent, wire)
             if gathered is None:
@@ -249,7 +253,7 @@ class ShardBuffer:
             pairs = list(zip([gathered, *self._zero_copy], inputs, strict=True))
             work = wire.all_gather_each(pairs if inputs[0].numel() else pairs[1:], axis, async_op)
         rows = gathered if gathered.dim() == 2 else gathered.view(axis.size, -1)
-        return InFlight((rows, kept), work, lost)
+        return InFlight((rows, kept), work, failed)
 
     def _landing_for(self, sent: Tensor, wire: Wire) -> Tensor | None:
         """Return where a collective of ours gathers on a CPU; None: somewhere new."""
@@ -292,7 +296,7 @@ class ShardBuffer:
         """Send the flat part and a tail behind it, as bytes, in one all-gather."""
         axis, nbytes = self.axis, self.layout.gather_nbytes
         start = align(nbytes)
-        sent = torch.empty(start + self.tail_nbytes, dtype=torch.uint8, device=flat.device)
+        sent = torch.empty(start + self.open_tail_nbytes, dtype=torch.uint8, device=flat.device)
         sent[:nbytes].copy_(flat.view(-1).view(torch.uint8))
         write_tail(sent[start:])
         work, gathered = None, sent
@@ -300,9 +304,9 @@ class ShardBuffer:
             gathered, sent = wire.stage(sent, axis)
             work = wire.all_gather(gathered, sent, axis, async_op)
         rows = gathered.view(axis.size, -1)
-        lost = None if self.stamp is None else self.stamp.lost
+        failed = None if self.tail is None else self.tail.failed
         buffers = (rows[:, :nbytes].view(self.layout.wire_dtype), kept, rows[:, start:])
-        return InFlight(buffers, work, lost)
+        return InFlight(buffers, work, failed)
 
 
 class FullBuffer:

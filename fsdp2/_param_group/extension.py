@@ -583,7 +583,7 @@ class ExtensionTail:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def prepare(self) -> None:
+    def before(self) -> None:
         """Ask every shard what to send. See [Note: sizes of extensions].
 
         Collective until sizes are agreed on.
@@ -632,7 +632,7 @@ class ExtensionTail:
                 raise item.error
 
     @torch.no_grad()
-    def pack(self, tail: Tensor) -> None:
+    def write(self, tail: Tensor) -> None:
         """Write what this rank sends into ``tail``, bytes."""
         for item in self.items:
             item.pack(tail, self._data.shard.rank)
@@ -643,7 +643,7 @@ class ExtensionTail:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def unpack(self, gathered: Tensor) -> None:
+    def arrived(self, gathered: Tensor) -> None:
         """Make the unsharded parameters of ``[W, nbytes]`` gathered bytes.
 
         Raises:
@@ -673,7 +673,7 @@ class ExtensionTail:
         )
 
     def free(self) -> None:
-        """Free what was gathered; the next ``unpack`` fills it again."""
+        """Free what was gathered; the next gather fills it again."""
         for item in self.items:
             item.free()
 

@@ -74,14 +74,9 @@ class GradientBuffer:
                 self._copies.append((local, view))
             self._grads.append(as_gradient(local, param))
         self.only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
-        self.stamps = torch.empty(
-            0, dtype=torch.float32, device="cpu"
-        )  # in that, if it is the only one
         self._outputs: list[Tensor] = []
-        if self.only is not None:
-            self.stamps = self.only[layout.stamp_start :]
-            if layout.zero_copy:
-                self._outputs = list(self.only.split(layout.output_sizes))
+        if self.only is not None and layout.zero_copy:
+            self._outputs = list(self.only.split(layout.output_sizes))
         self._storages = [flat.untyped_storage() for flat in self._flats.values()]
         self._storages += [copied.untyped_storage() for copied, _ in self._copies]
         self._storages += [summed.untyped_storage() for summed, _ in self._sums]

@@ -41,6 +41,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fsdp2._agreement.collective_ids import CollectiveIds
+from fsdp2._agreement.operation_ids import Signature
+from fsdp2._agreement.stamp import Stamp
 from fsdp2._base import events, torch_dtensor, torch_tensors
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError, StateError
@@ -48,14 +51,11 @@ from fsdp2._base.events import BACKWARD, IDLE
 from fsdp2._base.observing import Observable
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, Settings
 from fsdp2._base.torch_autograd import version_of
-from fsdp2._comm.consistency import Stamp
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._comm.operation_ids import Signature
 from fsdp2._comm.wire import InFlight, StepContext, Streams, Wire
 from fsdp2._param_group import optimizer_steps, packing
 from fsdp2._param_group.adoption import Source, own_rows, own_sources, source_of
 from fsdp2._param_group.buffers import FullBuffer, PostForward, ShardBuffer
-from fsdp2._param_group.collective_ids import CollectiveIds
 from fsdp2._param_group.early_release import EarlyRelease
 from fsdp2._param_group.extension import (
     ExtensionTail,
@@ -313,7 +313,7 @@ class ParamGroup(Observable):
             device,
             compute=self.device if self.residence.is_away else None,
             pinned=self.residence.is_pinned and device.type == "cpu",
-            stamp=self.ids.gather if len(layout.items) > len(self._flat_params) else None,
+            tail=self.ids.gather if len(layout.items) > len(self._flat_params) else None,
         )
         self._register_ids(buffer)
         if self._full is not None:
@@ -363,16 +363,17 @@ class ParamGroup(Observable):
             for param in self._flat_params
         ]
         sizes = () if self.post_forward.mesh is None else (self.post_forward.mesh.shard.size,)
-        return self._stamped(items, self.data.shard.size, sizes, self.ids.gather)
+        return self._with_tail(items, self.data.shard.size, sizes, self.ids.gather)
 
-    def _stamped(
+    def _with_tail(
         self, items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None
     ) -> GatherLayout:
         """Plan a layout with room for a stamp, if there is one, behind the parameters."""
         zero_copy = self.wire.zero_copy_nbytes
         layout = GatherLayout.plan(items, size, others, zero_copy)
-        if stamp is not None and layout.stamp_item is not None:
-            layout = GatherLayout.plan([*items, layout.stamp_item], size, others, zero_copy)
+        tail = None if stamp is None else layout.tail_item(stamp.numel)
+        if tail is not None:
+            layout = GatherLayout.plan([*items, tail], size, others, zero_copy)
         return layout
 
     def _register_ids(self, buffer: ShardBuffer) -> None:
@@ -380,8 +381,9 @@ class ParamGroup(Observable):
 
         Nothing of it is on its way. What extended parameters send is agreed on elsewhere.
         """
-        layout, stamp = buffer.layout, buffer.stamp
-        if stamp is None:
+        layout, ids = buffer.layout, self.ids
+        stamp = ids.gather if buffer.axis is self.data.shard else ids.gather_smaller
+        if stamp is None or buffer.tail is None:
             return
         sent = [(item.shard.signature, item.compute_dtype) for item in layout.items]
         numels, dtype = buffer.sent_numels(self.wire), layout.wire_dtype
@@ -390,8 +392,8 @@ class ParamGroup(Observable):
         stamp.update_signature(
             Signature(sent, len(numels) - 1, (dtype, dtype), is_custom, tensors=tensors)
         )
-        buffer.take_stamp()
-        if buffer.tail_nbytes or not self._tail.items:
+        buffer.renew_tail()
+        if buffer.open_tail_nbytes or not self._tail.items:
             seen_as = layout.items[-1].compute_dtype
             start = layout.send_offsets[-1] // seen_as.itemsize
             stamp.register(self.wire, numels, dtype, seen_as, start)
@@ -439,9 +441,9 @@ class ParamGroup(Observable):
             for placement, param in zip(placements, self.params, strict=True)
         ]
         stamp = self.ids.gather_smaller
-        layout = self._stamped(items, smaller.shard.size, (self.data.shard.size,), stamp)
+        layout = self._with_tail(items, smaller.shard.size, (self.data.shard.size,), stamp)
         stamp = stamp if len(layout.items) > len(items) else None
-        buffer = ShardBuffer(layout, smaller.shard, self.device, is_freed=True, stamp=stamp)
+        buffer = ShardBuffer(layout, smaller.shard, self.device, is_freed=True, tail=stamp)
         self.post_forward.buffer = buffer
         self._register_ids(buffer)
         for param, placement, local in zip(self.params, placements, buffer.shards, strict=False):
@@ -567,8 +569,8 @@ class ParamGroup(Observable):
         if events.listeners:
             nbytes = source.axis.size * source.sent_nbytes
             events.emit("unshard", self.fqn, self.context.phase, nbytes)
-        if source.stamp is not None:
-            source.stamp.before()
+        if source.tail is not None:
+            source.tail.before()
         wire = self.reducer.wire
         if source.layout.zero_copy and source.gathers_zero_copy(wire):
             assert self._full is not None
@@ -585,11 +587,11 @@ class ParamGroup(Observable):
         """Issue the all-gather with the tail of the extended parameters."""
         buffer, tail = self.home_buffer, self._tail
         assert buffer is not None
-        tail.prepare()
-        if buffer.tail_nbytes != tail.nbytes:
-            buffer.tail_nbytes = tail.nbytes
+        tail.before()
+        if buffer.open_tail_nbytes != tail.nbytes:
+            buffer.open_tail_nbytes = tail.nbytes
             self._register_ids(buffer)
-        return buffer.gather(wire, async_op, tail.pack)
+        return buffer.gather(wire, async_op, tail.write)
 
     @property
     def _source(self) -> ShardBuffer:
@@ -621,7 +623,7 @@ class ParamGroup(Observable):
         try:
             source.unpack(*buffers)
             if self._tail.items:
-                self._tail.unpack(buffers[2])
+                self._tail.arrived(buffers[2])
                 self.reducer.see_dtypes()
         except BaseException:  # ranks differ, or an extension raised
             self.context.streams.retire("gather", buffers)
@@ -736,7 +738,7 @@ class ParamGroup(Observable):
             for param, item, shard in zip(self.params, layout.items, waiting.shards, strict=False):
                 whole = torch_dtensor.local_part(param.unsharded.detach())  # type: ignore[union-attr]  # planned
                 shard.copy_(packing.shard_of(whole, item.shard, waiting.axis.rank))
-            waiting.write_stamp()
+            waiting.write_tail()
         self.context.streams.order_after_compute("gather")
         self.registration.move(SHARDED_POST_FORWARD, self.fqn)
         self._give_up_full()

@@ -22,8 +22,6 @@ from operator import itemgetter
 
 import torch
 
-from fsdp2._comm.operation_ids import GATHER_STAMP_NUMEL, STAMP_NUMEL
-
 ALIGN_NBYTES = 16
 """Start of a dtype segment, and of every unsharded parameter, in its flat buffer."""
 
@@ -137,12 +135,12 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class GatherItem:
-    """One parameter, or a stamp, as the gather layout needs it."""
+    """One parameter, or a tail behind them all, as the gather layout needs it."""
 
     shard: ShardLayout
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
-    is_stamp: bool = False
+    is_tail: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ class GatherLayout:
         is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
 
         is_zero_copy = [
-            not item.is_stamp and item.shard.goes_alone(item.compute_dtype, zero_copy_nbytes)
+            not item.is_tail and item.shard.goes_alone(item.compute_dtype, zero_copy_nbytes)
             for item in items
         ]
 
@@ -320,11 +318,10 @@ class GatherLayout:
         """What is not sent at all."""
         return tuple(i for i in self.order if self.items[i].shard.is_replicated)
 
-    @cached_property
-    def stamp_item(self) -> GatherItem | None:
-        """A padded shard for the stamp beside the widest sharded ones; None without any.
+    def tail_item(self, numel: int) -> GatherItem | None:
+        """A tail of so many elements, beside the widest sharded items; None without any of these.
 
-        Without any item at all (they are extended) it is one of bytes.
+        Without any item at all (parameters are extended) it is one of bytes.
         """
         if self.size == 1 or (self.items and self.gather_nbytes == 0):
             return None
@@ -332,8 +329,8 @@ class GatherLayout:
         if self.items:
             first = self.items[self.order[0]]
             dtypes = first.storage_dtype, first.compute_dtype
-        shard = ShardLayout((self.size * GATHER_STAMP_NUMEL,), (1,), 0, self.size)
-        return GatherItem(shard, *dtypes, is_stamp=True)
+        shard = ShardLayout((self.size * numel,), (1,), 0, self.size)
+        return GatherItem(shard, *dtypes, is_tail=True)
 
     def has_full_of(self, other: GatherLayout) -> bool:
         """True if unsharded parameters lie in the full buffer as they do in another layout's."""
@@ -371,8 +368,7 @@ class ReduceLayout:
     a packed input ``[W, packed_numel]`` of ``wire_dtype``. In that a parameter sharded on ``dim``
     travels with that dim first. A replicated one travels whole in each rank's row; a small one in a
     *slot* for each rank, so that all ranks add up the same values in the same order, and replicas
-    stay equal to the bit. Then come ``len(members)`` elements that count, for each member, how many
-    ranks had a gradient for it, and a stamp for each process group that the buffer crosses.
+    stay equal to the bit. Behind them comes a tail, of which a layout knows where it starts.
     """
 
     size: int
@@ -393,7 +389,7 @@ class ReduceLayout:
         shards: Sequence[ShardLayout],
         size: int,
         dtype: torch.dtype,
-        stamps: int = 0,
+        tail_numel: int = 0,
         wire_dtype: torch.dtype | None = None,
         zero_copy_nbytes: int | None = None,
     ) -> ReduceLayout:
@@ -433,7 +429,7 @@ class ReduceLayout:
             zero_copy=tuple(zero_copy),
             packed_start=packed_start,
             tail_start=end,
-            numel=end + len(members) + stamps * STAMP_NUMEL,
+            numel=end + tail_numel,
         )
 
     def width(self, position: int) -> int:
@@ -455,11 +451,6 @@ class ReduceLayout:
     def packed_numel(self) -> int:
         """Elements of a row of the packed input."""
         return self.numel - self.packed_start
-
-    @cached_property
-    def stamp_start(self) -> int:
-        """Offset of the first stamp, behind the participation counts."""
-        return self.tail_start + len(self.members)
 
     @cached_property
     def nbytes(self) -> int:

@@ -28,7 +28,6 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import string_at
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -37,14 +36,14 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
+from fsdp2._agreement.collective_ids import CollectiveIds
+from fsdp2._agreement.operation_ids import Signature
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._comm.operation_ids import STAMP_NUMEL, Signature
 from fsdp2._comm.wire import GradientScale, InFlight, StepContext, Streams, Wire
 from fsdp2._param_group import gradients
-from fsdp2._param_group.collective_ids import CollectiveIds
 from fsdp2._param_group.gradients import GradientBuffer, local_gradient
 from fsdp2._param_group.layout import ReduceLayout
 from fsdp2._param_group.param import FSDPParam
@@ -110,7 +109,6 @@ class Reducer:
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
         self.scale = GradientScale(1.0, 1.0)
-        self.joined_codes = b""  # the bytes that the stamps of all ranks add up to
         # reductions leave out the replicas, and have other numbers meanwhile
         self._is_partial = False
         self.unreduced = Unreduced()
@@ -139,9 +137,8 @@ class Reducer:
 
     def erase_stamps(self) -> None:
         """Drop the stamps of gradients that wait: the next reduction has other ones."""
-        layout, partial = self._layout, self.unreduced.partial
-        if layout is not None and partial is not None:
-            partial[layout.stamp_start :] = 0
+        if self.unreduced.partial is not None:
+            self.ids.reductions.erase(self.unreduced.partial)
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
@@ -180,12 +177,12 @@ class Reducer:
             shards,
             size,
             dtype,
-            len(self.ids.reductions),
+            len(members) + self.ids.reductions.numel,
             wire_dtype,
             self.wire.zero_copy_nbytes if as_it_is and self.wire.scatters_zero_copy else None,
         )
         is_renumbered = self._number(layout)
-        codes = [value for stamp in self.ids.reductions for value in stamp.code]
+        codes = self.ids.reductions.codes
         complete = gradients.tail(codes, layout, grad_dtype, self._residence.compute)
         self._buffer = None
         if self.unreduced.partial is not None:
@@ -213,19 +210,14 @@ class Reducer:
             (self._params[i].fqn, shard.shape)
             for i, shard in zip(layout.members, layout.shards, strict=True)
         )
-        changed = [False]
-        for stamp in self.ids.reductions:
-            sent = layout.wire_dtype if stamp.kind == "reduce" else layout.dtype
-            signature = Signature(
-                members,
-                len(layout.zero_copy),
-                (sent, layout.dtype),
-                scatter is not None,
-                self._is_partial,
-                tensors,
-            )
-            changed.append(stamp.update_signature(signature))
-        return any(changed)
+
+        def signature_of(is_scatter: bool) -> Signature:
+            sent = layout.wire_dtype if is_scatter else layout.dtype
+            dtypes, is_custom = (sent, layout.dtype), scatter is not None
+            alone, is_partial = len(layout.zero_copy), self._is_partial
+            return Signature(members, alone, dtypes, is_custom, is_partial, tensors)
+
+        return self.ids.reductions.number(signature_of)
 
     def prepare(self, settings: Settings) -> ReducePlan:
         """Return the plan, with the scale that the settings ask for."""
@@ -241,10 +233,10 @@ class Reducer:
             layout = plan.layout
             self.scale = scale = self.scale_for(layout.wire_dtype, settings)
             joined = 1.0 if scale.op == ReduceOp.AVG else self.data.size * scale.before
-            scaled_codes = [code * joined for code in plan.codes]
-            codes = torch.tensor(scaled_codes, dtype=layout.dtype, device="cpu")
-            self.joined_codes = bytes(codes.view(torch.uint8).tolist())
-            self._tell_stamps(layout)
+            stamps, sent_as = self.ids.reductions, layout.wire_dtype
+            stamps.expect(plan.codes, joined, layout.dtype, layout.numel)
+            *zero_copy, packed = layout.output_sizes
+            stamps.register(self.wire, [packed, *zero_copy], sent_as, scale.op)
         return plan
 
     def scale_for(self, dtype: torch.dtype, settings: Settings) -> GradientScale:
@@ -259,23 +251,12 @@ class Reducer:
         if not self._number(layout):
             return plan
         self.erase_stamps()
-        codes = [value for stamp in self.ids.reductions for value in stamp.code]
+        codes = self.ids.reductions.codes
         complete = self._completes.get(tuple(codes))  # to make one lets a device's host wait
         if complete is None:
             complete = gradients.tail(codes, layout, plan.grad_dtype, self._residence.compute)
             self._completes[tuple(codes)] = complete
         return replace(plan, codes=codes, complete=complete)
-
-    def _tell_stamps(self, layout: ReduceLayout) -> None:
-        """Say how reductions travel: a reduce-scatter in parts, an all-reduce in one."""
-        for position, stamp in enumerate(self.ids.reductions):
-            start = layout.stamp_start + position * STAMP_NUMEL
-            numels, sent_as = [layout.numel], layout.dtype
-            if stamp.kind == "reduce":
-                start -= layout.packed_start
-                *zero_copy, packed = layout.output_sizes
-                numels, sent_as = [packed, *zero_copy], layout.wire_dtype
-            stamp.register(self.wire, numels, sent_as, layout.dtype, start, self.scale.op)
 
     def begin_sums(self, settings: Settings) -> None:
         """See in which dtypes autograd adds up the gradients of the backward that may follow.
@@ -318,9 +299,9 @@ class Reducer:
         if missing:
             absent = [position for position, grad in enumerate(grads) if grad is None]
             behind = gradients.tail_without(behind, absent, layout)
-        if self.data.shard.size > 1 and self.ids.reductions:
+        if self.data.shard.size > 1:
             # Before the wire is asked for memory: what ranks may have to send first asks, too.
-            self.ids.reductions[0].before()
+            self.ids.reductions.before()
         inputs = self._inputs_of(grads, behind, layout, is_mixed)
         look = missing > 0 and not settings.reduce_unused and self.hook is None
         return Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
@@ -491,15 +472,14 @@ class Reduction:
         else:
             sent = packed.view(-1)
             work = owner.wire.reduce_scatter(self._reduced, sent, scale.op, axis, async_op)
-        lost = owner.ids.reductions[0].lost if owner.ids.reductions else None
-        return InFlight((*self._inputs, self._reduced), work, lost)
+        return InFlight((*self._inputs, self._reduced), work, owner.ids.reductions.failed)
 
     def advance(self) -> None:
         """Issue the all-reduce over the replicate axis, if there is one."""
         if self._data.replicate.size == 1:
             return
-        if self._all_reduce and self.owner.ids.reductions:
-            self.owner.ids.reductions[-1].before()
+        if self._all_reduce:
+            self.owner.ids.reductions.before_sum()
         self._flight = self._streams.launch("all_reduce", self._sum_replicas, after=self._flight)
 
     def _sum_replicas(self) -> InFlight:
@@ -511,15 +491,14 @@ class Reduction:
             owner.unreduced.partial = None
         reduced = self._reduced
         if not self._all_reduce:
-            self._check(reduced)
+            owner.ids.reductions.arrived(reduced)
             owner.keep_partial(reduced.clone() if self._is_borrowed else reduced)
             self._reduced = None
             return InFlight((reduced,))
         work = owner.wire.all_reduce(
             reduced, self._scale.op, self._data.replicate, self._streams.async_op
         )
-        lost = owner.ids.reductions[-1].lost if owner.ids.reductions else None
-        return InFlight((reduced,), work, lost)
+        return InFlight((reduced,), work, owner.ids.reductions.failed_sum)
 
     def free_if_done(self) -> None:
         """Drop the local gradients now if the reduce-scatter has ended. On a CPU."""
@@ -540,34 +519,16 @@ class Reduction:
         reduced, owner, layout = self._reduced, self.owner, self._plan.layout
         if reduced is None:
             return InFlight(())
-        self._check(reduced)
+        owner.ids.reductions.arrived(reduced)
         if owner.hook is not None:
             owner.hook(reduced[: layout.tail_start])
         if self._scale.after != 1.0:
             reduced.mul_(self._scale.after)
         if self._look:
-            counts = reduced[layout.tail_start : layout.stamp_start]
+            counts = reduced[layout.tail_start :][: len(layout.members)]
             self._counts = counts.to("cpu", non_blocking=True)
         self._grads = self._buffer.fill(reduced)
         return InFlight((reduced,))
-
-    def _check(self, reduced: Tensor) -> None:
-        """See that every rank reduced this group. See [Note: agreement]."""
-        stamps = self.owner.ids.reductions
-        if not stamps or not reduced.is_cpu:  # a device's gathers tell, later
-            return
-        seen = self._stamps_in(reduced)
-        joined = self.owner.joined_codes
-        if string_at(seen.data_ptr(), len(joined)) == joined or not stamps[0].is_checked:
-            return
-        for position, stamp in enumerate(stamps):
-            # Not equal is no error yet: sums over several backwards are not.
-            stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
-
-    def _stamps_in(self, reduced: Tensor) -> Tensor:
-        """View the stamps behind reduced values ``[numel]``, which may lie in the buffer."""
-        buffer = self._buffer
-        return buffer.stamps if reduced is buffer.only else reduced[self._plan.layout.stamp_start :]
 
     def _deliver(self) -> None:
         """Set or add the gradients; where nobody had one, leave what is there."""
@@ -587,11 +548,10 @@ class Reduction:
             self._flight.wait()
         if self._grads is not None:
             self._deliver()
-        stamps, reduced = self.owner.ids.reductions, self._reduced
+        reduced = self._reduced
         self._drop()
-        if reduced is not None and not reduced.is_cpu and stamps and self._sums_replicas:
-            seen = self._stamps_in(reduced)
-            stamps[-1].see_sum(seen[-STAMP_NUMEL:])  # gathers tell nothing of replicas
+        if reduced is not None and self._sums_replicas:
+            self.owner.ids.reductions.arrived_late(reduced)
 
     def abandon(self) -> None:
         """Free the buffers once nothing uses them; gradients that are not set by then never are."""

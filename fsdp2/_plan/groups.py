@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fsdp2._agreement.operation_ids import GATHER_STAMP_NUMEL, STAMP_NUMEL
 from fsdp2._base import torch_dtensor
-from fsdp2._comm.operation_ids import STAMP_NUMEL
 from fsdp2._param_group.buffers import ShardBuffer
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import GatherItem, GatherLayout
@@ -19,11 +19,12 @@ from fsdp2._plan.values import GroupPlan, ParamPlan
 def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
     """Return the layout of a buffer with the numbers that real ranks send along."""
     layout, smaller = buffer.layout, group.post_forward.mesh
-    if layout.stamp_item is None or buffer.stamp is not None:
+    tail = layout.tail_item(GATHER_STAMP_NUMEL)
+    if tail is None or buffer.tail is not None:
         return layout
     others = () if smaller is None else (smaller.shard.size,)
     zero_copy = group.wire.zero_copy_nbytes
-    return GatherLayout.plan([*layout.items, layout.stamp_item], layout.size, others, zero_copy)
+    return GatherLayout.plan([*layout.items, tail], layout.size, others, zero_copy)
 
 
 def describe(group: ParamGroup) -> GroupPlan:

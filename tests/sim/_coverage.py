@@ -46,7 +46,7 @@ ON_A_CPU = {
 ABSENT_ON_A_CPU = ("host_read",)  # None there
 PRESENT_ON_A_CPU = ("_views",)
 CLASSES = {  # whose methods a CPU never enters
-    "_comm/consistency.py": ("Follower",),
+    "_agreement/agreement.py": ("Follower",),
     "_comm/late_look.py": ("LateLook",),
     "_comm/wire.py": ("DeviceStreams",),
     "_comm/symmetric.py": ("SymmetricMemoryAllGather",),

@@ -394,7 +394,7 @@ FAULTS = [
     SimFault(
         "extension-tells-the-host-each-time",
         "fsdp2/_param_group/extension.py",
-        "ExtensionTail.unpack",
+        "ExtensionTail.arrived",
         "capabilities(self._device).is_host",
         "self.items",
         "The host reads in each gather whether an extension failed, and waits for that.",

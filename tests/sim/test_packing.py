@@ -22,7 +22,7 @@ SHAPES = [(13, 29), (29,), (7, 29), (7,)]
 def count_kernels(size: int, kind: str) -> None:
     """Pack gradients of a rank of ``size``, and compare values and the count of operations."""
     shards = [ShardLayout(shape, torch.empty(shape).stride(), 0, size) for shape in SHAPES]
-    layout = ReduceLayout.plan(range(4), shards, size, torch.float32)
+    layout = ReduceLayout.plan(range(4), shards, size, torch.float32, 4)
     grads: list[Tensor | None] = [torch.randn(shape) for shape in SHAPES]
     if kind == "permuted":
         grads[0] = torch.randn(29, 13).t()

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2._base.errors import StateError
-from fsdp2._comm.consistency import GAVE_UP, RENEWED, Agreement, Operation, Over, Sent, Stamp
-from fsdp2._comm.mesh import MeshAxis
-from fsdp2._comm.operation_ids import DTYPES as SENT
-from fsdp2._comm.operation_ids import (
+from fsdp2._agreement.agreement import GAVE_UP, RENEWED, Agreement, Operation, Over, Sent
+from fsdp2._agreement.operation_ids import DTYPES as SENT
+from fsdp2._agreement.operation_ids import (
     GATHER_STAMP_NUMEL,
     NUMBER_BITS,
     STAMP_BITS,
@@ -26,7 +24,10 @@ from fsdp2._comm.operation_ids import (
     number_of,
     number_of_digits,
 )
-from fsdp2._comm.predictions import CONTEXT, LONG_RUN, Predictions
+from fsdp2._agreement.predictions import CONTEXT, LONG_RUN, Predictions
+from fsdp2._agreement.stamp import Stamp
+from fsdp2._base.errors import StateError
+from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.wire import Wire
 
 NUMBERS = [1, 2, 3, 255, 256, 1000, (1 << STAMP_BITS) - 1]

@@ -243,7 +243,7 @@ def test_a_cast_halves_what_is_sent() -> None:
 def test_reduce_layout_places_members_behind_each_other(group: list[Spec], size: int) -> None:
     shards = [spec.over(size) for spec in group]
     members = [2 * position for position in range(len(group))]
-    layout = ReduceLayout.plan(members, shards, size, torch.float32)
+    layout = ReduceLayout.plan(members, shards, size, torch.float32, len(members))
     end = 0
     for position, (shard, start) in enumerate(zip(layout.shards, layout.offsets, strict=True)):
         assert start == end

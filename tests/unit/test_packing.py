@@ -218,7 +218,9 @@ def test_reduced_gradients_are_chunks_of_the_sum(
     shards = [spec.over(size) for spec in group]
     members = range(len(group))
     zero_copy = zero_copy if grad_dtype == reduce_dtype else None
-    layout = ReduceLayout.plan(members, shards, size, reduce_dtype, zero_copy_nbytes=zero_copy)
+    layout = ReduceLayout.plan(
+        members, shards, size, reduce_dtype, len(members), zero_copy_nbytes=zero_copy
+    )
     grads = [
         [whole_numbers(spec.shape, grad_dtype, 100 * rank + i) for i, spec in enumerate(group)]
         for rank in range(size)
@@ -248,7 +250,7 @@ def test_reduced_gradients_are_chunks_of_the_sum(
 
 @given(specs(differentiable=True), rank_counts)
 def test_gradient_views_share_the_buffers_memory(spec: Spec, size: int) -> None:
-    layout = ReduceLayout.plan([0], [spec.over(size)], size, torch.float32)
+    layout = ReduceLayout.plan([0], [spec.over(size)], size, torch.float32, 1)
     for rank in range(size):
         reduced = torch.zeros(layout.numel)
         gradients.gradient_view(reduced, layout, 0, rank).fill_(1.0)
@@ -259,7 +261,7 @@ def test_gradient_views_share_the_buffers_memory(spec: Spec, size: int) -> None:
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_gradients_of_any_stride_are_packed_alike(dim: int) -> None:
     spec = Spec((5, 7, 3), (2, 0, 1), dim, torch.float32, torch.float32)
-    layout = ReduceLayout.plan([0], [spec.over(4)], 4, torch.float32)
+    layout = ReduceLayout.plan([0], [spec.over(4)], 4, torch.float32, 1)
     grad = whole_numbers(spec.shape, torch.float32, 1)
     strided = torch.empty_strided(grad.shape, spec.over(4).stride).copy_(grad)
     assert not strided.is_contiguous()
@@ -275,7 +277,7 @@ def test_gradients_of_any_stride_are_packed_alike(dim: int) -> None:
 def test_packing_leaves_nothing_unwritten_and_pads_with_zeros() -> None:
     """Padding is summed and scaled too: garbage there could overflow."""
     spec = Spec((13, 3), (0, 1), 0, torch.float32, torch.float32)
-    layout = ReduceLayout.plan([0], [spec.over(4)], 4, torch.float32)
+    layout = ReduceLayout.plan([0], [spec.over(4)], 4, torch.float32, 1)
     packed = pack([torch.ones(13, 3)], layout, torch.float32)
     assert packed.sum() == 13 * 3 + 4
     assert packed[3].tolist() == [1.0] * 3 + [0.0] * 9 + [1.0]

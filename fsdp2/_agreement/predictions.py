@@ -1,7 +1,7 @@
 """What follows what in a program that repeats itself, learned from what it did.
 
 Owns the guesses, which are the same on all ranks as long as what the ranks did is. Operations are
-numbers here. See [Note: agreement] in ``consistency``.
+numbers here. See [Note: agreement] in ``agreement``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The stamps of one group: which of its collectives carry one, and when they get their numbers.
 
 Owns the choice, and what the stamps have in common. It must not know how a collective travels: the
-owners of buffers tell each stamp (``Stamp.register``). See [Note: agreement] in ``consistency``.
+owners of buffers tell each stamp (``Stamp.register``). See [Note: agreement] in ``agreement``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import weakref
 
 import torch
 
+from fsdp2._agreement.stamp import ReductionStamps, Stamp
 from fsdp2._base import torch_modes
-from fsdp2._comm.consistency import Stamp
+from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 
 
@@ -23,13 +24,23 @@ class CollectiveIds:
         self._fqn: str | None = None  # None: no numbers yet, see enroll
         self.gather = self.make(data.shard, "gather")  # None: ranks see nothing of each other there
         self.gather_smaller: Stamp | None = None  # between forward and backward
-        self.reductions: tuple[Stamp, ...] = ()  # of the reduce-scatter, then of the all-reduce
+        self.reductions = ReductionStamps()
         self.renew_reductions(data)
 
     @property
     def all(self) -> list[Stamp]:
-        stamps = [self.gather, self.gather_smaller, *self.reductions]
+        stamps = [self.gather, self.gather_smaller, *self.reductions.all]
         return [stamp for stamp in stamps if stamp is not None]
+
+    @property
+    def looks(self) -> list[LateLook]:
+        """What looks later at what the group sends; nothing does on a CPU."""
+        return [stamp.look for stamp in self.all if stamp.look is not None]
+
+    @property
+    def broken(self) -> str | None:
+        """Why nothing can be sent any more; None if all is well."""
+        return next((stamp.broken for stamp in self.all if stamp.broken is not None), None)
 
     def covers(self, axis: MeshAxis) -> bool:
         """True if ranks can see what others send over an axis."""
@@ -50,10 +61,10 @@ class CollectiveIds:
 
     def renew_reductions(self, data: DataMesh) -> None:
         """Number the group's reductions over the axes of ``data`` from now on."""
-        for stamp in self.reductions:
+        for stamp in self.reductions.all:
             stamp.retire()
         made = [self.make(data.shard, "reduce"), self.make(data.replicate, "all_reduce")]
-        self.reductions = tuple(stamp for stamp in made if stamp is not None)
+        self.reductions = ReductionStamps([stamp for stamp in made if stamp is not None])
 
     def enroll(self, fqn: str) -> None:
         """Take numbers, which every rank does in the same order, and a name for errors."""

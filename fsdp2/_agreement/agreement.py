@@ -1,7 +1,8 @@
 """Ranks issue the same collectives in the same order, or every one of them gets an error.
 
 Owns, for each axis of ranks, the numbers of the operations on it, what followed what so far, and
-the check. It must not know parameters, groups or hooks.
+what happens where something else follows: ranks exchange numbers, stand in for what others issue,
+or give up. It must not know parameters, groups or hooks. A steady step does not enter this file.
 
 [Note: agreement]
 Two ranks that gather different blocks of one size would mix them silently; of different sizes, gloo
@@ -64,26 +65,19 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from fsdp2._base import torch_autograd, torch_comm, torch_modes
-from fsdp2._base.errors import StateError
-from fsdp2._comm.backend_words import known_of
-from fsdp2._comm.late_look import LateLook
-from fsdp2._comm.mesh import MeshAxis
-from fsdp2._comm.operation_ids import (
+from fsdp2._agreement.operation_ids import (
     DIFFERENCES,
     GATHER_STAMP_NUMEL,
-    NAMES,
     NUMBER_BITS,
     STAMP_BITS,
     STAMP_NUMEL,
     TRAIT_BITS,
     NamedShape,
-    Signature,
     code_of,
     describe_tensors,
     describe_trait,
@@ -93,11 +87,16 @@ from fsdp2._comm.operation_ids import (
     number_of_digits,
     stamp_of,
 )
-from fsdp2._comm.predictions import CONTEXT, UNCERTAIN, Predictions, Recent
+from fsdp2._agreement.predictions import CONTEXT, UNCERTAIN, Predictions, Recent
+from fsdp2._base import torch_autograd, torch_comm, torch_modes
+from fsdp2._base.errors import StateError
+from fsdp2._comm.backend_words import known_of
+from fsdp2._comm.late_look import LateLook
+from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.wire import Wire
 
-NO_NUMBER = -2
 GAVE_UP = 0
+"""The number of a rank that issues nothing more."""
 LAST_WORDS = 4
 """How many operations a rank that gives up goes on with; more than others leave unchecked."""
 SAME_ON_EVERY_RANK = (
@@ -224,6 +223,14 @@ class Sent:
     work: Any
 
 
+class Member(Protocol):
+    """What has a number here, and its neighbours, which may have theirs in other agreements."""
+
+    def beside(self) -> Iterable[Member]: ...
+
+    def give_up(self, why: str, word: int) -> Follower | None: ...
+
+
 class Agreement:
     """What the ranks of one axis did, and what they expect of each other."""
 
@@ -242,7 +249,7 @@ class Agreement:
         self.recent: tuple[int, ...] = (UNCERTAIN,) * CONTEXT
         self.is_silent = False
         self.broken: str | None = None
-        self.stamps: weakref.WeakSet[Stamp] = weakref.WeakSet()
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.late: LateLook | None = None  # what looks at the stamps of a device, a step late
         self._last_words: list[Sent] = []
         # operations that are issued in place of another one, with what came before each
@@ -496,9 +503,9 @@ class Agreement:
     def _give_up_everywhere(self, why: str, word: int) -> StateError:
         """Send nothing any more, and let ranks that wait for this one, here or elsewhere, know."""
         elsewhere = word >> 2 * NUMBER_BITS << 2 * NUMBER_BITS  # other operations have the numbers
-        stamps = [other for own in self.stamps for other in own.beside()]
+        members = [other for own in self.members for other in own.beside()]
         followers = [self.give_up(why, word)]
-        followers += [stamp.give_up(why, elsewhere) for stamp in stamps]
+        followers += [member.give_up(why, elsewhere) for member in members]
         for follower in followers:
             if follower is not None:
                 follower.finish()
@@ -607,162 +614,6 @@ class Follower:
 
 
 _unanswered: list[Sent] = []
-
-
-class Stamp:
-    """The number of one operation of one group, and the check of those that came back.
-
-    ``group`` refers weakly to a function that returns all stamps of the group: who gives up on one
-    gives up on all.
-    """
-
-    def __init__(
-        self,
-        axis: MeshAxis,
-        kind: str,
-        group: weakref.ref[Callable[[], Iterable[Stamp]]] | None = None,
-        device: torch.device = HOST,
-    ) -> None:
-        self.axis = axis
-        self.kind = kind
-        self.device = device  # whose memory it is in
-        self.seen: Tensor | None = None  # where a device leaves the stamps of all ranks, as bytes
-        self._agreement = agreement_of(axis)
-        self.number = NO_NUMBER
-        self.name = ""
-        self.tensors: tuple[NamedShape, ...] = ()
-        self.operation: Operation | None = None  # as it was registered
-        self.code = [0.0] * len(stamp_of(kind, NO_NUMBER))
-        self._group = group
-        self._agreement.stamps.add(self)
-
-    def beside(self) -> Iterable[Stamp]:
-        """Return all stamps of the group, as long as it lives."""
-        stamps = None if self._group is None else self._group()
-        return () if stamps is None else stamps()
-
-    def enroll(self, fqn: str) -> None:
-        """Take a number, and a name for errors. Ranks enroll the same operations in one order."""
-        self.name = f"{fqn or '<root>'} ({NAMES[self.kind]})"
-        self.number = self._agreement.number(self.name)
-        self.code = stamp_of(self.kind, self.number)
-
-    def update_signature(self, signature: Signature) -> bool:
-        """Number the operation by its traits, too; return whether the number is another one."""
-        before = self.number
-        if before != NO_NUMBER:
-            own = before % (1 << NUMBER_BITS)
-            self._agreement.tensors[own] = self.tensors = signature.tensors
-            self.number = own | signature.bits << NUMBER_BITS
-            self.code = stamp_of(self.kind, self.number)
-        return self.number != before
-
-    def register(
-        self,
-        wire: Wire,
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        seen_as: torch.dtype,
-        start: int,
-        reduction: Any = None,
-    ) -> None:
-        """Say how the operation travels; see ``Operation``."""
-        if self.number == NO_NUMBER:
-            return
-        self.operation = Operation(
-            self.number,
-            self.kind,
-            tuple(numels),
-            dtype,
-            seen_as,
-            start,
-            weakref.ref(wire),
-            Over(self.axis),
-            reduction,
-            wire.is_custom,
-            self.device,
-        )
-        self._agreement.register(self.operation)
-
-    def before(self) -> None:
-        """Make sure that every rank is about to issue this operation. See [Note: agreement]."""
-        agreement, number = self._agreement, self.number
-        recent = agreement.recent
-        if agreement.predicted.get(recent) == number:  # what is certain takes no other call
-            agreement.recent = (*recent[1:], number)
-        elif number != NO_NUMBER:
-            if not agreement.knows(number):
-                self._come_back()
-            agreement.before(number, self.device)
-
-    def _come_back(self) -> None:
-        """Make the operation known again, if it was idle for so long that it was forgotten."""
-        if self.operation is not None and self.operation.number == self.number:
-            own = fields_of(self.number)[0]
-            self._agreement.names[own] = self.name
-            self._agreement.tensors[own] = self.tensors
-            self._agreement.register(self.operation)
-
-    def retire(self) -> None:
-        """No rank issues this operation again."""
-        self._agreement.retire(self.number)
-
-    @property
-    def is_checked(self) -> bool:
-        return self.number != NO_NUMBER and not self._agreement.is_silent
-
-    def look_late(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return where a device's gather leaves the stamps ``[W, numel]``; look at it later."""
-        expected = torch.zeros(self.axis.size, numel, dtype=dtype, device=HOST)
-        expected[:, : len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
-        if self.seen is None or self.seen.dtype is not dtype:
-            self.seen = torch.empty_like(expected, device=self.device)
-        self.seen.copy_(expected)  # until a gather brings others
-        self._agreement.look_late().add(self, expected)
-        return self.seen
-
-    def check(self, seen: Tensor) -> None:
-        """Look at the stamps ``[W, n]`` that came with a gather and are not all this one's."""
-        if not self.is_checked:
-            return
-        numbers = [number_of_digits(row) for row in seen.tolist()]
-        self._agreement.compare(self.number, numbers, self.axis)
-
-    def check_sum(self, seen: Tensor, number: int | None = None) -> None:
-        """Look at the sum of the stamps ``[n]`` of a reduction, which is not this one's.
-
-        ``number``: what this one's was, if it has changed since.
-        """
-        if self.is_checked:
-            known = self.number if number is None else number
-            self._agreement.compare_sum(known, seen.tolist(), self.axis)
-
-    @property
-    def look(self) -> LateLook | None:
-        """What looks later at the stamps over the axis; None: nothing has to."""
-        return self._agreement.late
-
-    def see_sum(self, total: Tensor) -> None:
-        """Look at the sum of the stamps of a device's reduction later: the last one of a step."""
-        self._agreement.look_late().see_sum(self, self.number, total)
-
-    def silence(self, is_silent: bool) -> bool:
-        """Switch checks of the process group off (or on); return whether they were off before."""
-        before, self._agreement.is_silent = self._agreement.is_silent, is_silent
-        return before
-
-    @property
-    def broken(self) -> str | None:
-        """Why nothing can be sent any more; None if all is well."""
-        return self._agreement.broken
-
-    def lost(self, error: Exception) -> StateError:
-        """Return the error for a collective that failed."""
-        return self._agreement.lose(self.number, error)
-
-    def give_up(self, why: str, word: int = GAVE_UP) -> Follower | None:
-        """Let ranks that wait for this one know that it does not go on."""
-        return self._agreement.give_up(why, word)
 
 
 _agreements: weakref.WeakKeyDictionary[Any, Agreement] = weakref.WeakKeyDictionary()

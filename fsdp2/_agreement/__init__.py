@@ -1,0 +1,1 @@
+"""How ranks find out, without a wait, that they do the same things in the same order."""
