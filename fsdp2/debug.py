@@ -216,7 +216,8 @@ def without_communication(
     wires = {group: group.wire for group in groups}
     for group, wire in wires.items():
         group.reshard()
-        group.wire = _NoWire(wire, gathers, reductions)
+        group.reducer.wire = _NoWire(wire, gathers, reductions)
+        group.rewire()
     stamps = [(stamp, stamp.silence(True)) for group in groups for stamp in group.ids.all]
     try:
         yield
@@ -226,7 +227,8 @@ def without_communication(
                 unit.runtime.recover_if_failed()
         for group, wire in wires.items():
             group.reshard()
-            group.wire = wire
+            group.reducer.wire = wire
+            group.rewire()
         for stamp, was_silent in reversed(stamps):
             stamp.silence(was_silent)
 

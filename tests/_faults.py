@@ -372,10 +372,10 @@ FAULTS = [
     ),
     Fault(
         "zero-grad-forgets-half-reduced",
-        "fsdp2/_param_group/group.py",
-        "ParamGroup.zero_grad",
-        "unreduced.is_waiting or unreduced.is_owed or optimizer_steps.may_be_unreduced(self)",
-        "unreduced.is_owed or optimizer_steps.may_be_unreduced(self)",
+        "fsdp2/_api/module.py",
+        "_zero_grad",
+        "unreduced.is_waiting or unreduced.is_owed or optimizer_steps.may_be_unreduced(group)",
+        "unreduced.is_owed or optimizer_steps.may_be_unreduced(group)",
         "HSDP: gradients of a backward under set_requires_all_reduce(False) survive model.zero_grad() and are added to those of the next backward that all-reduces.",
         near=("behaviour/test_accumulation.py",),
     ),
@@ -426,8 +426,8 @@ FAULTS = [
     ),
     Fault(
         "writes-of-a-forward-lost",
-        "fsdp2/_param_group/group.py",
-        "ParamGroup._write_back",
+        "fsdp2/_param_group/planning.py",
+        "Buffers.write_back",
         "shard.copy_(rows)",
         "shard.copy_(shard)",
         "A forward that clamps its weight, or an embedding with max_norm: the write is gone when the unit is resharded.",
@@ -769,11 +769,12 @@ FAULTS = [
         "Runtime.recover",
         """
         for group in unit.groups:
-            group.forget_step()
+            group.reducer.discard()
+            group.registration.forget_stand_ins()
         """,
         """
         for group in unit.groups:
-            group.forget_stand_ins()
+            group.registration.forget_stand_ins()
         """,
         "Unreduced gradients of a backward that raised (or that reset_iter_state() was to drop) are added to those of the next step.",
         near=("behaviour/test_recovery.py",),

@@ -31,7 +31,9 @@ from fsdp2._engine.between_steps import (
 from fsdp2._engine.step import call_module
 from fsdp2._engine.torch_view import register_torch_state, torch_state
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, unit_of
+from fsdp2._param_group import optimizer_steps
 from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.registration import SHARDED
 
 COMPOSABLE_NAME = "fully_shard"
 
@@ -192,7 +194,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         known = own.runtime.units if own.runtime is not None and own.is_root else None
         for unit in units_in(self, recurse=True) if known is None else known:
             for group in unit.own_groups:
-                group.zero_grad(set_to_none)
+                _zero_grad(group, set_to_none)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters (not those of units below it).
@@ -358,3 +360,18 @@ class UnshardHandle(torch_modules.UnshardHandle):
         for group in groups:
             if group.registration.is_held:
                 group.wait_for_unshard()
+
+
+def _zero_grad(group: ParamGroup, set_to_none: bool) -> None:
+    """Clear sharded gradients that are not registered, and those that wait for a reduction."""
+    unreduced = group.reducer.unreduced
+    if unreduced.is_waiting or unreduced.is_owed or optimizer_steps.may_be_unreduced(group):
+        group.reducer.discard()
+    if group.registration.state is SHARDED:
+        return
+    for param in group.params:
+        if param.sharded.grad is not None:
+            if set_to_none:
+                param.sharded.grad = None
+            else:
+                param.sharded.grad.zero_()

@@ -39,6 +39,7 @@ from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.memory_budget import overlap_for
 from fsdp2._engine.tree import Unit, unit_of
 from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.param import check_unused
 
 
 def own_unit(module: object) -> Unit:
@@ -374,7 +375,8 @@ class ControlSurface:
         """
         flag = _flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for group in groups_in(self, recurse):
-            group.check_unused(dataclasses.replace(group.settings, reduce_unused=flag))
+            changed = dataclasses.replace(group.settings, reduce_unused=flag)
+            check_unused(group.params, changed, group.policy)
         configure(self, recurse, reduce_unused=flag)
 
     def set_all_reduce_hook(
@@ -506,7 +508,7 @@ class ControlSurface:
         check_flag("set_separate_reduce_scatter_group", "enable", enable)
         with operation("set_separate_reduce_scatter_group"), carrying():
             for group in groups_in(self, recurse):
-                group.separate_reductions(enable)
+                group.reducer.separate(enable)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True

@@ -228,7 +228,9 @@ class FunctionalStep:
                 axis for group in groups for axis in (group.data.shard, group.data.replicate)
             )
             try:
-                self._agreement.reach(self._units[0].unit.fqn, gathered, axes, groups[0].device)
+                self._agreement.reach(
+                    self._units[0].unit.fqn, gathered, axes, groups[0].residence.compute
+                )
             except StateError as error:
                 self._refused = error  # the compiler wraps what a backend raises
                 raise
@@ -388,11 +390,11 @@ def check_group(group: ParamGroup, name: str) -> None:
     elif group.reducer.hook is not None:
         found = "an all-reduce hook was set"
     elif any(
-        axis.pg is not None and torch_comm.is_gloo(axis.pg, group.device.type)
+        axis.pg is not None and torch_comm.is_gloo(axis.pg, group.residence.compute.type)
         for axis in (group.data.shard, group.data.replicate)
-        if group.device.type != "cpu"
+        if group.residence.compute.type != "cpu"
     ):
-        found = f"gloo has no functional collectives for memory of {group.device}"
+        found = f"gloo has no functional collectives for memory of {group.residence.compute}"
     elif any(param.placement.data_axes for param in group.params):
         found = "dp_mesh_dims was given, so its parameters are DTensors on the data axes too"
     if found is not None:

@@ -248,7 +248,7 @@ class TracedGroup:
         self.slots: tuple[tuple[nn.Module, str, int], ...] = ()
         self.wraps: tuple[Any, ...] = ()
         self.again: tuple[Tensor, ...] | None = None  # whole, in a backward
-        self._leaf = _leaf_on(group.device)
+        self._leaf = _leaf_on(group.residence.compute)
         self._made_for: tuple[Any, ...] = ()  # compared by identity
 
     @torch.inference_mode(False)
@@ -261,7 +261,7 @@ class TracedGroup:
             StateError: gradients wait that were reduced over a part of the ranks.
         """
         group, reducer = self.group, self.group.reducer
-        buffer = group.home_buffer
+        buffer = group.buffers.home
         assert buffer is not None  # the group was looked at
         if reducer.unreduced.partial is not None:
             raise StateError(
@@ -278,7 +278,7 @@ class TracedGroup:
             members = [param for param in self.params if param.trainable]
             claim = Claim(group, members) if any(map(_waits, members)) else None
         mask = () if claim is None else claim.mask
-        made_for = (buffer, reduction, keeps, group.post_forward.mesh, settings, syncs)
+        made_for = (buffer, reduction, keeps, group.buffers.post_forward.mesh, settings, syncs)
         is_same = all(a is b for a, b in itertools.zip_longest(made_for, self._made_for))
         if not is_same or plans[self.key].added != mask:
             plan = self._plan(buffer.layout, keeps, syncs, mask)
@@ -315,7 +315,7 @@ class TracedGroup:
     ) -> TracedPlan:
         group, reducer = self.group, self.group.reducer
         data, reduction, settings = group.data, reducer.plan(), group.settings
-        scale, smaller = reducer.scale, group.post_forward.mesh
+        scale, smaller = reducer.scale, group.buffers.post_forward.mesh
         neighbours = None
         if smaller is not None and not keeps and layout.gather_nbytes:
             alone = data.replicate.size == 1
@@ -328,7 +328,7 @@ class TracedGroup:
         return TracedPlan(
             layout=layout,
             rank=data.shard.rank,
-            device=str(group.device),
+            device=str(group.residence.compute),
             shard_group=_name_of(data.shard),
             replicate_group=_name_of(data.replicate),
             neighbours=neighbours,

@@ -49,7 +49,7 @@ class Sizes:
                 numel = math.prod(param.sharded.shape)
                 gradients += numel * param.backward_dtype.itemsize
                 reduced += numel * param.accumulated_dtype.itemsize
-        return Sizes(group.whole_nbytes, gradients, reduced)
+        return Sizes(group.buffers.whole_nbytes, gradients, reduced)
 
 
 def overlap_for(memory: object, units: Sequence[Unit]) -> Overlap:

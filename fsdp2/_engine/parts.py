@@ -259,7 +259,7 @@ class PartExchange:
         """Take numbers for the exchange over each axis. Ranks call it in the same order."""
         for axis in self._axes:
             if self._parts[0].group.ids.covers(axis):
-                device = self._parts[0].group.device
+                device = self._parts[0].group.residence.compute
                 stamp = Stamp(axis, "all_reduce", weakref.WeakMethod(self._beside), device)
                 stamp.enroll(f"{fqn or '<root>'}, what its parts need")
                 numel = FACTS * len(self._parts)
@@ -287,7 +287,7 @@ class PartExchange:
         stamp, numel = self._stamps.get(axis), len(facts)
         code = [] if stamp is None else stamp.code
         joined = torch.tensor(
-            [*facts, *code], dtype=torch.float32, device=self._parts[0].group.device
+            [*facts, *code], dtype=torch.float32, device=self._parts[0].group.residence.compute
         )
         if stamp is not None:
             stamp.before()

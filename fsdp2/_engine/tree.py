@@ -95,7 +95,7 @@ from fsdp2._engine.parts import Part, Parts
 from fsdp2._engine.precision import Precision
 from fsdp2._param_group import optimizer_steps
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.param import FSDPParam
+from fsdp2._param_group.param import FSDPParam, check_unused
 from fsdp2._param_group.reduce import SMALL_NBYTES, ReductionQueue
 from fsdp2._param_group.registration import SHARDED, Serves
 
@@ -343,7 +343,7 @@ class Unit:
         if type(local) not in plain or torch_modes.transforms_are_active():
             return False  # a tensor that is made of other tensors may have no memory of its own
         storage = local.untyped_storage()
-        return any(group.lies_in(storage) for group in self.groups)
+        return any(group.buffers.lies_in(storage) for group in self.groups)
 
     def keep(self) -> None:
         """Let whole parameters stay after a forward; who writes to the shards is noticed."""
@@ -373,7 +373,7 @@ class Unit:
         """Register sharded parameters; whole ones may stay. [Note: between steps] in ``group``."""
         for group in self.groups:
             if group.registration.state is not SHARDED:
-                group.show_shards()
+                group.registration.show_shards()
 
     def reshard_unless_gathering(self) -> None:
         """Reshard what is whole. After a failure nothing may be waited for: ranks may differ."""
@@ -382,7 +382,7 @@ class Unit:
             group.registration.forget_whole_writes()
             # shards over a smaller mesh may be registered while it gathers from them
             if group.gathering is not None:
-                group.show_shards()
+                group.registration.show_shards()
             else:
                 group.reshard()
 
@@ -657,13 +657,15 @@ class Runtime(Observable):
         self.recover_if_failed()
         for unit in self.unmarked:
             for group in unit.groups:
-                group.refuse_hidden_gradients()
+                group.reducer.refuse_hidden(group.fqn)
         self._forget_unmarked()
         if not self.is_pipelined:
             for unit in self.units:
                 if unit.calls.open:  # it may owe gradients after a backward in which it has no part
                     for group in unit.groups:
-                        group.follow_toggles()
+                        toggled = [param for param in group.params if param.is_toggled]
+                        if toggled:
+                            group.toggle(toggled)
         self.context.streams.look_late(self._looks())
         logs, profiles = events.logger.isEnabledFor(logging.DEBUG), profiler_is_running()
         if logs or profiles or events.listeners:
@@ -1146,7 +1148,8 @@ class Runtime(Observable):
         if broken is not None:  # what is in flight may never end
             self.fail()
             for group in self._groups:
-                group.forget_step()
+                group.reducer.discard()
+                group.registration.forget_stand_ins()
             raise StateError("FS401", broken)
         with self.backward.dropping:  # that thread may be late: what it drops is over by now
             self.backward.number += 1
@@ -1157,7 +1160,8 @@ class Runtime(Observable):
             unit.stop_hiding()
             unit.reshard()
             for group in unit.groups:
-                group.forget_step()
+                group.reducer.discard()
+                group.registration.forget_stand_ins()
         self.context.streams.reset()
         self._prefetched.clear()
         self._forget_unmarked()
@@ -1273,7 +1277,9 @@ def attach(root: Unit) -> Runtime:
             )
         unit.take_names(names_of_modules)
         for group in unit.groups:
-            group.see_grad_dtypes()
+            for param in group.params:
+                param.see_grad_dtype()
+            check_unused(group.params, group.settings, group.policy)
             for param in group.params:
                 _check_ties(param, unit)
                 if param.is_on_meta:

@@ -39,6 +39,7 @@ from fsdp2._base import torch_compiler
 from fsdp2._base.errors import StateError, coded
 from fsdp2._param_group import registration
 from fsdp2._param_group.param import FSDPParam, OwnerMark, is_forgotten, stand_in_of
+from fsdp2._param_group.reduce import Reducer
 
 
 class Group(Protocol):
@@ -46,11 +47,7 @@ class Group(Protocol):
 
     fqn: str
     params: list[FSDPParam]
-
-    @property
-    def has_unreduced(self) -> bool: ...
-
-    def refuse_hidden_gradients(self) -> None: ...
+    reducer: Reducer
 
 
 _is_watching = False
@@ -108,10 +105,10 @@ def _tell_of_unreduced(optimizer: Optimizer) -> None:
     stepped = [OwnerMark.owner_of(p) for group in optimizer.param_groups for p in group["params"]]
     waiting = []
     for group in tuple(_unreduced):
-        if not group.has_unreduced:
+        if not group.reducer.has_unreduced:
             _unreduced.discard(group)
         elif any(param in stepped for param in group.params):
-            group.refuse_hidden_gradients()
+            group.reducer.refuse_hidden(group.fqn)
             waiting.append(group.fqn or "<root>")
     if waiting:
         warnings.warn(

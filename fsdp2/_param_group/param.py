@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_autograd, torch_dtensor, torch_spmd
-from fsdp2._base.policy import MixedPrecisionPolicy
+from fsdp2._base.errors import ConfigError
+from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._param_group.placement import ParamPlacement
 from fsdp2._param_group.registration import Forms, ParamState, Registration, Site
 
@@ -366,3 +367,19 @@ def own_attributes(param: nn.Parameter) -> dict[str, Any]:
         for name, value in vars(param).items()
         if not name.startswith("_fsdp2") and name not in foreign
     }
+
+
+def check_unused(
+    params: Sequence[FSDPParam], settings: Settings, policy: MixedPrecisionPolicy
+) -> None:
+    """Raise ConfigError if zeros for an unused parameter would have no dtype, on every rank."""
+    if not settings.reduce_unused or policy.reduce_dtype is not None:
+        return
+    for param in params:
+        if param.trainable and param.chosen.has_grad_dtype and param.chosen.grad_dtype is None:
+            raise ConfigError(
+                "FS320",
+                f"{param.fqn}: its grad_dtype is None, so zeros in place of a gradient have no "
+                "dtype, and set_reduce_scatter_unused_params(True) asks for them. Give it a "
+                "grad_dtype, or its unit a MixedPrecisionPolicy with a reduce_dtype.",
+            )

@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._agreement.collective_ids import CollectiveIds
 from fsdp2._agreement.operation_ids import Signature
 from fsdp2._base.capabilities import capabilities
-from fsdp2._base.errors import UnsupportedError
+from fsdp2._base.errors import StateError, UnsupportedError
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import GradientScale, InFlight, StepContext, Streams, Wire
@@ -139,6 +139,47 @@ class Reducer:
         """Drop the stamps of gradients that wait: the next reduction has other ones."""
         if self.unreduced.partial is not None:
             self.ids.reductions.erase(self.unreduced.partial)
+
+    def separate(self, enable: bool) -> None:
+        """Reduce over a process group of its own, or over that of the gathers. Collective."""
+        data = self.data
+        self.wire.is_separate = enable
+        is_other = enable and data.shard.size > 1
+        shard = data.shard.separate() if is_other else data.shard
+        self.wire.scatter_group = shard.pg if is_other else None
+        self.ids.renew_reductions(replace(data, shard=shard))
+        self.erase_stamps()
+        self.invalidate()
+
+    @property
+    def has_unreduced(self) -> bool:
+        """True if gradients are here that no reduction has taken."""
+        return self.has_local_gradients or self.unreduced.partial is not None
+
+    def refuse_hidden(self, fqn: str) -> None:
+        """Raise StateError if gradients came here that nobody will reduce.
+
+        Call it after a forward of which no output told of a backward, and no backward of the tree.
+        """
+        if self.has_unreduced and not self.unreduced.is_waiting:
+            raise StateError(
+                "FS321",
+                f"{fqn or '<root>'}: a backward left gradients on its unsharded parameters, "
+                "and nothing told that it began: what the forward returned held no tensor with a "
+                "gradient. So no gradient was reduced. Return the tensors that backward begins "
+                "from, or put them on an attribute of the module. zero_grad() on the model drops "
+                "the gradients that came.",
+            )
+
+    def refuse_toggle(self, params: Sequence[FSDPParam]) -> None:
+        """Raise StateError if ``requires_grad`` must not change now: the same on every rank."""
+        if self.unreduced.is_owed or self.unreduced.partial is not None:
+            raise StateError(
+                "FS312",
+                f"{params[0].fqn}: requires_grad changed while gradients of its group are "
+                "accumulated without sync. Set it back and run a backward with gradient sync "
+                "first, or call reset_iter_state().",
+            )
 
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only, in memory that nobody uses again."""

@@ -198,6 +198,14 @@ class Registration:
                 if found is shown or param.is_form(found):
                     registered[name] = form
 
+    def show_shards(self) -> None:
+        """Register the sharded parameters, whatever stays in memory, unless whole ones are held.
+
+        See [Note: between steps] in ``group``.
+        """
+        if not self.is_held:
+            self.show(SHARDED)
+
     def see(self) -> None:
         """Look at the sharded forms that there are now, from now on."""
         self._sharded = [param.sharded for param in self._params]

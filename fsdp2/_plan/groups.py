@@ -18,7 +18,7 @@ from fsdp2._plan.values import GroupPlan, ParamPlan
 
 def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
     """Return the layout of a buffer with the numbers that real ranks send along."""
-    layout, smaller = buffer.layout, group.post_forward.mesh
+    layout, smaller = buffer.layout, group.buffers.post_forward.mesh
     tail = layout.tail_item(GATHER_STAMP_NUMEL)
     if tail is None or buffer.tail is not None:
         return layout
@@ -29,10 +29,13 @@ def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
 
 def describe(group: ParamGroup) -> GroupPlan:
     """Read a group's own layouts, with room for what ranks tell each other."""
-    buffer = group.home_buffer
+    buffer = group.buffers.home
     assert buffer is not None  # it was looked at
     layout, size = buffer.layout, group.data.shard.size
-    sent, again = _as_sent(group, buffer), _as_sent(group, group.post_forward.buffer or buffer)
+    sent, again = (
+        _as_sent(group, buffer),
+        _as_sent(group, group.buffers.post_forward.buffer or buffer),
+    )
     axes = [axis for axis in (group.data.shard, group.data.replicate) if axis.size > 1]
     planned = group.reducer.plan()
     reduced = replace(planned.layout, numel=planned.layout.numel + len(axes) * STAMP_NUMEL)

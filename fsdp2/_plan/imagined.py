@@ -119,11 +119,12 @@ def without_memory(model: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for group in groups_of(model):
-        if group.device.type != "cpu":
+        if group.residence.compute.type != "cpu":
             raise UnsupportedError(
                 "FS907",
-                f"plan: {group.fqn or '<root>'} computes on {group.device}; a sharded model is "
-                "planned on a CPU only. Plan the model as it was before fully_shard.",
+                f"plan: {group.fqn or '<root>'} computes on {group.residence.compute}; a "
+                "sharded model is planned on a CPU only. Plan the model as it was before "
+                "fully_shard.",
             )
         memo[id(group.data)] = _without_ranks(group.data)
         for param in group.params:

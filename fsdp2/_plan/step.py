@@ -58,7 +58,8 @@ class StepRun:
         self._points: list[MemoryPoint] = []
         self._running: list[str] = []  # units, the innermost last
         for group in self.groups:
-            group.wire = Nowhere(group, self.watch, self.clock)
+            group.reducer.wire = Nowhere(group, self.watch, self.clock)
+            group.rewire()
             if hardware is not None:
                 group.send_zero_copy(
                     capabilities(torch.device(hardware.device_type)).zero_copy_nbytes
@@ -209,8 +210,8 @@ class StepRun:
         kept: list[Tensor] = []
         for group in self.groups:
             group.inspect()
-            assert group.home_buffer is not None  # it was looked at
-            flat, is_away = group.home_buffer.flat, self._keeps_away(group)
+            assert group.buffers.home is not None  # it was looked at
+            flat, is_away = group.buffers.home.flat, self._keeps_away(group)
             kept += [] if is_away else [flat]
             for param in group.params:
                 local = torch_dtensor.local_part(param.sharded)
@@ -229,8 +230,8 @@ class StepRun:
     def _tag_made(self) -> None:
         """Say what the first step made that stays: memory of whole parameters, and gradients."""
         for group in self.groups:
-            if group.whole_memory is not None:
-                self.watch.tag(group.whole_memory, GATHERED)
+            if group.buffers.whole_memory is not None:
+                self.watch.tag(group.buffers.whole_memory, GATHERED)
         for group in self.groups:
             for grad in (param.sharded.grad for param in group.params):
                 if grad is not None and self._keeps_away(group):

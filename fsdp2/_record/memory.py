@@ -59,7 +59,7 @@ class Memory:
     def look(self, entry: Entry) -> None:
         """See what a group holds now."""
         group = entry.group
-        full, waiting = group._full, group.post_forward.buffer
+        full, waiting = group.buffers.full, group.buffers.post_forward.buffer
         held = full.nbytes if full is not None and full.has_memory else 0
         if waiting is not None:
             held += waiting.flat.untyped_storage().nbytes()
@@ -71,7 +71,7 @@ class Memory:
 
     def begin_gather(self, entry: Entry, buffers: tuple[torch.Tensor, ...]) -> None:
         """An all-gather was issued: its output and what it sends, unless these are the shards."""
-        home = entry.group.home_buffer
+        home = entry.group.buffers.home
         kept = None if home is None else home.flat.untyped_storage().data_ptr()
         sizes = {
             storage.data_ptr(): storage.nbytes()

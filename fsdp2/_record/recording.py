@@ -278,7 +278,7 @@ def _describe(
         "parameters": len(shards),
         "numel": sum(numels),
         "dtypes": list(dict.fromkeys(str(shard.dtype).partition(".")[2] for shard in shards)),
-        "whole_nbytes": group.whole_nbytes,
+        "whole_nbytes": group.buffers.whole_nbytes,
         "shard_nbytes": info.nbytes,
         "padding_nbytes": max(padded - exact, 0),
         "mesh": [group.data.replicate.size, group.data.shard.size],

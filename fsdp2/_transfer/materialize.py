@@ -100,10 +100,10 @@ def materialize(
         units = require_idle(model, "materialize")
         for unit in units:
             for group in unit.own_groups:
-                if group.device.type != device.type:
+                if group.residence.compute.type != device.type:
                     raise ConfigError(
                         "FS226",
-                        f"materialize: expected device to be {group.device.type}, where "
+                        f"materialize: expected device to be {group.residence.compute.type}, where "
                         f"{unit.fqn or 'the module'} was sharded, found {device}.",
                     )
         same.update(sync_from_rank0=sync_from_rank0)
@@ -194,7 +194,7 @@ def allocate(model: nn.Module, device: torch.device | None = None) -> None:
         if any(param.is_on_meta for param in group.params):
             _allocate_group(group, made)
             group.inspect()
-    fallback = device or next((group.device for group in groups), None)
+    fallback = device or next((group.residence.compute for group in groups), None)
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None and param.is_meta:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
 from fsdp2._base import torch_comm
+from fsdp2._base.policy import Residence
 from fsdp2._compiled.compile import check_group
 from fsdp2._engine.tree import unit_of
 from tests._models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
@@ -224,6 +225,7 @@ def test_a_model_over_gloo_on_a_device_is_not_compiled_whole() -> None:
     (group,) = unit_of(model).own_groups
     check_group(group, "block")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(group), "device", torch.device("cuda"))
+        elsewhere = Residence(torch.device("cuda"), fsdp2.OffloadPolicy())
+        patch.setattr(group, "residence", elsewhere)
         with pytest.raises(fsdp2.UnsupportedError, match=r"block: .*gloo has no functional"):
             check_group(group, "block")

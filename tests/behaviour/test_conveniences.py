@@ -254,7 +254,7 @@ def test_what_units_say_is_what_lies_there(case: str, rank: int) -> None:
         assert {n for u in found for n in u.parameters} == set(reference)
         for unit, info in [(u, i) for u in found for g in u.groups for i in g.shards]:
             state = unit_of(unit.modules[0])
-            flat = state.own_groups[0].home_buffer.flat
+            flat = state.own_groups[0].buffers.home.flat
             param = dict(model.named_parameters())[info.names[0]]
             assert info.shape == tuple(reference[info.names[0]].shape)
             local = param.to_local()

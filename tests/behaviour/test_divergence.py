@@ -316,7 +316,7 @@ def assert_told(model: nn.Module, match: str, steps: int = 3) -> None:
         state = unit_of(unit)
         for group in () if state is None else state.own_groups:
             waiting = (group.gathering is not None) or group.is_unsharded
-            assert waiting or group._full is None or not group._full.has_memory
+            assert waiting or group.buffers.full is None or not group.buffers.full.has_memory
 
 
 @pytest.mark.parametrize("steps", with_slow([0, 3], [3]))

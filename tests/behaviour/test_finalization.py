@@ -338,10 +338,10 @@ def addresses(model: nn.Module) -> list[int]:
 def whole_nbytes(model: nn.Module) -> int:
     state = unit_of(model)
     return sum(
-        group._full._storage.nbytes()
+        group.buffers.full._storage.nbytes()
         for unit in state.runtime.units
         for group in unit.own_groups
-        if group._full is not None
+        if group.buffers.full is not None
     )
 
 
@@ -373,7 +373,7 @@ def test_storage_of_one_unit_stays() -> None:
     unit.set_keep_unsharded_storage(True, recurse=False)
     run(model).backward()
     own = unit_of(unit).own_groups
-    assert whole_nbytes(model) == sum(group._full._storage.nbytes() for group in own) > 0
+    assert whole_nbytes(model) == sum(group.buffers.full._storage.nbytes() for group in own) > 0
 
 
 @NEEDS_TORCHS_OWN

@@ -322,7 +322,7 @@ def test_only_what_may_be_read_before_a_gather_keeps_its_memory() -> None:
 
 
 def has_memory(group: Any) -> bool:
-    return group.whole_memory.untyped_storage().nbytes() > 0
+    return group.buffers.whole_memory.untyped_storage().nbytes() > 0
 
 
 class Solves(nn.Module):

@@ -41,8 +41,8 @@ def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     found: list[Any] = []
     for group in (group for unit in units for group in unit.own_groups):
         found.append(group.wire.scatter_group)
-        if group.post_forward.mesh is not None:
-            found.append(group.post_forward.mesh.shard.pg)
+        if group.buffers.post_forward.mesh is not None:
+            found.append(group.buffers.post_forward.mesh.shard.pg)
     return [group for group in found if group is not None]
 
 

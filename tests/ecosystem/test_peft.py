@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from fsdp2._agreement.operation_ids import STAMP_NUMEL
 from fsdp2._base.events import Event, listen
 from fsdp2._engine.tree import unit_of
-from fsdp2._agreement.operation_ids import STAMP_NUMEL
 from tests._models import Case, seeded
 from tests._parity import assert_same, bits, names_of, whole
 from tests._pool import ranks

@@ -188,8 +188,8 @@ def test_one_kernel_packs_the_gradients_of_a_group(name: str) -> None:
 @pytest.mark.usefixtures("four_ranks")
 def test_zero_copy_parameters_are_whole_however_busy_compute_is(zero_copy_nbytes: int) -> None:
     ranks = simulate("three ranks", zero_copy_nbytes)
-    assert ranks.groups[0].home_buffer is not None
-    assert ranks.groups[0].home_buffer.layout.zero_copy
+    assert ranks.groups[0].buffers.home is not None
+    assert ranks.groups[0].buffers.home.layout.zero_copy
     for _ in range(3):
         order_gathers(ranks)
         keep_compute_busy()

@@ -193,10 +193,14 @@ FAULTS = [
         "gather-is-not-waited-for",
         "fsdp2/_param_group/group.py",
         "ParamGroup.wait_for_unshard",
-        "self.gathering.wait()",
+        """
+        gathering.wait()
+        gathered, self.gathering = gathering.buffers, None
+        """,
         """
         if self.context.streams.async_op:
-            self.gathering.wait()
+            gathering.wait()
+        gathered, self.gathering = gathering.buffers, None
         """,
         "Parameters are copied out of a gather that is still running.",
         scenario="reach_a_smaller_mesh",
@@ -252,10 +256,14 @@ FAULTS = [
         "dropped-gather-is-not-waited-for",
         "fsdp2/_param_group/group.py",
         "ParamGroup._drop_gather",
-        "self.gathering.wait()",
+        """
+        gathering.wait()
+        self.context.streams.retire("gather", gathering.buffers)
+        """,
         """
         if self.context.streams.async_op:
-            self.gathering.wait()
+            gathering.wait()
+        self.context.streams.retire("gather", gathering.buffers)
         """,
         "Memory is given back while a gather in vain still writes to it.",
         scenario="reach_gathers_in_vain",
@@ -298,8 +306,8 @@ FAULTS = [
     SimFault(
         "planned-again-gathered-while-written",
         "fsdp2/_param_group/group.py",
-        "ParamGroup._build_full",
-        'self.context.streams.order_after_compute("gather")',
+        "ParamGroup.prepare_unsharded",
+        'streams.order_after_compute("gather")',
         "",
         "Shards that left the flat buffer for an extension are gathered while they are being copied.",
         scenario="reach_a_late_extension",

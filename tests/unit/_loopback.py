@@ -240,7 +240,8 @@ class LoopbackGroup:
         for data in data_meshes(shard, replicate, device):
             own = copy.deepcopy(module)
             group = ParamGroup(data, policy, data.device)
-            group.wire = comm
+            group.reducer.wire = comm
+            group.rewire()
             if streams is not None:
                 group.context.streams = streams
             group.shard(make_params(own, data, placement_fn))

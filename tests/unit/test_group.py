@@ -120,9 +120,9 @@ def test_shards_are_chunks(case: str) -> None:
 def test_shards_are_copies_and_all_lie_in_one_buffer() -> None:
     ranks = build("three ranks")
     for group, module in zip(ranks.groups, ranks.modules, strict=True):
-        assert group.home_buffer is not None
-        start = group.home_buffer.flat.data_ptr()
-        end = start + group.home_buffer.flat.numel()
+        assert group.buffers.home is not None
+        start = group.buffers.home.flat.data_ptr()
+        end = start + group.buffers.home.flat.numel()
         pointers = [local_of(p).data_ptr() for p in module.parameters() if local_of(p).numel()]
         assert pointers
         assert all(start <= pointer < end for pointer in pointers)
@@ -345,7 +345,7 @@ def test_resharding_to_neighbours(shard: int, smaller: int, dtype: torch.dtype |
     ranks.each(ParamGroup.unshard)
     ranks.wait()
     assert ranks.wire().kinds == ["all_gather"], "the second gather must stay among neighbours"
-    waiting = [group.post_forward.buffer for group in ranks.groups]
+    waiting = [group.buffers.post_forward.buffer for group in ranks.groups]
     assert [w.flat.untyped_storage().nbytes() for w in waiting if w is not None] == [0] * shard
     for rank in range(shard):
         now = ranks.parameters(rank)
@@ -363,7 +363,7 @@ def test_from_the_smaller_mesh_back_to_the_whole_axis() -> None:
     ranks.each(ParamGroup.reshard_post_forward)
     ranks.reshard()
     assert states(ranks) == {SHARDED}
-    waiting = [group.post_forward.buffer for group in ranks.groups]
+    waiting = [group.buffers.post_forward.buffer for group in ranks.groups]
     assert [w.flat.untyped_storage().nbytes() for w in waiting if w is not None] == [0] * 4
     ranks.gather()
     assert ranks.wire().kinds == ["all_gather"] * 2
