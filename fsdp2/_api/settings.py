@@ -508,7 +508,7 @@ class ControlSurface:
         check_flag("set_separate_reduce_scatter_group", "enable", enable)
         with operation("set_separate_reduce_scatter_group"), carrying():
             for group in groups_in(self, recurse):
-                group.reducer.separate(enable)
+                group.reducer.planner.separate(enable, group.wire)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True

@@ -135,7 +135,7 @@ class _GatherShard(torch.autograd.Function):
             empty = grad.new_empty(param.placement.layout.shard_shape(data.shard.rank))
             return empty, None, None, None
         layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype, 1)
-        scale = reducer.scale_for(grad.dtype, settings)
+        scale = reducer.planner.scale_for(grad.dtype, settings, wire)
         packed = wire.allocate((layout.size, layout.numel), grad.dtype, grad.device)
         behind = gradients.tail((), layout, grad.dtype, grad.device)
         gradients.pack_gradients([grad], layout, data.shard.rank, behind, packed)

@@ -53,7 +53,7 @@ class GradientBuffer:
         self.is_released = False
         self._device = device = residence.storage
         self._flats: dict[torch.dtype, Tensor] = {}
-        self._layout = layout
+        self.layout = layout
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._sums: list[tuple[Tensor, int]] = []
         self._grads: list[Tensor] = []
@@ -150,7 +150,7 @@ class GradientBuffer:
         """View what each collective of a reduction writes, in the order of ``output_sizes``."""
         if self._outputs and self.only is reduced:
             return self._outputs
-        return list(reduced.split(self._layout.output_sizes))
+        return list(reduced.split(self.layout.output_sizes))
 
     def fill(self, reduced: Tensor) -> list[Tensor]:
         """Take over reduced values ``[numel]``; return the members' gradients, for ``settle``."""
@@ -159,7 +159,7 @@ class GradientBuffer:
                 narrows = reduced.is_complex() and not flat.is_complex()
                 flat.copy_(reduced.real if narrows else reduced, non_blocking=True)
         for local, position in self._sums:
-            total = sum_of_slots(reduced, self._layout, position)
+            total = sum_of_slots(reduced, self.layout, position)
             narrows = total.is_complex() and not local.is_complex()
             local.copy_(total.real if narrows else total, non_blocking=True)
         return self._grads

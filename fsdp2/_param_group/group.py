@@ -103,7 +103,7 @@ class ParamGroup(Observable):
             self._drop_gather()
         self.context.streams.finish_host_reads()  # numbers are written into the memory of shards
         self.buffers.number(self.wire)
-        self.reducer.invalidate()
+        self.reducer.planner.invalidate()
 
     def send_zero_copy(self, nbytes: int | None) -> None:
         """Let parameters of at least ``nbytes`` travel in a collective of their own."""
@@ -119,7 +119,7 @@ class ParamGroup(Observable):
         """
         # a copy was told to be separate, and has no process group yet
         if self.wire.is_separate and self.wire.scatter_group is None:
-            self.reducer.separate(True)
+            self.reducer.planner.separate(True, self.wire)
         self.fqn = fqn
         self.ids.enroll(fqn)
         self.rewire()
@@ -193,7 +193,7 @@ class ParamGroup(Observable):
     def _plan(self, sources: Sequence[Source]) -> None:
         """Lay the group out for the dtypes and the device of ``sources``, and register shards."""
         self.buffers.plan(sources, self.wire, self.fqn)
-        self.reducer.invalidate()
+        self.reducer.planner.invalidate()
         if self.early.readers is not None:
             self.early.readers.forget()
         self.registration.see()
@@ -245,10 +245,10 @@ class ParamGroup(Observable):
 
     def toggle(self, params: list[FSDPParam]) -> None:
         """Carry a changed ``requires_grad`` to every form of each parameter."""
-        self.reducer.refuse_toggle(params)
+        self.reducer.planner.refuse_toggle(params)
         for param in params:
             param.toggle()
-        self.reducer.invalidate()
+        self.reducer.planner.invalidate()
         self.reducer.prepare(self.settings)  # at once: other ranks may stand in for it
 
     def _adopt(self, replaced: dict[FSDPParam, Tensor | None]) -> None:
@@ -256,7 +256,7 @@ class ParamGroup(Observable):
         rank = self.data.shard.rank
         for param, new in replaced.items():
             if new is not None and new.requires_grad is not param.trainable:
-                self.reducer.refuse_toggle([param])
+                self.reducer.planner.refuse_toggle([param])
         sources = [source_of(p, replaced.get(p, p.sharded), rank) for p in self.params]
         self.reshard()
         if events.listeners:
@@ -342,7 +342,7 @@ class ParamGroup(Observable):
             source.unpack(*gathered)
             if buffers.open_tail.items:
                 buffers.open_tail.arrived(gathered[2])
-                self.reducer.see_dtypes()
+                self.reducer.planner.see_dtypes()
         except BaseException:  # ranks differ, or an extension raised
             self.context.streams.retire("gather", gathered)
             full.free()

@@ -25,58 +25,30 @@ are kept in host memory, or that may be those of nobody, the host waits, too.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from fsdp2._agreement.collective_ids import CollectiveIds
-from fsdp2._agreement.operation_ids import Signature
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import StateError, UnsupportedError
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._comm.wire import GradientScale, InFlight, StepContext, Streams, Wire
+from fsdp2._comm.wire import InFlight, StepContext, Streams, Wire
 from fsdp2._param_group import gradients
 from fsdp2._param_group.gradients import GradientBuffer, local_gradient
 from fsdp2._param_group.layout import ReduceLayout
 from fsdp2._param_group.param import FSDPParam
+from fsdp2._param_group.reduce_plan import ReducePlan, ReducePlanner, Unreduced
 
 AllReduceHook = Callable[[Tensor], None]
 
 SMALL_NBYTES = 1 << 20
 """Bytes of a reduction's input below which its memory does not matter."""
-
-
-@dataclass(frozen=True, eq=False)
-class ReducePlan:
-    """What depends on the dtypes of a group's parameters, and on which are trainable."""
-
-    layout: ReduceLayout
-    members: list[FSDPParam]
-    # the dtype in which gradients are packed: it holds what one backward leaves
-    grad_dtype: torch.dtype
-    dtypes: frozenset[torch.dtype]  # the dtypes of the gradients that one backward leaves
-    codes: list[float]
-    complete: Tensor
-    free: list[FSDPParam]  # parameters whose gradients may have any dtype, and are reduced in that
-
-
-@dataclass(eq=False)
-class Unreduced:
-    """Gradients of a group that wait for a reduction."""
-
-    # gradients reduced over shards, and not over replicas yet [numel]
-    partial: Tensor | None = None
-    # there is a partial sum, or there are gradients on unsharded parameters
-    is_waiting: bool = False
-    is_owed: bool = False  # a backward ran without sync, with a gradient here or not
 
 
 class Reducer:
@@ -95,23 +67,13 @@ class Reducer:
         self._has_streams = not capabilities(residence.storage).is_host
         self.data = data
         self.ids = ids
-        # None after something that the plan depends on has changed
-        self._plan: ReducePlan | None = None
-        # the layout of the last plan: gradients that wait lie as it says
-        self._layout: ReduceLayout | None = None
-        # the plan and the settings that the scale and the codes were made for
-        self._scaled_for: tuple[ReducePlan, Settings] | None = None
-        # complete tails of the plan, by the codes of the stamps
-        self._completes: dict[tuple[float, ...], Tensor] = {}
         # sharded gradients of the last reduction, to be filled again
         self._buffer: GradientBuffer | None = None
         self.wire = Wire()  # what the group sends over; gathers use it, too
         self.hook: AllReduceHook | None = None
         self.hook_stream: torch.Stream | None = None
-        self.scale = GradientScale(1.0, 1.0)
-        # reductions leave out the replicas, and have other numbers meanwhile
-        self._is_partial = False
         self.unreduced = Unreduced()
+        self.planner = ReducePlanner(params, data, residence, ids, self.unreduced)
         self.has_waited = False  # the last gradients had to wait for a reduction
 
     @property
@@ -119,37 +81,10 @@ class Reducer:
         """Where gradients are computed and reduced."""
         return self._residence.compute
 
-    def invalidate(self) -> None:
-        """Forget the plan: dtypes, or the set of trainable parameters, changed."""
-        self._plan = None
-
-    def see_dtypes(self) -> None:
-        """Plan again if all-gather extensions made parameters of other dtypes than expected."""
-        plan = self._plan
-        members = [] if plan is None else plan.members
-        if plan is not None and members and plan.dtypes != {p.backward_dtype for p in members}:
-            self.invalidate()
-
     def forget(self, param: FSDPParam) -> None:
         """Drop the unreduced gradients of a parameter whose place another one takes."""
         if param.unsharded is not None:
             param.unsharded.grad = None
-
-    def erase_stamps(self) -> None:
-        """Drop the stamps of gradients that wait: the next reduction has other ones."""
-        if self.unreduced.partial is not None:
-            self.ids.reductions.erase(self.unreduced.partial)
-
-    def separate(self, enable: bool) -> None:
-        """Reduce over a process group of its own, or over that of the gathers. Collective."""
-        data = self.data
-        self.wire.is_separate = enable
-        is_other = enable and data.shard.size > 1
-        shard = data.shard.separate() if is_other else data.shard
-        self.wire.scatter_group = shard.pg if is_other else None
-        self.ids.renew_reductions(replace(data, shard=shard))
-        self.erase_stamps()
-        self.invalidate()
 
     @property
     def has_unreduced(self) -> bool:
@@ -171,16 +106,6 @@ class Reducer:
                 "the gradients that came.",
             )
 
-    def refuse_toggle(self, params: Sequence[FSDPParam]) -> None:
-        """Raise StateError if ``requires_grad`` must not change now: the same on every rank."""
-        if self.unreduced.is_owed or self.unreduced.partial is not None:
-            raise StateError(
-                "FS312",
-                f"{params[0].fqn}: requires_grad changed while gradients of its group are "
-                "accumulated without sync. Set it back and run a backward with gradient sync "
-                "first, or call reset_iter_state().",
-            )
-
     def keep_partial(self, reduced: Tensor) -> None:
         """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
         self.unreduced.is_waiting = True
@@ -188,116 +113,23 @@ class Reducer:
 
     def discard(self) -> None:
         """Drop every unreduced gradient."""
-        self.unreduced, self._buffer = Unreduced(), None
+        self.unreduced.clear()
+        self._buffer = None
         for param in self._params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
     def plan(self) -> ReducePlan:
         """Plan, or return the plan: constant over ranks and steps."""
-        if self._plan is None:
-            self._plan = self._make_plan()
-        return self._plan
-
-    @torch.inference_mode(False)
-    def _make_plan(self) -> ReducePlan:
-        indices = [i for i, param in enumerate(self._params) if param.trainable]
-        members = [self._params[i] for i in indices]
-        dtypes = {param.backward_dtype for param in members} or {torch.float32}
-        grad_dtype = functools.reduce(torch.promote_types, dtypes)
-        dtype = self._sum_dtype(members) if members else grad_dtype
-        shards = [param.placement.layout for param in members]
-        size = self.data.shard.size
-        # a real wire dtype has no place for imaginary parts
-        chosen = None if dtype.is_complex else self.wire.gradient_dtype
-        wire_dtype = dtype if size == 1 else chosen or dtype
-        # A zero-copy gradient is sent as autograd left it: nothing was added up, nothing is cast.
-        as_it_is = len(dtypes) == 1 and grad_dtype == dtype == wire_dtype != torch.float16
-        layout = ReduceLayout.plan(
-            indices,
-            shards,
-            size,
-            dtype,
-            len(members) + self.ids.reductions.numel,
-            wire_dtype,
-            self.wire.zero_copy_nbytes if as_it_is and self.wire.scatters_zero_copy else None,
-        )
-        is_renumbered = self._number(layout)
-        codes = self.ids.reductions.codes
-        complete = gradients.tail(codes, layout, grad_dtype, self._residence.compute)
-        self._buffer = None
-        if self.unreduced.partial is not None:
-            old = self._layout or layout
-            self.unreduced.partial = gradients.rearranged(self.unreduced.partial, old, layout)
-        self._layout = layout
-        self._completes = {tuple(codes): complete}
-        if is_renumbered:
-            self.erase_stamps()
-        free = _reduced_in_any(members)
-        return ReducePlan(layout, members, grad_dtype, frozenset(dtypes), codes, complete, free)
-
-    def _sum_dtype(self, members: Sequence[FSDPParam]) -> torch.dtype:
-        """Dtype of the reduction, which holds all sums; of a partial one before it, too."""
-        dtypes = {param.accumulated_dtype for param in members}
-        if self.unreduced.partial is not None and _reduced_in_any(members):
-            dtypes.add(self.unreduced.partial.dtype)  # of a backward in a wider one, perhaps
-        return functools.reduce(torch.promote_types, dtypes)
-
-    def _number(self, layout: ReduceLayout) -> bool:
-        """Number reductions by how they travel; return whether some number is another one now."""
-        _, scatter = self.wire.custom
-        members = (layout.members, [shard.signature for shard in layout.shards])
-        tensors = tuple(
-            (self._params[i].fqn, shard.shape)
-            for i, shard in zip(layout.members, layout.shards, strict=True)
-        )
-
-        def signature_of(is_scatter: bool) -> Signature:
-            sent = layout.wire_dtype if is_scatter else layout.dtype
-            dtypes, is_custom = (sent, layout.dtype), scatter is not None
-            alone, is_partial = len(layout.zero_copy), self._is_partial
-            return Signature(members, alone, dtypes, is_custom, is_partial, tensors)
-
-        return self.ids.reductions.number(signature_of)
+        return self.planner.current or self.planner.make(self.wire)
 
     def prepare(self, settings: Settings) -> ReducePlan:
         """Return the plan, with the scale that the settings ask for."""
-        scaled, plan = self._scaled_for, self._plan
-        is_partial = self.data.replicate.size > 1 and not settings.all_reduce_grads
-        if is_partial is not self._is_partial:
-            self._is_partial, scaled = is_partial, None
-            if plan is not None:
-                self._plan = self._renumbered(plan)
-        if scaled is None or plan is None or scaled[0] is not plan or scaled[1] is not settings:
-            plan = self.plan()
-            self._scaled_for = (plan, settings)
-            layout = plan.layout
-            self.scale = scale = self.scale_for(layout.wire_dtype, settings)
-            joined = 1.0 if scale.op == ReduceOp.AVG else self.data.size * scale.before
-            stamps, sent_as = self.ids.reductions, layout.wire_dtype
-            stamps.expect(plan.codes, joined, layout.dtype, layout.numel)
-            *zero_copy, packed = layout.output_sizes
-            stamps.register(self.wire, [packed, *zero_copy], sent_as, scale.op)
-        return plan
-
-    def scale_for(self, dtype: torch.dtype, settings: Settings) -> GradientScale:
-        """Say how gradients that travel in a dtype are divided."""
-        only_sums = settings.only_sums or self.wire.only_sums
-        return GradientScale.choose(self.data.size, dtype, settings.divide_by, only_sums)
-
-    @torch.inference_mode(False)
-    def _renumbered(self, plan: ReducePlan) -> ReducePlan:
-        """Return a plan with the numbers that stamps have now; nothing else of it changes."""
-        layout = plan.layout
-        if not self._number(layout):
+        planner = self.planner
+        plan = planner.current
+        if plan is not None and planner.prepared[0] is plan and planner.prepared[1] is settings:
             return plan
-        self.erase_stamps()
-        codes = self.ids.reductions.codes
-        complete = self._completes.get(tuple(codes))  # to make one lets a device's host wait
-        if complete is None:
-            complete = gradients.tail(codes, layout, plan.grad_dtype, self._residence.compute)
-            self._completes[tuple(codes)] = complete
-        return replace(plan, codes=codes, complete=complete)
+        return planner.prepare(settings, self.wire)
 
     def begin_sums(self, settings: Settings) -> None:
         """See in which dtypes autograd adds up the gradients of the backward that may follow.
@@ -327,7 +159,7 @@ class Reducer:
         """
         plan = self.prepare(settings)
         if plan.free:
-            plan = self._follow_gradients(plan, settings)
+            plan = self.planner.follow(plan, settings, self.wire)
         layout = plan.layout
         if not layout.members:
             return None
@@ -346,17 +178,6 @@ class Reducer:
         inputs = self._inputs_of(grads, behind, layout, is_mixed)
         look = missing > 0 and not settings.reduce_unused and self.hook is None
         return Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
-
-    def _follow_gradients(self, plan: ReducePlan, settings: Settings) -> ReducePlan:
-        """Plan again if gradients that may have any dtype have another one than was expected."""
-        for param in plan.free:
-            grad = None if param.unsharded is None else param.unsharded.grad
-            if grad is not None and grad.dtype is not param.accumulated_dtype:
-                param.found_dtype = grad.dtype
-                self.invalidate()
-        if self._sum_dtype(plan.members) is not plan.layout.dtype:
-            self.invalidate()
-        return self.prepare(settings)
 
     def _widen_gradients(self, plan: ReducePlan, with_graph: bool) -> None:
         """Let gradients wait for a reduction. See [Note: what waits for a reduction]."""
@@ -410,13 +231,15 @@ class Reducer:
                 param.unsharded.grad = None
         return grads, missing, is_mixed
 
-    def acquire(self) -> GradientBuffer:
+    def acquire(self, plan: ReducePlan) -> GradientBuffer:
         """Return a buffer for sharded gradients that nobody reads."""
         buffer = self._buffer
+        if buffer is not None and buffer.layout is not plan.layout:
+            buffer = None
         if buffer is not None and buffer.is_released:
             buffer.reclaim()
         elif buffer is None or not buffer.is_free:
-            plan, rank = self.plan(), self.data.shard.rank
+            rank = self.data.shard.rank
             buffer = GradientBuffer(plan.layout, plan.members, rank, self._residence)
             self._buffer = buffer
         elif self._has_streams:  # the allocator knows of those that users recorded on gradients
@@ -435,10 +258,6 @@ class Reducer:
             return
         if buffer.is_free:
             buffer.release()
-
-
-def _reduced_in_any(members: Sequence[FSDPParam]) -> list[FSDPParam]:
-    return [param for param in members if param.chosen.is_reduced_in_any]
 
 
 def _refuse_graph(param: FSDPParam, grad: Tensor) -> None:
@@ -471,10 +290,10 @@ class Reduction:
         self._all_reduce = all_reduce
         self._streams = streams
         self._packed_on = streams.current()  # the memory of the inputs is that stream's
-        self._scale = owner.scale
+        self._scale = owner.planner.scale
         self._inputs = inputs
         device = inputs[0].device
-        self._buffer = owner.acquire()
+        self._buffer = owner.acquire(plan)
         only = self._buffer.only  # to reduce into, if every gradient is kept as it is reduced
         fits = only is not None and only.dtype is plan.layout.dtype and only.device == device
         self._reduced: Tensor | None = only if fits else None

@@ -757,8 +757,8 @@ FAULTS = [
     ),
     SimFault(
         "numbers-made-anew-in-every-step",
-        "fsdp2/_param_group/reduce.py",
-        "Reducer._renumbered",
+        "fsdp2/_param_group/reduce_plan.py",
+        "ReducePlanner._renumbered",
         "self._completes[tuple(codes)] = complete",
         "",
         "The host waits where reductions take turns: with and without the sum over replicas.",
