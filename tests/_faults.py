@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         "mean-divided-twice",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_param_group/reduce_plan.py",
         "GradientScale.choose",
         """
         if dtype == torch.float16:
@@ -336,7 +336,7 @@ FAULTS = [
     ),
     Fault(
         "placed-user-gradient-not-kept",
-        "fsdp2/_param_group/gradients.py",
+        "fsdp2/_param_group/reduce.py",
         "_add",
         "param.grad = existing",
         "",
@@ -374,8 +374,8 @@ FAULTS = [
         "zero-grad-forgets-half-reduced",
         "fsdp2/_api/module.py",
         "_zero_grad",
-        "unreduced.is_waiting or unreduced.is_owed or optimizer_steps.may_be_unreduced(group)",
-        "unreduced.is_owed or optimizer_steps.may_be_unreduced(group)",
+        "unreduced.is_waiting or unreduced.is_owed or group.reducer in may_hold",
+        "unreduced.is_owed or group.reducer in may_hold",
         "HSDP: gradients of a backward under set_requires_all_reduce(False) survive model.zero_grad() and are added to those of the next backward that all-reduces.",
         near=("behaviour/test_accumulation.py",),
     ),
@@ -410,7 +410,7 @@ FAULTS = [
         "waiting-gradients-untold",
         "fsdp2/_param_group/optimizer_steps.py",
         "_tell_of_unreduced",
-        "waiting.append(group.fqn or '<root>')",
+        "waiting.append(reducer.ids.fqn or '<root>')",
         "waiting.copy()",
         "Two roots, a backward without sync through both, one with sync through the first: an optimizer steps without the other's gradients, in silence.",
         near=("behaviour/test_surprises.py",),
@@ -621,8 +621,8 @@ FAULTS = [
     ),
     Fault(
         "pipeline-lone-lost-gradient-passes",
-        "fsdp2/_engine/tree.py",
-        "Runtime.finalize",
+        "fsdp2/_engine/between_steps.py",
+        "finish",
         """
         if lost:
             ...
@@ -862,7 +862,7 @@ FAULTS = [
     ),
     Fault(
         "post-accumulate-hook-alone-unseen",
-        "fsdp2/_param_group/gradients.py",
+        "fsdp2/_param_group/reduce.py",
         "accumulate",
         """
         any(map(torch_autograd.gradient_hooks_of, params)) or any(
@@ -1010,7 +1010,7 @@ FAULTS = [
     ),
     Fault(
         "lent-views-dropped-at-release",
-        "fsdp2/_param_group/gradients.py",
+        "fsdp2/_param_group/reduce.py",
         "GradientBuffer.release",
         "self.is_released = True",
         """

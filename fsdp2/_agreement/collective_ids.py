@@ -21,7 +21,7 @@ class CollectiveIds:
 
     def __init__(self, data: DataMesh, device: torch.device) -> None:
         self._device = device
-        self._fqn: str | None = None  # None: no numbers yet, see enroll
+        self.fqn: str | None = None  # None: no numbers yet, see enroll
         self.gather = self.make(data.shard, "gather")  # None: ranks see nothing of each other there
         self.gather_smaller: Stamp | None = None  # between forward and backward
         self.reductions = ReductionStamps()
@@ -52,8 +52,8 @@ class CollectiveIds:
         if not self.covers(axis):
             return None
         stamp = Stamp(axis, kind, weakref.WeakMethod(self._beside), self._device)
-        if self._fqn is not None:
-            stamp.enroll(self._fqn)
+        if self.fqn is not None:
+            stamp.enroll(self.fqn)
         return stamp
 
     def _beside(self) -> list[Stamp]:
@@ -68,6 +68,6 @@ class CollectiveIds:
 
     def enroll(self, fqn: str) -> None:
         """Take numbers, which every rank does in the same order, and a name for errors."""
-        self._fqn = fqn
+        self.fqn = fqn
         for stamp in self.all:
             stamp.enroll(fqn)

@@ -249,6 +249,9 @@ class ReductionStamps:
     def __init__(self, stamps: Sequence[Stamp] = ()) -> None:
         self.all = tuple(stamps)
         self.numel = len(self.all) * STAMP_NUMEL  # elements, behind the counts of gradients
+        # what makes the error of a reduce-scatter, and of an all-reduce, that failed
+        self.failed = self.all[0].failed if self.all else None
+        self.failed_sum = self.all[-1].failed if self.all else None
         self._joined = b""  # the bytes that the stamps of all ranks add up to
         self._at = 0  # where these begin, in bytes
         self._sum = (0, torch.float32)  # elements and dtype of what is reduced
@@ -327,13 +330,3 @@ class ReductionStamps:
         """Let a device look later at the sum over replicas, of which gathers tell nothing."""
         if self.all and not reduced.is_cpu:
             self.all[-1].see_sum(reduced[-STAMP_NUMEL:])
-
-    @property
-    def failed(self) -> Callable[[Exception], StateError] | None:
-        """What makes the error of a reduce-scatter that failed; None: nobody is told of it."""
-        return self.all[0].failed if self.all else None
-
-    @property
-    def failed_sum(self) -> Callable[[Exception], StateError] | None:
-        """The same for the all-reduce."""
-        return self.all[-1].failed if self.all else None

@@ -179,9 +179,19 @@ def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMes
     for unit, params in collected.escaped.items():
         for param in params:
             param.tops = tops
-        for data, released in unit.release(params):
+        for data, released in _release(unit, params):
             escaped.setdefault(data, []).extend(released)
     return escaped
+
+
+def _release(unit: Unit, params: Sequence[FSDPParam]) -> Iterator[tuple[DataMesh, list[FSDPParam]]]:
+    """Give parameters up to another unit; yield them by mesh. A group of none is none."""
+    for group in unit.own_groups:
+        taken = [param for param in group.params if param in params]
+        if taken:
+            group.release(taken)
+            yield group.data, taken
+    unit.own_groups[:] = [group for group in unit.own_groups if group.params]
 
 
 def find_parts(

@@ -31,7 +31,8 @@ from fsdp2._base.arguments import (
 )
 from fsdp2._base.errors import ConfigError
 from fsdp2._comm.comms import ReduceScatter
-from fsdp2._comm.wire import DefaultReduceScatter, GradientScale, TorchMemory
+from fsdp2._comm.wire import DefaultReduceScatter, TorchMemory
+from fsdp2._param_group.reduce_plan import GradientScale
 
 Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fsdp2._base import torch_autograd, torch_modules
 from fsdp2._base.errors import StateError
 from fsdp2._comm.wire import PendingReduction
+from fsdp2._engine.between_steps import finish
 from fsdp2._engine.tree import Runtime, Unit
 
 
@@ -61,11 +62,11 @@ def finalize(runtime: Runtime, async_op: bool) -> GradientReductionHandle | None
     """
     _check(runtime)
     if not async_op:
-        runtime.finalize()
+        finish(runtime)
         runtime.end_reductions()
         return None
     pending = PendingReduction(runtime)
-    runtime.finalize()
+    finish(runtime)
     runtime.context.streams.pending = pending
     return GradientReductionHandle(runtime, pending)
 

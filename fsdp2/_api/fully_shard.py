@@ -32,6 +32,7 @@ from fsdp2._base.policy import (
 )
 from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._comm.process_mesh import carrying, named
+from fsdp2._engine.attach import attach, take_names
 from fsdp2._engine.parts import PartHook
 from fsdp2._engine.precision import Precision
 from fsdp2._engine.step import ForwardMethod, register_hooks
@@ -44,6 +45,7 @@ from fsdp2._param_group.param import FSDPParam, leave_alone
 
 M = TypeVar("M", nn.Module, list[nn.Module])
 STEPS_OF_OURS = (
+    attach,
     enter,
     leave,
     Runtime.arrive,
@@ -201,7 +203,7 @@ def fully_shard(
     watch_optimizers()
     for known in dict.fromkeys(unit_of(part) for part in names):
         if known is not None:
-            known.take_names(names)
+            take_names(known, names)
     return module
 
 

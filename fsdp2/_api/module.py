@@ -23,6 +23,8 @@ from fsdp2._api.settings import ControlSurface, own_unit, units_in
 from fsdp2._base import torch_modules
 from fsdp2._base.arguments import check_flag, check_mapping
 from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.events import IDLE
+from fsdp2._comm.device_streams import streams_for
 from fsdp2._engine.between_steps import (
     refuse_whole,
     reshard_if_idle,
@@ -31,8 +33,8 @@ from fsdp2._engine.between_steps import (
 from fsdp2._engine.step import call_module
 from fsdp2._engine.torch_view import register_torch_state, torch_state
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, unit_of
-from fsdp2._param_group import optimizer_steps
 from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.reduce import may_hold
 from fsdp2._param_group.registration import SHARDED
 
 COMPOSABLE_NAME = "fully_shard"
@@ -169,11 +171,11 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         """
         check_flag("train", "mode", mode)
         for unit in units_in(self, recurse=True):
-            unit.check_mode_change(mode)
+            _check_mode_change(unit, mode)
         result = super().train(mode)
         own = unit_of(self)
         if own is not None:
-            own.follow_mode()
+            _follow_mode(own)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -225,7 +227,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             unit.runtime.recover_if_failed()
             unit.runtime.context.streams.order_after_compute("gather")
         else:
-            unit.have_lanes()
+            _have_lanes(unit)
         groups = unit.own_groups
         for group in groups:
             group.inspect()
@@ -365,7 +367,7 @@ class UnshardHandle(torch_modules.UnshardHandle):
 def _zero_grad(group: ParamGroup, set_to_none: bool) -> None:
     """Clear sharded gradients that are not registered, and those that wait for a reduction."""
     unreduced = group.reducer.unreduced
-    if unreduced.is_waiting or unreduced.is_owed or optimizer_steps.may_be_unreduced(group):
+    if unreduced.is_waiting or unreduced.is_owed or group.reducer in may_hold:
         group.reducer.discard()
     if group.registration.state is SHARDED:
         return
@@ -375,3 +377,44 @@ def _zero_grad(group: ParamGroup, set_to_none: bool) -> None:
                 param.sharded.grad = None
             else:
                 param.sharded.grad.zero_()
+
+
+def _check_mode_change(unit: Unit, mode: bool) -> None:
+    """Raise StateError if the precision would change under a step. Changes nothing."""
+    if not unit.precision.chosen.full_precision_in_eval or unit.runtime is None:
+        return
+    unit.runtime.recover_if_failed()
+    phase = unit.runtime.context.phase
+    if phase is not IDLE and any(module.training is not mode for module in unit.modules):
+        raise StateError(
+            "FS302",
+            f"{unit.fqn or '<root>'}: found train({mode}) during a {phase}. Its policy has "
+            "full_precision_in_eval, so that would change the dtype of parameters in use. Call "
+            "it between steps.",
+        )
+
+
+def _follow_mode(unit: Unit) -> None:
+    """Compute in the precision that the modules' mode asks for.
+
+    Parameters are made anew, so a graph that holds old ones must not run: whoever recorded it
+    has the old policy, as an object.
+    """
+    if not unit.precision.follow(unit.modules):
+        return
+    unit.calls.open = 0
+    if unit.owner is not None:
+        unit.owner.precision.outdate()
+        unit.owner.calls.open = 0
+    unit.precision.choose_input_dtype(unit.is_root)
+    for group in unit.own_groups:
+        group.compute_by(unit.precision.policy)
+
+
+def _have_lanes(unit: Unit) -> None:
+    """Let a gather by hand run as those of steps do, before the first forward."""
+    if unit.streams is None:
+        unit.streams = streams_for(unit.device)
+    for group in unit.own_groups:
+        group.context.streams = unit.streams
+    unit.streams.order_after_compute("gather")

@@ -32,9 +32,10 @@ from fsdp2._base.errors import ConfigError, ConfigTypeError, StateError, coded
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import class_name
 from fsdp2._comm.comms import CustomComm
+from fsdp2._comm.device_streams import streams_for
 from fsdp2._comm.process_mesh import carrying, operation
 from fsdp2._comm.symmetric import SymmetricMemoryAllGather
-from fsdp2._comm.wire import DefaultAllGather, DefaultReduceScatter, streams_for
+from fsdp2._comm.wire import DefaultAllGather, DefaultReduceScatter
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.memory_budget import overlap_for
 from fsdp2._engine.tree import Unit, unit_of

@@ -103,7 +103,7 @@ def layers_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def run_aside(function: Callable[..., None], *args: Any) -> None:
+def run_aside(function: Callable[..., object], *args: Any) -> None:
     """Call ``function`` where selective checkpointing and functorch transforms do not reach it.
 
     Only where ``count_modes`` or ``transforms_are_active`` says that there is one.

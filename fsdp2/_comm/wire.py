@@ -22,14 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fsdp2._base import torch_autograd, torch_comm
-from fsdp2._base.capabilities import ZERO_COPY_NBYTES, capabilities
+from fsdp2._base.capabilities import ZERO_COPY_NBYTES
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
 from fsdp2._base.observing import Observable
@@ -277,44 +276,6 @@ def _joined(works: Sequence[Any]) -> gloo_p2p.Several | None:
     return gloo_p2p.Several(running) if running else None
 
 
-@dataclass(frozen=True)
-class GradientScale:
-    """How gradients are joined: factors before and after it, and the operation of the wire."""
-
-    before: float
-    after: float
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-
-    @staticmethod
-    def choose(
-        ranks: int,
-        dtype: torch.dtype,
-        divide_by: float | None = None,
-        only_sums: bool = False,
-    ) -> GradientScale:
-        """Divide the sum over ``ranks`` by ``divide_by``; None means their number (the mean).
-
-        fp16 divides in two steps of about the square root each: it ends at 65504, so a sum before
-        the division could overflow, a division before the sum underflow. Wider exponents divide
-        once: in the collective, if it is a mean and ``only_sums`` is not asked for, else after the
-        sum, on the shard alone.
-
-        Source: the rule of torch's FSDP and DDP communication hooks.
-        """
-        factor = float(ranks) if divide_by is None else float(divide_by)
-        if dtype == torch.float16:
-            before = 1
-            while factor % before == 0 and factor / before > before:
-                before *= 2
-            return GradientScale(1.0 / before, before / factor)
-        if divide_by is None and not only_sums and ranks > 1:
-            return GradientScale(1.0, 1.0, dist.ReduceOp.AVG)
-        return GradientScale(1.0, 1.0 / factor)
-
-
-# --- Lanes, and the buffers that are in flight.
-
-
 class PendingReduction:
     """Gradients of a tree that are being reduced, and that somebody has to wait for."""
 
@@ -428,9 +389,8 @@ class Streams(Observable):
     host_read: InFlight | None = None  # the last launch that reads memory of the host
     pending: PendingReduction | None = None  # holds the lanes until somebody has waited for it
 
-    def current(self) -> torch.Stream | None:
-        """Return the stream in which the caller computes; here, there is none."""
-        return None
+    # The stream that computes now; a CPU has none. An attribute: it is read in every step.
+    current: torch.Stream | None = None
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """Compute in a stream that ``current`` returned."""
@@ -490,89 +450,6 @@ class Streams(Observable):
     observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"launch": launch}
 
 
-class DeviceStreams(Streams):
-    """Lanes of a device: one stream each, beside the current (compute) stream."""
-
-    async_op = False
-
-    def __init__(self, device: torch.device) -> None:
-        names, priority = ("gather", "reduce", "all_reduce"), capabilities(device).lane_priority
-        self._lanes = {name: torch.Stream(device, priority=priority) for name in names}
-        self._retired: dict[str, list[InFlight]] = {name: [] for name in self._lanes}
-        module = torch.get_device_module(device.type)
-        self._is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
-
-    def current(self) -> torch.Stream | None:
-        return torch.accelerator.current_stream()
-
-    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
-        assert stream is not None
-        return stream
-
-    def launch(
-        self,
-        lane: str,
-        issue: Callable[..., InFlight],
-        *args: object,
-        after: InFlight | None = None,
-    ) -> InFlight:
-        stream = self._lanes[lane]
-        for held in self._retired[lane]:
-            held.hold_back(stream)
-        self._retired[lane].clear()
-        if after is not None:
-            after.hold_back(stream)
-        with stream, torch_autograd.without_packing():
-            flight = issue(*args)
-            flight.wait()  # a work that a collective of the user's returned, unasked
-            flight.end_with(stream.record_event())
-        if after is not None:  # read or written here, in memory of another lane
-            flight.buffers += after.buffers
-        return flight
-
-    def order_after_compute(self, lane: str) -> None:
-        self._lanes[lane].wait_stream(torch.accelerator.current_stream())
-
-    def order_after_event(self, lane: str, event: torch.Event) -> None:
-        with self._lanes[lane]:
-            event.wait()  # its own method: a stream takes a torch.cuda.Event, and waits for nothing
-
-    def hold_back(self, stream: torch.Stream | None) -> None:
-        current = torch.accelerator.current_stream()
-        if stream is not None and stream != current:
-            stream.wait_stream(current)
-
-    def lane_of(self, stream: torch.Stream) -> str:
-        name = f"stream {stream.stream_id}"
-        if name not in self._lanes:  # a plain stream: its events are what other lanes can wait for
-            self._lanes[name] = torch.Stream(
-                stream_id=stream.stream_id,
-                device_index=stream.device_index,
-                device_type=stream.device_type,
-            )
-            self._retired[name] = []
-        return name
-
-    def note_late(self, looks: Iterable[LateLook]) -> None:
-        if not self._is_capturing():
-            for look in looks:
-                look.note()
-
-    def look_late(self, looks: Iterable[LateLook]) -> None:
-        if not self._is_capturing():  # a graph that is captured must not ask for events
-            for look in looks:
-                look.look()
-
-    def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
-        event = torch.accelerator.current_stream().record_event()
-        self._retired[lane].append(InFlight(buffers).end_with(event))
-
-    def reset(self) -> None:
-        torch.accelerator.synchronize()
-        for held in self._retired.values():
-            held.clear()
-
-
 class StepContext:
     """What the groups of a tree share: the phase that its root is in, and the lanes."""
 
@@ -581,8 +458,3 @@ class StepContext:
     def __init__(self, streams: Streams) -> None:
         self.phase = IDLE
         self.streams = streams
-
-
-def streams_for(device: torch.device) -> Streams:
-    """Return the lanes of a device."""
-    return DeviceStreams(device) if capabilities(device).has_lanes else Streams()

@@ -93,10 +93,7 @@ class OwedReductions:
         for group in self._groups:
             if group.reducer.unreduced.is_owed and group.settings.reduce_grads:
                 queue = queue or ReductionQueue(group.context, is_large=False)
-                queue.make_room(group.reducer, group.settings)
-                reduction = group.reduce(with_graph=False)
-                if reduction is not None:
-                    queue.start(reduction, group.settings)
+                queue.reduce(group.reducer, group.settings, with_graph=False)
         if queue is not None:
             queue.wait()
 

@@ -26,8 +26,9 @@ from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions, 
 from fsdp2._compiled.functional import TracedUnit
 from fsdp2._compiled.passes import Gathered, Overlapped, SeenThrough, place_gathers
 from fsdp2._compiled.plan import plans
-from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.tree import Runtime, attach
+from fsdp2._engine.attach import attach
+from fsdp2._engine.between_steps import rest, units_below
+from fsdp2._engine.tree import Runtime
 from fsdp2._param_group.group import ParamGroup
 
 OVERLAPPING = ("inductor", "aot_eager")
@@ -306,7 +307,7 @@ class FunctionalStep:
                     "or backward of its own units. Compile the outermost module, or call "
                     "compile() on a block.",
                 )
-            runtime.rest()
+            rest(runtime)
         inside = {unit.unit for unit in self._units}
         delivered: set[int] = set()
         for unit in self._units:

@@ -20,7 +20,7 @@ from fsdp2._base.arguments import check_module
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import clean
-from fsdp2._engine.tree import Unit, unit_of
+from fsdp2._engine.tree import Runtime, Unit, unit_of
 from fsdp2._param_group.registration import SHARDED
 
 
@@ -221,3 +221,43 @@ def refuse_whole(
                 "in the model. Load whole tensors with fsdp2.checkpoint.load_full_state(model, "
                 f"{{'model': state_dict}}). {after}",
             )
+
+
+def finish(runtime: Runtime) -> None:
+    """Reduce what backwards left to the caller, and reshard, as settings say now.
+
+    Raises:
+        StateError: a unit's part of the gradient is lost. See ``Unit.note_unsynced_backward``.
+    """
+    lost = [
+        unit
+        for unit in runtime.units
+        if unit.may_lose_gradients
+        and not any(group.reducer.has_local_gradients for group in unit.groups)
+    ]
+    for unit in runtime.units:
+        unit.may_lose_gradients = False
+    if lost:
+        raise StateError(
+            "FS315",
+            f"{lost[0].fqn or '<root>'}: found no gradient after a step of a pipeline whose "
+            "schedule computes gradients of inputs first and those of parameters later. Such a "
+            "schedule looks for the parameters between forward and backward, when this unit "
+            f"({len(lost)} in this stage) had freed them. Apply fully_shard to the modules of "
+            "a stage with reshard_after_forward=False.",
+        )
+    runtime.is_pipelined = True
+    if runtime.parts is not None:
+        runtime.parts.is_off = True  # several forwards may run before their backwards
+    runtime.reduce_the_rest(set(), is_last=True, is_manual=False)
+
+
+def rest(runtime: Runtime) -> None:
+    """Wait for what is in flight, and for the optimizer: a step begins that is not ours."""
+    if runtime.reductions:
+        runtime.wait_for_reductions()
+    event, runtime.root.post_optim_event = runtime.root.post_optim_event, None
+    if event is not None and runtime.context.streams.async_op:
+        event.synchronize()
+    elif event is not None:
+        event.wait()

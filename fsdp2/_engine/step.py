@@ -92,6 +92,7 @@ from fsdp2._base import torch_autograd, torch_compiler, torch_modes, torch_modul
 from fsdp2._base.containers import Loan, map_tensors, visit_tensors
 from fsdp2._base.errors import StateError, UnsupportedError
 from fsdp2._base.events import FORWARD
+from fsdp2._engine.attach import attach
 from fsdp2._engine.between_steps import StateHooks
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, enter, leave
 
@@ -401,7 +402,7 @@ class Beginning:
             tensor.grad_fn.register_prehook(self.begin)
 
 
-def _aside(function: Callable[..., None], *args: Any) -> None:
+def _aside(function: Callable[..., object], *args: Any) -> None:
     """Do the engine's own work where what watches or transforms the user's does not reach it."""
     if torch_modes.count_modes() or torch_modes.transforms_are_active():
         torch_modes.run_aside(function, *args)
@@ -422,12 +423,14 @@ def pre_forward(
     unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make parameters whole and prepare the inputs."""
+    if unit.runtime is None:
+        _aside(attach, unit)
     _aside(enter, unit)
     runtime: Runtime = unit.runtime  # type: ignore[assignment]  # the first forward made it
     call = None
     if torch.is_grad_enabled() and unit.groups:
         order = runtime.order if runtime.context.phase is FORWARD else None
-        call = Call(Visit(unit, order, runtime.context.streams.current()), runtime)
+        call = Call(Visit(unit, order, runtime.context.streams.current), runtime)
         call.given = args, kwargs
         if unit.calls.saves_by_hooks and not runtime.is_recomputing:
             call.save_by_hooks()

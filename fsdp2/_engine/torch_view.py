@@ -37,8 +37,10 @@ import torch.nn as nn
 from fsdp2._base import torch_modules
 from fsdp2._base.errors import UnsupportedError, coded
 from fsdp2._base.policy import MixedPrecisionPolicy
+from fsdp2._comm.device_streams import streams_for
 from fsdp2._comm.mesh import REPLICATE, SHARD, DataMesh
-from fsdp2._comm.wire import Streams, streams_for
+from fsdp2._comm.wire import Streams
+from fsdp2._engine.between_steps import finish
 from fsdp2._engine.tree import Unit, unit_of
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam
@@ -189,7 +191,7 @@ class TorchState(View, torch_modules.FSDPState):
         """
         runtime = vars(self)["_unit"].runtime
         if runtime is not None:  # else no forward ran yet
-            runtime.finalize()
+            finish(runtime)
             runtime.end_reductions()
 
     @property

@@ -68,7 +68,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -84,19 +84,16 @@ from fsdp2._base import (
 from fsdp2._base.containers import Loan
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import BACKWARD, FORWARD, IDLE
-from fsdp2._base.names import class_name
 from fsdp2._base.observing import Observable
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._base.torch_modules import profiler_is_running
+from fsdp2._comm.device_streams import streams_for
 from fsdp2._comm.late_look import LateLook
-from fsdp2._comm.mesh import DataMesh
-from fsdp2._comm.wire import StepContext, Streams, streams_for
-from fsdp2._engine.parts import Part, Parts
+from fsdp2._comm.wire import StepContext, Streams
+from fsdp2._engine.parts import Parts
 from fsdp2._engine.precision import Precision
-from fsdp2._param_group import optimizer_steps
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.param import FSDPParam, check_unused
-from fsdp2._param_group.reduce import SMALL_NBYTES, ReductionQueue
+from fsdp2._param_group.reduce import SMALL_NBYTES, ReductionQueue, may_hold
 from fsdp2._param_group.registration import SHARDED, Serves
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
@@ -111,53 +108,6 @@ class Runner(Protocol):
     def call(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any: ...
-
-
-class CallsObserver(Protocol):
-    """Is told of the forwards of a unit, whatever runs them: hooks, a compiled module."""
-
-    def enter_forward(self, unit: Unit) -> None:
-        """The parameters are whole, and the module's own forward is about to run."""
-
-    def leave_forward(self, unit: Unit) -> None:
-        """The module's own forward has returned."""
-
-    def drop_forward(self, unit: Unit) -> None:
-        """The module's forward raised; a recomputation that has all it needs does so, too."""
-
-
-class ObservedCalls(list[Any]):
-    """The running forwards of a unit, while somebody is told of them."""
-
-    def __init__(self, unit: Unit, running: list[Any]) -> None:
-        super().__init__(running)
-        self._unit = unit
-        self.observers: list[CallsObserver] = []
-
-    def append(self, call: Any) -> None:
-        super().append(call)
-        for observer in self.observers:
-            observer.enter_forward(self._unit)
-
-    def pop(self, *args: Any) -> Any:
-        for observer in self.observers:
-            observer.leave_forward(self._unit)
-        return super().pop(*args)
-
-    def __delitem__(self, which: Any) -> None:
-        before = len(self)
-        super().__delitem__(which)
-        self._drop(before - len(self))
-
-    def clear(self) -> None:
-        before = len(self)
-        super().clear()
-        self._drop(before)
-
-    def _drop(self, count: int) -> None:
-        for _ in range(count):
-            for observer in self.observers:
-                observer.drop_forward(self._unit)
 
 
 class Calls:
@@ -177,19 +127,6 @@ class Calls:
         # parameters keep their memory: a backward may begin at a tensor that has no mark
         self.hides = False
         self.saves_by_hooks = False  # nodes save parameters by our hooks, so reading one is a mark
-
-    def observe(self, unit: Unit, observer: CallsObserver) -> None:
-        """Tell an observer of the forwards of the unit, from now on."""
-        if not isinstance(self.running, ObservedCalls):
-            self.running = ObservedCalls(unit, self.running)
-        self.running.observers.append(observer)
-
-    def leave(self, observer: CallsObserver) -> None:
-        """Tell an observer no longer."""
-        assert isinstance(self.running, ObservedCalls)
-        self.running.observers.remove(observer)
-        if not self.running.observers:
-            self.running = list(self.running)
 
     def lend(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Loan:
         """Let the innermost call have other tensors in the caller's containers."""
@@ -271,62 +208,6 @@ class Unit:
         for group in self.own_groups:
             group.settings = self.settings
 
-    def take_names(self, names: Mapping[nn.Module, str]) -> None:
-        """Call the unit and its parameters by their full names; ``names`` are those of modules."""
-        self.fqn = next((names[module] for module in self.modules if module in names), self.fqn)
-        for group in self.own_groups:
-            group.fqn = ".".join(filter(None, (self.fqn, group.early.part)))
-            for param in group.params:
-                for site in param.sites:
-                    if site.module in names:
-                        param.fqn = ".".join(filter(None, (names[site.module], site.name)))
-                        break
-
-    def release(self, params: Sequence[FSDPParam]) -> Iterator[tuple[DataMesh, list[FSDPParam]]]:
-        """Give parameters up to another unit; yield them by mesh. A group of none is none."""
-        for group in self.own_groups:
-            taken = [param for param in group.params if param in params]
-            if taken:
-                group.release(taken)
-                yield group.data, taken
-        self.own_groups[:] = [group for group in self.own_groups if group.params]
-
-    def check_mode_change(self, mode: bool) -> None:
-        """Raise StateError if the precision would change under a step. Changes nothing."""
-        if not self.precision.chosen.full_precision_in_eval or self.runtime is None:
-            return
-        self.runtime.recover_if_failed()
-        phase = self.runtime.context.phase
-        if phase is not IDLE and any(module.training is not mode for module in self.modules):
-            raise StateError(
-                "FS302",
-                f"{self.fqn or '<root>'}: found train({mode}) during a {phase}. Its policy has "
-                "full_precision_in_eval, so that would change the dtype of parameters in use. Call "
-                "it between steps.",
-            )
-
-    def follow_mode(self) -> None:
-        """Compute in the precision that the modules' mode asks for.
-
-        Parameters are made anew, so a graph that holds old ones must not run: whoever recorded it
-        has the old policy, as an object.
-        """
-        if not self.precision.follow(self.modules):
-            return
-        self.calls.open = 0
-        if self.owner is not None:
-            self.owner.precision.outdate()
-            self.owner.calls.open = 0
-        self.precision.choose_input_dtype(self.is_root)
-        for group in self.own_groups:
-            group.compute_by(self.precision.policy)
-
-    def take_over(self, units: list[Unit]) -> None:
-        """Move the groups of conditional units from now on. See [Note: conditional units]."""
-        self.groups = self.own_groups + [group for unit in units for group in unit.own_groups]
-        for unit in units:
-            unit.owner, unit.groups = self, []
-
     def keeps_after_forward(self, with_grad: bool) -> bool:
         """True if parameters stay unsharded after a forward.
 
@@ -401,14 +282,6 @@ class Unit:
             p is not None and torch_autograd.computes_gradient(p) for p in trainable
         ):
             self.may_lose_gradients = True
-
-    def have_lanes(self) -> None:
-        """Let a gather by hand run as those of steps do, before the first forward."""
-        if self.streams is None:
-            self.streams = streams_for(self.device)
-        for group in self.own_groups:
-            group.context.streams = self.streams
-        self.streams.order_after_compute("gather")
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; a copy is initialised again at its first forward."""
@@ -657,7 +530,7 @@ class Runtime(Observable):
         self.recover_if_failed()
         for unit in self.unmarked:
             for group in unit.groups:
-                group.reducer.refuse_hidden(group.fqn)
+                group.reducer.refuse_hidden()
         self._forget_unmarked()
         if not self.is_pipelined:
             for unit in self.units:
@@ -750,7 +623,7 @@ class Runtime(Observable):
         """A forward that trains is over, and no output of it has a mark."""
         self.unmarked.add(unit)
         for group in unit.groups:
-            optimizer_steps.note_unreduced(group)
+            may_hold.add(group.reducer)
 
     def note_hidden(self, unit: Unit, keeps_memory: bool) -> None:
         """A backward may read parameters of a forward before it comes to a mark of it.
@@ -937,12 +810,10 @@ class Runtime(Observable):
 
     def reduce_group(self, group: ParamGroup) -> None:
         """Reduce the gradients of one group, or accumulate them."""
-        self.reductions.make_room(group.reducer, group.settings)
-        reduction = group.reduce(self.backward.with_graph)
-        if reduction is not None:
-            self.reductions.start(reduction, group.settings)
-            if self.parts is not None:
-                self.parts.note_reduced(group)
+        with_graph = self.backward.with_graph
+        has_begun = self.reductions.reduce(group.reducer, group.settings, with_graph)
+        if has_begun and self.parts is not None:
+            self.parts.note_reduced(group)
 
     def end_backward(self) -> None:
         """Reduce what no post-backward reduced, finish what is in flight, reshard."""
@@ -955,7 +826,7 @@ class Runtime(Observable):
         self.backward.forget_places()
         is_manual = self.root.settings.manual_finalization
         is_last = not is_manual and all(unit.settings.is_last_backward for unit in self.units)
-        self._reduce_the_rest(ran, is_last, is_manual)
+        self.reduce_the_rest(ran, is_last, is_manual)
         self._forget_unmarked()
         if is_last:
             self.end_reductions()
@@ -964,7 +835,7 @@ class Runtime(Observable):
         self.context.phase = IDLE if self.forward_root is None else FORWARD
         self.backward.callback = None
 
-    def _reduce_the_rest(self, ran: set[Unit], is_last: bool, is_manual: bool) -> None:
+    def reduce_the_rest(self, ran: set[Unit], is_last: bool, is_manual: bool) -> None:
         """Reduce what no post-backward did, and reshard; in manual mode leave that for later.
 
         ``ran``: units of this backward. Whoever had no gradient in it owes one too.
@@ -984,37 +855,9 @@ class Runtime(Observable):
         if self.parts is not None:
             self.parts.end()
 
-    def finalize(self) -> None:
-        """Reduce what backwards left to the caller, and reshard, as settings say now.
-
-        Raises:
-            StateError: a unit's part of the gradient is lost. See ``Unit.note_unsynced_backward``.
-        """
-        lost = [
-            unit
-            for unit in self.units
-            if unit.may_lose_gradients
-            and not any(group.reducer.has_local_gradients for group in unit.groups)
-        ]
-        for unit in self.units:
-            unit.may_lose_gradients = False
-        if lost:
-            raise StateError(
-                "FS315",
-                f"{lost[0].fqn or '<root>'}: found no gradient after a step of a pipeline whose "
-                "schedule computes gradients of inputs first and those of parameters later. Such a "
-                "schedule looks for the parameters between forward and backward, when this unit "
-                f"({len(lost)} in this stage) had freed them. Apply fully_shard to the modules of "
-                "a stage with reshard_after_forward=False.",
-            )
-        self.is_pipelined = True
-        if self.parts is not None:
-            self.parts.is_off = True  # several forwards may run before their backwards
-        self._reduce_the_rest(set(), is_last=True, is_manual=False)
-
     def end_reductions(self) -> None:
         """Make every gradient safe to use: backwards are complete."""
-        self._wait_for_reductions()
+        self.wait_for_reductions()
         self._flush_partial()
         self.context.streams.note_late(self._looks())
         self.context.streams.finish_host_reads()
@@ -1062,19 +905,9 @@ class Runtime(Observable):
                     self.reduce(unit)
                     break
         if self.reductions:
-            self._wait_for_reductions()
+            self.wait_for_reductions()
 
-    def rest(self) -> None:
-        """Wait for what is in flight, and for the optimizer: a step begins that is not ours."""
-        if self.reductions:
-            self._wait_for_reductions()
-        event, self.root.post_optim_event = self.root.post_optim_event, None
-        if event is not None and self.context.streams.async_op:
-            event.synchronize()
-        elif event is not None:
-            event.wait()
-
-    def _wait_for_reductions(self) -> None:
+    def wait_for_reductions(self) -> None:
         self.reductions.wait()
         if events.listeners:
             events.emit("wait_for_reduce", self.root.fqn, self.context.phase)
@@ -1184,7 +1017,7 @@ class Runtime(Observable):
         "reduce": reduce,
         "end_backward": end_backward,
         "end_reductions": end_reductions,
-        "wait_for_reductions": _wait_for_reductions,
+        "wait_for_reductions": wait_for_reductions,
         "fail": fail,
         "abandon_backward": abandon_backward,
         "recover": recover,
@@ -1193,8 +1026,8 @@ class Runtime(Observable):
 
 def enter(unit: Unit) -> None:
     """A forward of a unit begins: make its parameters whole."""
-    runtime = attach(unit) if unit.runtime is None else unit.runtime
-    owner = unit.owner
+    runtime, owner = unit.runtime, unit.owner
+    assert runtime is not None
     if owner is not None and unit.own_groups and not (owner.calls.running or owner.calls.active):
         raise StateError(
             "FS305",
@@ -1244,123 +1077,3 @@ def _reshard_after(unit: Unit, runtime: Runtime, module: nn.Module, with_grad: b
                 group.reshard_post_forward()
     else:
         unit.reshard()
-
-
-def attach(root: Unit) -> Runtime:
-    """Make ``root`` the root of every unit below it, and plan what only the whole tree shows.
-
-    Raises:
-        StateError: a unit below ran before its root; a tied parameter that no unit holds whole.
-    """
-    names: dict[Unit, str] = {}
-    names_of_modules: dict[nn.Module, str] = {}
-    on_meta: list[str] = []
-    for top in root.modules:
-        for name, module in top.named_modules():
-            names_of_modules.setdefault(module, name)
-            unit = unit_of(module)
-            if unit is not None:
-                names.setdefault(unit, name)
-    for unit, name in names.items():
-        if unit.runtime is not None:
-            raise StateError(
-                "FS304",
-                f"{name or '<root>'}: ran a forward before {class_name(root.modules[0])}, which "
-                "contains it, so it became a root of its own. Run the outermost module that "
-                "fully_shard was applied to first.",
-            )
-        if unit is not root and unit.settings.manual_finalization:
-            raise StateError(
-                "FS303",
-                f"{name}: set_manual_backward_finalization(True) was called on it, and it is not "
-                "the root. Call it on the module whose forward you run.",
-            )
-        unit.take_names(names_of_modules)
-        for group in unit.groups:
-            for param in group.params:
-                param.see_grad_dtype()
-            check_unused(group.params, group.settings, group.policy)
-            for param in group.params:
-                _check_ties(param, unit)
-                if param.is_on_meta:
-                    on_meta.append(param.fqn)
-    if on_meta:
-        raise StateError(
-            "FS208",
-            f"{len(on_meta)} parameters are still on the meta device: {', '.join(on_meta)}. Call "
-            "fsdp2.materialize(model, device), or model.to_empty(device=...) and load a "
-            "checkpoint, before the first forward.",
-        )
-    owned = _owning_units(root, names)
-    runtime = Runtime(root, list(names))
-    for unit, name in names.items():
-        unit.runtime, unit.fqn = runtime, name
-        unit.precision.choose_input_dtype(unit.is_root)
-        if unit is not root and unit.post_optim_event is not None:
-            root.post_optim_event, unit.post_optim_event = unit.post_optim_event, None
-        for group in unit.groups:
-            group.enroll(".".join(filter(None, (name, group.early.part))))
-            group.context = runtime.context
-    for owner, conditional in owned.items():
-        owner.take_over(conditional)
-    parts = [
-        Part(group, unit)
-        for unit in names
-        for group in unit.own_groups
-        if group.early.readers is not None and unit.owner is None
-    ]
-    if parts:
-        runtime.parts = Parts(parts, runtime)
-        runtime.parts.enroll(names[root])
-    return runtime
-
-
-def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:
-    """Return the conditional units below each unit that is not. See [Note: conditional units].
-
-    Raises:
-        StateError: there is no such unit above a conditional one, or its modules have several.
-    """
-    above: dict[Unit, set[Unit | None]] = {}
-
-    def walk(module: nn.Module, owner: Unit | None, inside: bool) -> None:
-        unit = unit_of(module)
-        if unit is not None:
-            inside = inside or unit.conditional
-            if inside:
-                above.setdefault(unit, set()).add(owner)
-            else:
-                owner = unit
-        for child in module.children():
-            walk(child, owner, inside)
-
-    for top in root.modules:
-        walk(top, None, False)
-    owned: dict[Unit, list[Unit]] = {}
-    for unit in names:
-        owners = above.get(unit, set())
-        if len(owners) > 1 or None in owners:
-            raise StateError(
-                "FS223",
-                f"{names[unit] or '<root>'}: is conditional, so one unit above it, which is not, "
-                "has to gather it. Apply fully_shard without conditional to one module that "
-                "contains it, and run that one.",
-            )
-        for owner in owners:
-            assert owner is not None
-            owned.setdefault(owner, []).append(unit)
-    return owned
-
-
-def _check_ties(param: FSDPParam, unit: Unit) -> None:
-    places = param.places
-    if len(places) == 1:
-        return
-    own = {module for top in unit.modules for module in top.modules()}
-    outside = [place for place in places if place not in own]
-    if outside:
-        raise StateError(
-            "FS210",
-            f"{param.fqn}: is shared with {class_name(outside[0])}, and no unit contains both. "
-            "Apply fully_shard to a module that contains both as well, and run that one.",
-        )

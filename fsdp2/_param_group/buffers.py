@@ -112,6 +112,8 @@ class ShardBuffer:
         self._landing: Landing | None = None
         # bytes that extended parameters add to what each rank sends: an open tail, of any size
         self.open_tail_nbytes = 0
+        # the wire works on any memory: gathers may land where they are used
+        self._lands_directly = False
         self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
         self._is_one_cast = (
             layout.casts and len(layout.segments) == 1 and not layout.items[0].shard.is_replicated
@@ -154,14 +156,19 @@ class ShardBuffer:
                 targets[layout.whole.order.index(last)] = landing
                 self._apart = (layout.packed, targets[: len(layout.packed.order)])
 
-    def gathers_zero_copy(self, wire: Wire) -> bool:
-        """True if a gather writes to the full buffer, which then must have its memory."""
-        return bool(self._zero_copy) and self.open_tail_nbytes == 0 and wire.gathers_zero_copy
+    def follow(self, wire: Wire) -> None:
+        """Take notice of what the wire can do from now on."""
+        self._lands_directly = wire.gathers_zero_copy
 
-    def sent_numels(self, wire: Wire) -> list[int]:
+    @property
+    def gathers_zero_copy(self) -> bool:
+        """True if a gather writes to the full buffer, which then must have its memory."""
+        return bool(self._zero_copy) and self.open_tail_nbytes == 0 and self._lands_directly
+
+    def sent_numels(self) -> list[int]:
         """Elements in wire dtype that a rank sends in each collective."""
         layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
-        if self.open_tail_nbytes or not layout.zero_copy or not wire.gathers_zero_copy:
+        if self.open_tail_nbytes or not layout.zero_copy or not self._lands_directly:
             return [self.sent_nbytes // itemsize]
         sizes = [layout.packed_nbytes, *(layout.padded_nbytes(index) for index in layout.zero_copy)]
         return [size // itemsize for size in sizes]
@@ -232,7 +239,7 @@ class ShardBuffer:
             kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
             packing.cast_shards(flat, kept, layout)
             sent = self._as_wire(kept)
-        is_apart = self._zero_copy and self.gathers_zero_copy(wire)
+        is_apart = self._zero_copy and self.gathers_zero_copy
         self._way = self._apart if is_apart else self._together
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
@@ -241,13 +248,13 @@ class ShardBuffer:
             return InFlight((rows, kept))
         failed = None if self.tail is None else self.tail.failed
         if self._way is self._together:
-            gathered = self._landing_for(sent, wire)
+            gathered = self._landing_for(sent)
             if gathered is None:
                 gathered, sent = wire.stage(sent, axis)
             work = wire.all_gather(gathered, sent, axis, async_op)
         else:
             inputs = self._inputs_of(sent)
-            gathered = self._landing_for(inputs[0], wire)
+            gathered = self._landing_for(inputs[0])
             if gathered is None:
                 gathered, _ = wire.stage(inputs[0], axis)
             pairs = list(zip([gathered, *self._zero_copy], inputs, strict=True))
@@ -255,10 +262,10 @@ class ShardBuffer:
         rows = gathered if gathered.dim() == 2 else gathered.view(axis.size, -1)
         return InFlight((rows, kept), work, failed)
 
-    def _landing_for(self, sent: Tensor, wire: Wire) -> Tensor | None:
+    def _landing_for(self, sent: Tensor) -> Tensor | None:
         """Return where a collective of ours gathers on a CPU; None: somewhere new."""
         packed, _ = self._way
-        if not (packed.is_one_split and sent.is_cpu and wire.gathers_zero_copy):
+        if not (packed.is_one_split and sent.is_cpu and self._lands_directly):
             return None
         landing, numel = self._landing, sent.shape[1]
         if landing is None or landing.numel != numel:
@@ -332,6 +339,18 @@ class FullBuffer:
             return
         self._storage.resize_(nbytes)
         self.has_memory, self.stream = True, stream
+
+    def fill(
+        self, source: ShardBuffer, gathered: Sequence[Tensor], stream: torch.Stream | None
+    ) -> None:
+        """Copy here what a gather brought; the memory is that of ``stream``, unless it is there.
+
+        Raises:
+            StateError: another rank gathered something else.
+        """
+        if not self.has_memory:
+            self.allocate(source.layout.full_nbytes, stream)
+        source.unpack(*gathered)
 
     def free(self) -> None:
         """Give the memory back, unless it is to stay; what it holds counts as gone."""

@@ -49,13 +49,12 @@ from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, S
 from fsdp2._base.torch_autograd import version_of
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import InFlight, StepContext, Streams, Wire
-from fsdp2._param_group import optimizer_steps
 from fsdp2._param_group.adoption import Source, own_rows, own_sources, source_of
 from fsdp2._param_group.early_release import EarlyRelease
 from fsdp2._param_group.functional_call import whole_tensor
 from fsdp2._param_group.param import FSDPParam
 from fsdp2._param_group.planning import Buffers, refuse_smaller
-from fsdp2._param_group.reduce import Reducer, Reduction
+from fsdp2._param_group.reduce import Reducer
 from fsdp2._param_group.registration import (
     SHARDED,
     SHARDED_POST_FORWARD,
@@ -216,7 +215,7 @@ class ParamGroup(Observable):
             and not buffers.open_tail.items
             and buffers.post_forward.mesh is None
         ):
-            readers.meet(full, [param.unsharded for param in self.params], streams.current())
+            readers.meet(full, [param.unsharded for param in self.params], streams.current)
 
     def inspect(self, recomputing: bool = False) -> None:
         """See what the user did to the registered parameters. Call it before a forward's unshard.
@@ -229,7 +228,7 @@ class ParamGroup(Observable):
         readers = self.early.readers
         if readers is not None and not recomputing:
             wholes = [param.unsharded for param in self.params]
-            readers.follow(wholes, self.context.streams.current())
+            readers.follow(wholes, self.context.streams.current)
         registration = self.registration
         stays = registration.values is not None and not recomputing
         if stays and (not registration.serves_this_forward or registration.were_written):
@@ -306,9 +305,9 @@ class ParamGroup(Observable):
         if source.tail is not None:
             source.tail.before()
         wire = self.reducer.wire
-        if source.layout.zero_copy and source.gathers_zero_copy(wire):
+        if source.layout.zero_copy and source.gathers_zero_copy:
             assert buffers.full is not None
-            buffers.full.allocate(source.layout.full_nbytes, self.context.streams.current())
+            buffers.full.allocate(source.layout.full_nbytes, self.context.streams.current)
             # compute may still read the memory that the gather writes to
             self.context.streams.order_after_compute("gather")
         gather = buffers.gather_extended if buffers.open_tail.items else source.gather
@@ -336,10 +335,9 @@ class ParamGroup(Observable):
         assert source is not None
         gathering.wait()
         gathered, self.gathering = gathering.buffers, None
-        if not full.has_memory:
-            full.allocate(source.layout.full_nbytes, self.context.streams.current())
+        streams = self.context.streams
         try:
-            source.unpack(*gathered)
+            full.fill(source, gathered, streams.current)
             if buffers.open_tail.items:
                 buffers.open_tail.arrived(gathered[2])
                 self.reducer.planner.see_dtypes()
@@ -446,16 +444,6 @@ class ParamGroup(Observable):
         if events.listeners:
             events.emit("reshard", self.fqn, self.context.phase, full.nbytes)
 
-    def reduce(self, with_graph: bool) -> Reduction | None:
-        """Pack local gradients. Returns the reduction to start, or None while sync is off."""
-        self.reducer.unreduced.is_owed = not self.settings.reduce_grads
-        if not (self.settings.reduce_grads and self.settings.all_reduce_grads):
-            optimizer_steps.note_unreduced(self)
-        reduction = self.reducer.reduce(self.settings, self.context.streams, with_graph)
-        if reduction is not None and events.listeners:
-            events.emit("reduce", self.fqn, self.context.phase, reduction.nbytes)
-        return reduction
-
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
         kept = ["data", "policy", "settings", "fqn", "params"]
@@ -489,6 +477,5 @@ class ParamGroup(Observable):
         "reshard": reshard,
         "reshard_post_forward": reshard_post_forward,
         "release_early": release_early,
-        "reduce": reduce,
         "adopt": _adopt,
     }

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -38,35 +38,12 @@ from torch.optim.optimizer import (
 from fsdp2._base import torch_compiler
 from fsdp2._base.errors import StateError, coded
 from fsdp2._param_group import registration
-from fsdp2._param_group.param import FSDPParam, OwnerMark, is_forgotten, stand_in_of
-from fsdp2._param_group.reduce import Reducer
-
-
-class Group(Protocol):
-    """Parameters that are reduced together. ``ParamGroup`` is what it is."""
-
-    fqn: str
-    params: list[FSDPParam]
-    reducer: Reducer
-
+from fsdp2._param_group.param import OwnerMark, is_forgotten, stand_in_of
+from fsdp2._param_group.reduce import may_hold
 
 _is_watching = False
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """How many param groups of each optimizer were looked at."""
-
-
-_unreduced: weakref.WeakSet[Group] = weakref.WeakSet()
-"""Groups that may hold gradients which no reduction has taken."""
-
-
-def note_unreduced(group: Group) -> None:
-    """Let the next optimizer step look whether a group holds gradients that are not reduced."""
-    _unreduced.add(group)
-
-
-def may_be_unreduced(group: Group) -> bool:
-    """True if somebody noted it, and no optimizer step has found out that there are none."""
-    return group in _unreduced
 
 
 def watch_optimizers() -> None:
@@ -81,7 +58,7 @@ def watch_optimizers() -> None:
 @torch_compiler.always_eager
 def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     groups = optimizer.param_groups
-    if _unreduced:
+    if may_hold:
         _tell_of_unreduced(optimizer)
     if _looked_at.get(optimizer) == len(groups):
         return
@@ -104,12 +81,12 @@ def _tell_of_unreduced(optimizer: Optimizer) -> None:
     """See [Note: gradients that no optimizer sees]."""
     stepped = [OwnerMark.owner_of(p) for group in optimizer.param_groups for p in group["params"]]
     waiting = []
-    for group in tuple(_unreduced):
-        if not group.reducer.has_unreduced:
-            _unreduced.discard(group)
-        elif any(param in stepped for param in group.params):
-            group.reducer.refuse_hidden(group.fqn)
-            waiting.append(group.fqn or "<root>")
+    for reducer in tuple(may_hold):
+        if not reducer.has_unreduced:
+            may_hold.discard(reducer)
+        elif any(param in stepped for param in reducer.params):
+            reducer.refuse_hidden()
+            waiting.append(reducer.ids.fqn or "<root>")
     if waiting:
         warnings.warn(
             coded(

@@ -173,11 +173,12 @@ class Buffers:
 
         What extended parameters send is agreed on elsewhere.
         """
+        buffer.follow(wire)
         if stamp is None or buffer.tail is None:
             return
         layout = buffer.layout
         sent = [(item.shard.signature, item.compute_dtype) for item in layout.items]
-        numels, dtype = buffer.sent_numels(wire), layout.wire_dtype
+        numels, dtype = buffer.sent_numels(), layout.wire_dtype
         is_custom = wire.custom[0] is not None
         tensors = tuple((param.fqn, param.placement.layout.shape) for param in self.flat_params)
         stamp.update_signature(

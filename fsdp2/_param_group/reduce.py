@@ -21,28 +21,41 @@ that compute runs between them. On a device they are enqueued at once and stream
 ``wait`` delivers: where a parameter's ``grad`` is set, compute has waited for it, because autograd
 may add to it in the same backward (a term of the loss that is of the shards). For gradients that
 are kept in host memory, or that may be those of nobody, the host waits, too.
+
+[Note: reused gradients]
+Building a DTensor for every parameter in every step costs more than reducing it. So a group keeps
+the gradients of its last reduction, and fills the same memory again if nothing but the group
+refers to it: not the DTensors (``p.grad``, a list of the user's, a saved tensor of autograd), not
+their local tensors, not the storage (views). Otherwise it makes a new buffer, and the old one
+belongs to whoever holds it. A user who keeps ``p.grad`` across steps keeps the values.
+On a device the memory of a buffer that nobody refers to is *released* when a forward begins: it
+would lie idle where the step needs most, while allocating it anew costs next to nothing there.
 """
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2._agreement.collective_ids import CollectiveIds
+from fsdp2._base import events, torch_autograd, torch_dtensor, torch_modes, torch_tensors
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import StateError, UnsupportedError
+from fsdp2._base.observing import Observable
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import InFlight, StepContext, Streams, Wire
-from fsdp2._param_group import gradients
-from fsdp2._param_group.gradients import GradientBuffer, local_gradient
+from fsdp2._param_group import packing
 from fsdp2._param_group.layout import ReduceLayout
-from fsdp2._param_group.param import FSDPParam
+from fsdp2._param_group.param import FSDPParam, OwnerMark
 from fsdp2._param_group.reduce_plan import ReducePlan, ReducePlanner, Unreduced
 
 AllReduceHook = Callable[[Tensor], None]
@@ -51,7 +64,148 @@ SMALL_NBYTES = 1 << 20
 """Bytes of a reduction's input below which its memory does not matter."""
 
 
-class Reducer:
+_buffers: WeakValueDictionary[int, GradientBuffer] = WeakValueDictionary()
+"""Buffers that are alive, by the address of a gradient's storage."""
+
+
+class GradientBuffer:
+    """One flat buffer for each storage dtype, and a DTensor for each member of a reduce layout."""
+
+    def __init__(
+        self,
+        layout: ReduceLayout,
+        params: Sequence[FSDPParam],
+        rank: int,
+        residence: Residence,
+    ) -> None:
+        self.is_filling = False
+        self.is_released = False
+        self._device = device = residence.storage
+        self._flats: dict[torch.dtype, Tensor] = {}
+        self.layout = layout
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._sums: list[tuple[Tensor, int]] = []
+        self._grads: list[Tensor] = []
+        for position, param in enumerate(params):
+            dtype = param.kept_dtype(layout.dtype)
+            if dtype not in self._flats:
+                self._flats[dtype] = torch.empty(
+                    layout.numel, dtype=dtype, device=device, pin_memory=residence.is_pinned
+                )
+            local: Tensor | None
+            view: Tensor | None
+            local = view = packing.gradient_view(self._flats[dtype], layout, position, rank)
+            if layout.slotted[position]:
+                local = torch.empty(view.shape, dtype=dtype, device=device)
+                self._sums.append((local, position))
+            elif not view.is_contiguous():
+                local = torch.empty(view.shape, dtype=dtype, device=device)
+                self._copies.append((local, view))
+            self._grads.append(as_gradient(local, param))
+        self.only = next(iter(self._flats.values())) if len(self._flats) == 1 else None
+        self._outputs: list[Tensor] = []
+        if self.only is not None and layout.zero_copy:
+            self._outputs = list(self.only.split(layout.output_sizes))
+        self._storages = [flat.untyped_storage() for flat in self._flats.values()]
+        self._storages += [copied.untyped_storage() for copied, _ in self._copies]
+        self._storages += [summed.untyped_storage() for summed, _ in self._sums]
+        self._numbers = list(map(torch_tensors.number_of, self._storages))
+        local = view = None  # or they would count as holders
+        self._lent: dict[tuple[int, int, int], Tensor] = {}  # by storage, offset and size
+        self._held = self._references()
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._enter()
+
+    def _enter(self) -> None:
+        if torch_modes.has_real_memory():
+            for storage in self._storages:
+                _buffers[storage.data_ptr()] = self
+
+    def release(self) -> None:
+        """Give the memory back; only while ``is_free``. See [Note: reused gradients]."""
+        for storage in self._storages:
+            _buffers.pop(storage.data_ptr(), None)
+            storage.resize_(0)
+        self.is_released = True
+
+    def reclaim(self) -> None:
+        """Have memory again, of undefined values."""
+        for storage, nbytes in zip(self._storages, self._sizes, strict=True):
+            storage.resize_(nbytes)
+        self._enter()
+        self.is_released = False
+
+    def _references(self) -> list[int]:
+        counts = list(map(torch_tensors.use_count, self._numbers))
+        counts += map(sys.getrefcount, self._storages)  # a storage is one object in Python
+        shards = list(map(torch_tensors.local_of, self._grads))
+        for tensors in (self._grads, shards):  # of a DTensor, and of its local tensor
+            counts += map(sys.getrefcount, tensors)
+            counts += map(torch_tensors.owners_of, tensors)
+        return counts
+
+    @staticmethod
+    def holding(grad: Tensor) -> GradientBuffer | None:
+        """Return the buffer that ``grad`` is a gradient of, if there is one."""
+        if not isinstance(grad, DTensor):
+            return None
+        storage = torch_dtensor.local_tensor(grad).untyped_storage()
+        buffer = _buffers.get(storage.data_ptr())
+        if buffer is None or not any(grad is own for own in buffer._grads):
+            return None
+        return buffer
+
+    def lend(self, first: Tensor, numel: int) -> Tensor:
+        """View ``[numel]`` elements from the local part of gradient ``first`` on.
+
+        The view is the buffer's own and made once, and it stays when memory is released: whoever
+        keeps it (and not this buffer) beyond the moment would read the values of later steps.
+        """
+        local = torch_dtensor.local_tensor(first)
+        at = local.untyped_storage().data_ptr()
+        index = [storage.data_ptr() for storage in self._storages].index(at)
+        key = (index, int(local.storage_offset()), numel)
+        if key not in self._lent:
+            self._lent[key] = local.as_strided((numel,), (1,))
+            self._held[index] += 1
+        return self._lent[key]
+
+    @property
+    def is_free(self) -> bool:
+        """True if nothing but this buffer refers to its memory. See [Note: reused gradients]."""
+        return not self.is_filling and self._references() == self._held
+
+    def outputs(self, reduced: Tensor) -> list[Tensor]:
+        """View what each collective of a reduction writes, in the order of ``output_sizes``."""
+        if self._outputs and self.only is reduced:
+            return self._outputs
+        return list(reduced.split(self.layout.output_sizes))
+
+    def fill(self, reduced: Tensor) -> list[Tensor]:
+        """Take over reduced values ``[numel]``; return the members' gradients, for ``settle``."""
+        for flat in self._flats.values():
+            if flat is not reduced:
+                narrows = reduced.is_complex() and not flat.is_complex()
+                flat.copy_(reduced.real if narrows else reduced, non_blocking=True)
+        for local, position in self._sums:
+            total = packing.sum_of_slots(reduced, self.layout, position)
+            narrows = total.is_complex() and not local.is_complex()
+            local.copy_(total.real if narrows else total, non_blocking=True)
+        return self._grads
+
+    def deliver(self, params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
+        """Set or add gradients, from what ``fill`` copied, which is there now."""
+        for local, view in self._copies:
+            local.copy_(view)
+        self.is_filling = False
+        accumulate(params, grads)
+
+
+may_hold: weakref.WeakSet[Reducer] = weakref.WeakSet()
+"""Whose gradients may not be reduced yet; an optimizer's step looks."""
+
+
+class Reducer(Observable):
     """What a group knows about reducing its gradients."""
 
     def __init__(
@@ -61,7 +215,7 @@ class Reducer:
         residence: Residence,
         ids: CollectiveIds,
     ) -> None:
-        self._params = params
+        self.params = params
         self._residence = residence
         # on a device the streams of users may read gradients
         self._has_streams = not capabilities(residence.storage).is_host
@@ -91,7 +245,7 @@ class Reducer:
         """True if gradients are here that no reduction has taken."""
         return self.has_local_gradients or self.unreduced.partial is not None
 
-    def refuse_hidden(self, fqn: str) -> None:
+    def refuse_hidden(self) -> None:
         """Raise StateError if gradients came here that nobody will reduce.
 
         Call it after a forward of which no output told of a backward, and no backward of the tree.
@@ -99,11 +253,11 @@ class Reducer:
         if self.has_unreduced and not self.unreduced.is_waiting:
             raise StateError(
                 "FS321",
-                f"{fqn or '<root>'}: a backward left gradients on its unsharded parameters, "
-                "and nothing told that it began: what the forward returned held no tensor with a "
-                "gradient. So no gradient was reduced. Return the tensors that backward begins "
-                "from, or put them on an attribute of the module. zero_grad() on the model drops "
-                "the gradients that came.",
+                f"{self.ids.fqn or '<root>'}: a backward left gradients on its unsharded "
+                "parameters, and nothing told that it began: what the forward returned held no "
+                "tensor with a gradient. So no gradient was reduced. Return the tensors that "
+                "backward begins from, or put them on an attribute of the module. zero_grad() on "
+                "the model drops the gradients that came.",
             )
 
     def keep_partial(self, reduced: Tensor) -> None:
@@ -115,7 +269,7 @@ class Reducer:
         """Drop every unreduced gradient."""
         self.unreduced.clear()
         self._buffer = None
-        for param in self._params:
+        for param in self.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
 
@@ -149,7 +303,9 @@ class Reducer:
                 return True
         return False
 
-    def reduce(self, settings: Settings, streams: Streams, with_graph: bool) -> Reduction | None:
+    def reduce(
+        self, settings: Settings, context: StepContext, with_graph: bool
+    ) -> Reduction | None:
         """Pack the local gradients; return the reduction to start, or None while sync is off.
 
         ``with_graph``: this backward creates a graph.
@@ -157,6 +313,9 @@ class Reducer:
         Raises:
             UnsupportedError: a gradient carries a graph (``backward(create_graph=True)``).
         """
+        self.unreduced.is_owed = not settings.reduce_grads
+        if not (settings.reduce_grads and settings.all_reduce_grads):
+            may_hold.add(self)
         plan = self.prepare(settings)
         if plan.free:
             plan = self.planner.follow(plan, settings, self.wire)
@@ -171,13 +330,17 @@ class Reducer:
         behind = plan.complete
         if missing:
             absent = [position for position, grad in enumerate(grads) if grad is None]
-            behind = gradients.tail_without(behind, absent, layout)
+            behind = packing.tail_without(behind, absent, layout)
         if self.data.shard.size > 1:
             # Before the wire is asked for memory: what ranks may have to send first asks, too.
             self.ids.reductions.before()
         inputs = self._inputs_of(grads, behind, layout, is_mixed)
         look = missing > 0 and not settings.reduce_unused and self.hook is None
-        return Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
+        streams = context.streams
+        reduction = Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
+        if events.listeners:
+            events.emit("reduce", self.ids.fqn or "", context.phase, reduction.nbytes)
+        return reduction
 
     def _widen_gradients(self, plan: ReducePlan, with_graph: bool) -> None:
         """Let gradients wait for a reduction. See [Note: what waits for a reduction]."""
@@ -195,10 +358,10 @@ class Reducer:
         """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones."""
         shape, device = (layout.size, layout.packed_numel), self._residence.compute
         packed = self.wire.allocate(shape, layout.wire_dtype, device)
-        gradients.pack_gradients(grads, layout, self.data.shard.rank, behind, packed, is_mixed)
+        packing.pack_gradients(grads, layout, self.data.shard.rank, behind, packed, is_mixed)
         if not layout.zero_copy:
             return [packed]
-        return [packed, *gradients.zero_copy_gradients(grads, layout, device)]
+        return [packed, *packing.zero_copy_gradients(grads, layout, device)]
 
     def _take_gradients(
         self, plan: ReducePlan, with_graph: bool
@@ -259,6 +422,8 @@ class Reducer:
         if buffer.is_free:
             buffer.release()
 
+    observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"reduce": reduce}
+
 
 def _refuse_graph(param: FSDPParam, grad: Tensor) -> None:
     if grad.requires_grad:
@@ -289,7 +454,8 @@ class Reduction:
         self._look = look
         self._all_reduce = all_reduce
         self._streams = streams
-        self._packed_on = streams.current()  # the memory of the inputs is that stream's
+        # the memory of the inputs is that stream's
+        self._packed_on = streams.current
         self._scale = owner.planner.scale
         self._inputs = inputs
         device = inputs[0].device
@@ -421,7 +587,7 @@ class Reduction:
 
     def _drop(self) -> None:
         flight, packed_on = self._flight, self._packed_on
-        if flight is not None and packed_on is not None and packed_on != self._streams.current():
+        if flight is not None and packed_on is not None and packed_on != self._streams.current:
             flight.hold_back(packed_on)
         self._inputs = []
         self._flight = self._reduced = self._held = self._grads = None
@@ -445,13 +611,13 @@ class ReductionQueue:
     def __bool__(self) -> bool:
         return bool(self._running)
 
-    def make_room(self, owner: Reducer, settings: Settings) -> None:
-        """Complete old reductions before a group packs gradients for another one."""
-        while self._is_full_for(owner, settings):
+    def reduce(self, owner: Reducer, settings: Settings, with_graph: bool) -> bool:
+        """Reduce a group's gradients, or accumulate them; return whether a reduction has begun."""
+        while self._is_full_for(owner, settings):  # before it packs gradients
             self._complete_oldest()
-
-    def start(self, reduction: Reduction, settings: Settings) -> None:
-        """Begin a reduction, for which there is room."""
+        reduction = owner.reduce(settings, self._context, with_graph)
+        if reduction is None:
+            return False
         reduction.start()
         if not self._context.streams.async_op:
             reduction.advance()
@@ -459,6 +625,7 @@ class ReductionQueue:
         self._running.append(reduction)
         if settings.input_buffers is None and settings.overlap.reductions == 0:
             self._complete_oldest()
+        return True
 
     def _is_full_for(self, owner: Reducer, settings: Settings) -> bool:
         """True if the oldest reduction must end first: a group has one at a time, and all few."""
@@ -502,3 +669,96 @@ class ReductionQueue:
         """Wait for what is in flight; gradients that are not set by then never are."""
         while self._running:
             self._running.popleft().abandon()
+
+
+def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
+    """Wrap the local part of a sharded gradient, of any dtype, as its parameter is sharded."""
+    spec, like = param.spec, param.like
+    if local.dtype is not param.storage_dtype:
+        spec = param.placement.sharded_spec(local.dtype)
+        like = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    return torch_dtensor.new_dtensor(local, spec, like=like)
+
+
+def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
+    """Do to leaves what autograd does when it has computed gradients: hooks, then ``grad``."""
+    have_hooks = any(map(torch_autograd.gradient_hooks_of, params)) or any(
+        map(torch_autograd.accumulate_hooks_of, params)
+    )
+    for param, grad in zip(params, grads, strict=True):
+        if have_hooks:
+            grad = torch_autograd.apply_gradient_hooks(param, grad)
+        existing = param.grad
+        try:
+            if existing is None:
+                param.grad = grad
+            elif isinstance(grad, DTensor):
+                _add(param, existing, grad)
+            else:
+                existing.add_(grad)
+        except RuntimeError as error:
+            raise StateError("FS319", _mismatch(param, grad)) from error
+        if have_hooks:
+            torch_autograd.run_post_accumulate_hooks(param)
+
+
+def _add(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
+    """Add to the gradient that a parameter has: ours of earlier, or what the user put there.
+
+    A whole tensor, or a DTensor with other placements on the same mesh, is placed as ours first.
+    """
+    if not isinstance(existing, DTensor) or existing.placements != grad.placements:
+        mesh, placements = grad.device_mesh, grad.placements
+        if isinstance(existing, DTensor):
+            existing = existing.redistribute(mesh, placements)
+        else:
+            existing = distribute_tensor(existing, mesh, placements, src_data_rank=None)
+        param.grad = existing
+    own, new = torch_dtensor.local_tensor(existing), torch_dtensor.local_tensor(grad)
+    if own.shape != new.shape:  # broadcasting would hide it
+        raise RuntimeError(f"local shapes {tuple(own.shape)} and {tuple(new.shape)}")
+    own.add_(new)
+
+
+def _mismatch(param: torch.nn.Parameter, grad: Tensor) -> str:
+    owner = OwnerMark.owner_of(param)
+    name = "a parameter" if owner is None else owner.fqn
+    return (
+        f"{name}: its gradient is {_describe(grad)}, and cannot be set or added: the parameter is "
+        f"now {_describe(param)}, its grad {_describe(param.grad)}. Replace a sharded parameter "
+        "or gradient only by one of the same shape, dtype, device and mesh, or by None."
+    )
+
+
+def _describe(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    text = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.dtype}"
+    if isinstance(tensor, DTensor):
+        local = torch_dtensor.local_tensor(tensor)
+        text += f" ({tuple(local.shape)} here, on {local.device}, {tensor.placements})"
+    return text
+
+
+def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor:
+    """Return the local part of a gradient that is placed as its parameter is on its own axes.
+
+    How a plain one lies, the annotation of its parameter says; without one it is that part.
+    What has to be summed for that is summed in ``dtype``, if it is the wider one. On data axes it
+    stays what this rank has, summed over them or not: the group reduces it.
+    """
+    spec, annotation = param.placement.tensor_parallel, param.placement.annotation
+    if not isinstance(grad, DTensor):
+        if annotation is None or not annotation.sums:
+            return grad
+        grad = annotation.placed_gradient(grad)
+    assert spec is not None
+    placements = list(spec.placements)
+    for axis in param.placement.data_axes:
+        if not grad.placements[axis].is_shard():
+            placements[axis] = grad.placements[axis]
+    if tuple(grad.placements) != tuple(placements):
+        if any(placement.is_partial() for placement in grad.placements):
+            grad = cast(DTensor, grad.to(torch.promote_types(grad.dtype, dtype)))
+        grad = grad.redistribute(placements=placements)
+    return grad.to_local()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -20,10 +21,48 @@ from fsdp2._agreement.operation_ids import Signature
 from fsdp2._base.errors import StateError
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.mesh import DataMesh
-from fsdp2._comm.wire import GradientScale, Wire
-from fsdp2._param_group import gradients
+from fsdp2._comm.wire import Wire
+from fsdp2._param_group import packing
 from fsdp2._param_group.layout import ReduceLayout
 from fsdp2._param_group.param import FSDPParam
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """How gradients are joined: factors before and after it, and the operation of the wire."""
+
+    before: float
+    after: float
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+
+    @staticmethod
+    def choose(
+        ranks: int,
+        dtype: torch.dtype,
+        divide_by: float | None = None,
+        only_sums: bool = False,
+    ) -> GradientScale:
+        """Divide the sum over ``ranks`` by ``divide_by``; None means their number (the mean).
+
+        fp16 divides in two steps of about the square root each: it ends at 65504, so a sum before
+        the division could overflow, a division before the sum underflow. Wider exponents divide
+        once: in the collective, if it is a mean and ``only_sums`` is not asked for, else after the
+        sum, on the shard alone.
+
+        Source: the rule of torch's FSDP and DDP communication hooks.
+        """
+        factor = float(ranks) if divide_by is None else float(divide_by)
+        if dtype == torch.float16:
+            before = 1
+            while factor % before == 0 and factor / before > before:
+                before *= 2
+            return GradientScale(1.0 / before, before / factor)
+        if divide_by is None and not only_sums and ranks > 1:
+            return GradientScale(1.0, 1.0, dist.ReduceOp.AVG)
+        return GradientScale(1.0, 1.0 / factor)
+
+
+# --- Lanes, and the buffers that are in flight.
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +158,10 @@ class ReducePlanner:
         )
         is_renumbered = self._number(layout, wire)
         codes = self._ids.reductions.codes
-        complete = gradients.tail(codes, layout, grad_dtype, self._residence.compute)
+        complete = packing.tail(codes, layout, grad_dtype, self._residence.compute)
         if self._unreduced.partial is not None:
             old = self._layout or layout
-            self._unreduced.partial = gradients.rearranged(self._unreduced.partial, old, layout)
+            self._unreduced.partial = _rearranged(self._unreduced.partial, old, layout)
         self._layout = layout
         self._completes = {tuple(codes): complete}
         if is_renumbered:
@@ -189,7 +228,7 @@ class ReducePlanner:
         codes = self._ids.reductions.codes
         complete = self._completes.get(tuple(codes))  # to make one lets a device's host wait
         if complete is None:
-            complete = gradients.tail(codes, layout, plan.grad_dtype, self._residence.compute)
+            complete = packing.tail(codes, layout, plan.grad_dtype, self._residence.compute)
             self._completes[tuple(codes)] = complete
         return replace(plan, codes=codes, complete=complete)
 
@@ -233,3 +272,17 @@ class ReducePlanner:
 
 def _reduced_in_any(members: Sequence[FSDPParam]) -> list[FSDPParam]:
     return [param for param in members if param.chosen.is_reduced_in_any]
+
+
+def _rearranged(partial: Tensor, old: ReduceLayout, new: ReduceLayout) -> Tensor:
+    """Return half reduced gradients ``[numel]`` of one layout as another one places them.
+
+    Both layouts have the same members.
+    """
+    if old.offsets == new.offsets and old.numel == new.numel:
+        return partial.to(new.dtype)
+    moved = partial.new_zeros(new.numel, dtype=new.dtype)
+    parts = [(old.offsets[p], new.offsets[p], old.width(p)) for p in range(len(old.members))]
+    for source, target, width in [*parts, (old.tail_start, new.tail_start, len(old.members))]:
+        moved[target : target + width] = partial[source : source + width]
+    return moved

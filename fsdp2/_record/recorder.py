@@ -26,8 +26,10 @@ from fsdp2._base import events, torch_autograd, torch_modules
 from fsdp2._base.events import FORWARD, Event
 from fsdp2._base.observing import Observable
 from fsdp2._comm.wire import Streams
+from fsdp2._engine import observed
 from fsdp2._engine.tree import EndOfBackward, Runtime, Unit, Visit
 from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.reduce import Reducer
 from fsdp2._record.flights import Flights
 from fsdp2._record.ledger import Ledger, Row
 from fsdp2._record.memory import Entry
@@ -72,7 +74,7 @@ class Recorder:
         self._flights = Flights(ledger, {entry.group.reducer: entry for entry in entries})
         self._observed: dict[Observable, None] = {}
         self._unit_of: dict[ParamGroup, Unit] = {}
-        self._entry_of: dict[ParamGroup, Entry] = {}
+        self._entry_of: dict[ParamGroup | Reducer, Entry] = {}
         self._of_runtimes: dict[str, Callable[..., Any]] = {
             "begin_forward": self._around_begin_forward,
             "end_forward": self._around_end_forward,
@@ -96,26 +98,28 @@ class Recorder:
     def start(self) -> None:
         """Observe the model's units, groups and roots. See [Note: observers] in ``observing``."""
         for unit in self._units:
-            unit.calls.observe(unit, self)
+            observed.observe(unit, self)
             self._forwards[unit] = [None] * len(unit.calls.running)
             self._meet(unit)
             for group in unit.own_groups:
                 self._unit_of[group] = unit
                 self._observe(group)
+                self._observe(group.reducer)
         for entry in self._entries:
             self._ledger.memory.look(entry)
-            self._entry_of[entry.group] = entry
+            self._entry_of[entry.group] = self._entry_of[entry.group.reducer] = entry
             self._observe(entry.group)
+            self._observe(entry.group.reducer)
         events.listeners.append(self._hear)
 
     def stop(self) -> None:
         """Observe nothing any more; what has no end yet does not get one."""
         events.listeners.remove(self._hear)
-        for observed in self._observed:
-            observed.leave(self)
+        for one in self._observed:
+            one.leave(self)
         self._observed.clear()
         for unit in self._units:
-            unit.calls.leave(self)
+            observed.leave(unit, self)
         self._flights.finish()
         for rows in self._forwards.values():
             while rows:

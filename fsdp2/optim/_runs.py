@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base import torch_dtensor
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._param_group import packing
-from fsdp2._param_group.gradients import GradientBuffer
 from fsdp2._param_group.param import OwnerMark, Span
+from fsdp2._param_group.reduce import GradientBuffer
 
 State = dict[str, Any]
 Table = dict[Tensor, State]

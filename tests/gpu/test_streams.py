@@ -14,10 +14,11 @@ import torch.nn as nn
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
-from fsdp2._comm.wire import DeviceStreams, InFlight, streams_for
+from fsdp2._comm.device_streams import DeviceStreams, streams_for
+from fsdp2._comm.wire import InFlight
 from fsdp2._param_group.group import ParamGroup
 from tests.gpu._device import BF16, ON_A_GPU, here, keep_compute_busy, no_synchronisation
-from tests.unit._loopback import LoopbackGroup, chunk_of, local_of
+from tests.unit._loopback import LoopbackGroup, chunk_of, local_of, reduced
 
 pytestmark = ON_A_GPU
 
@@ -297,7 +298,7 @@ def test_memory_of_a_partial_sum_is_not_reused_while_it_is_kept() -> None:
                 group.settings = Settings(all_reduce_grads=False)
         works = []
         for ranks in (first, second):
-            started = ranks.each(lambda group: group.reduce(False))
+            started = ranks.each(reduced)
             for reduction in started:
                 reduction.start()
             if ranks is first:  # late from here on

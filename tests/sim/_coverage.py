@@ -48,7 +48,7 @@ PRESENT_ON_A_CPU = ("_views",)
 CLASSES = {  # whose methods a CPU never enters
     "_agreement/agreement.py": ("Follower",),
     "_comm/late_look.py": ("LateLook",),
-    "_comm/wire.py": ("DeviceStreams",),
+    "_comm/device_streams.py": ("DeviceStreams",),
     "_comm/symmetric.py": ("SymmetricMemoryAllGather",),
     "_base/torch_comm.py": ("SymmetricMemory",),
 }

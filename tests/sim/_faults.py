@@ -30,7 +30,7 @@ FAULTS = [
     # Lanes, their events, and the buffers they hold.
     SimFault(
         "lane-does-not-wait-for-what-is-before",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_comm/device_streams.py",
         "DeviceStreams.launch",
         """
         if after is not None:
@@ -43,7 +43,7 @@ FAULTS = [
     ),
     SimFault(
         "retired-buffers-are-not-waited-for",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_comm/device_streams.py",
         "DeviceStreams.launch",
         """
         for held in self._retired[lane]:
@@ -56,7 +56,7 @@ FAULTS = [
     ),
     SimFault(
         "retired-behind-the-lane-itself",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_comm/device_streams.py",
         "DeviceStreams.retire",
         """
         event = torch.accelerator.current_stream().record_event()
@@ -72,7 +72,7 @@ FAULTS = [
     ),
     SimFault(
         "lane-does-not-wait-for-compute",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_comm/device_streams.py",
         "DeviceStreams.order_after_compute",
         "self._lanes[lane].wait_stream(torch.accelerator.current_stream())",
         "self._lanes[lane].record_event()",
@@ -82,7 +82,7 @@ FAULTS = [
     ),
     SimFault(
         "compute-waits-for-the-lane",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_comm/device_streams.py",
         "DeviceStreams.order_after_compute",
         "self._lanes[lane].wait_stream(torch.accelerator.current_stream())",
         "torch.accelerator.current_stream().wait_stream(self._lanes[lane])",
@@ -92,7 +92,7 @@ FAULTS = [
     ),
     SimFault(
         "launch-recorded-before-it-is-issued",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_comm/device_streams.py",
         "DeviceStreams.launch",
         """
         flight = issue(*args)
@@ -111,7 +111,7 @@ FAULTS = [
     ),
     SimFault(
         "work-of-the-users-is-not-waited-for",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_comm/device_streams.py",
         "DeviceStreams.launch",
         "flight.wait()",
         "",
@@ -144,7 +144,7 @@ FAULTS = [
     ),
     SimFault(
         "buffers-of-the-launch-before-dropped",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_comm/device_streams.py",
         "DeviceStreams.launch",
         "flight.buffers += after.buffers",
         "flight.buffers += ()",
@@ -154,7 +154,7 @@ FAULTS = [
     ),
     SimFault(
         "event-of-the-users-waited-for-by-compute",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_comm/device_streams.py",
         "DeviceStreams.order_after_event",
         """
         with self._lanes[lane]:
@@ -170,7 +170,7 @@ FAULTS = [
     ),
     SimFault(
         "hook-runs-in-another-lane",
-        "fsdp2/_comm/wire.py",
+        "fsdp2/_comm/device_streams.py",
         "DeviceStreams.lane_of",
         "return name",
         'return "all_reduce"',
@@ -212,15 +212,15 @@ FAULTS = [
         "ParamGroup.wait_for_unshard",
         """
         try:
-            source.unpack(*buffers)
+            full.fill(source, gathered, streams.current)
             ...
         except BaseException:
             ...
-        self.context.streams.retire("gather", buffers)
+        self.context.streams.retire("gather", gathered)
         """,
         """
         try:
-            source.unpack(*buffers)
+            full.fill(source, gathered, streams.current)
             ...
         except BaseException:
             ...
@@ -514,7 +514,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-finished-before-their-copy",
-        "fsdp2/_param_group/gradients.py",
+        "fsdp2/_param_group/reduce.py",
         "GradientBuffer",
         """
         def fill(self, reduced: Tensor) -> list[Tensor]:
@@ -546,7 +546,7 @@ FAULTS = [
     ),
     SimFault(
         "gradients-by-columns-packed-as-they-lie",
-        "fsdp2/_param_group/gradients.py",
+        "fsdp2/_param_group/reduce.py",
         "pack_gradients",
         "grad if as_it_is else grad.contiguous()",
         "grad",
@@ -730,7 +730,7 @@ FAULTS = [
         "fsdp2/_engine/tree.py",
         "Runtime._go_through",
         "self.context.streams.on(visit.stream)",
-        "self.context.streams.on(self.context.streams.current())",
+        "self.context.streams.on(self.context.streams.current)",
         "Gradients of a branch in a stream of its own are packed in another stream, which does not wait for them.",
         scenario="two_streams_in_one_forward",
         expected="RACE",

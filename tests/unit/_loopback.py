@@ -43,6 +43,11 @@ def fake_process_group(size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def reduced(group: ParamGroup) -> Reduction | None:
+    """Pack the local gradients of a group; return the reduction to start."""
+    return group.reducer.reduce(group.settings, group.context, with_graph=False)
+
+
 class Meeting:
     """One collective of all ranks of a wire."""
 
@@ -270,7 +275,7 @@ class LoopbackGroup:
         chosen = settings or self.settings
         for group in self.groups:
             group.settings = chosen
-        started: list[Reduction | None] = self.each(lambda group: group.reduce(False))
+        started: list[Reduction | None] = self.each(reduced)
         reductions = [reduction for reduction in started if reduction is not None]
         assert len(reductions) in (0, len(self.groups)), "ranks disagree whether to reduce"
         for reduction in reductions:

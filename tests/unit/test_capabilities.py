@@ -8,7 +8,8 @@ import torch
 from fsdp2._base import capabilities
 from fsdp2._base.capabilities import Capabilities
 from fsdp2._base.policy import CPUOffloadPolicy, Residence
-from fsdp2._comm.wire import Streams, streams_for
+from fsdp2._comm.device_streams import streams_for
+from fsdp2._comm.wire import Streams
 
 KIND = "xpu"
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp2._base.policy import MixedPrecisionPolicy
-from fsdp2._param_group.gradients import GradientBuffer, accumulate
 from fsdp2._param_group.group import ParamGroup
-from tests.unit._loopback import LoopbackGroup, fake_process_group, local_of
+from fsdp2._param_group.reduce import GradientBuffer, accumulate
+from tests.unit._loopback import LoopbackGroup, fake_process_group, local_of, reduced
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -203,7 +203,7 @@ def test_two_reductions_of_one_group_in_flight() -> None:
             for param in module.parameters():
                 param.grad = torch.full_like(param, value)
         ranks.reshard()
-        started.append(ranks.each(lambda group: group.reduce(False)))
+        started.append(ranks.each(reduced))
         for reduction in started[-1]:
             reduction.start()
     for reductions in started:
@@ -221,7 +221,7 @@ def test_gradients_of_a_discarded_step_do_not_come_back() -> None:
     ranks.gather()
     for module in ranks.modules:
         module.weight.grad = torch.ones(5, 4)
-    started = ranks.each(lambda group: group.reduce(False))
+    started = ranks.each(reduced)
     for reduction in started:
         reduction.start()
     for reduction in started:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp2._base.policy import MixedPrecisionPolicy
-from fsdp2._comm.wire import DeviceStreams, InFlight, Streams, streams_for
-from tests.unit._loopback import LoopbackGroup, fake_process_group, local_of
+from fsdp2._comm.device_streams import DeviceStreams, streams_for
+from fsdp2._comm.wire import InFlight, Streams
+from tests.unit._loopback import LoopbackGroup, fake_process_group, local_of, reduced
 
 
 class Work:
@@ -195,7 +196,7 @@ def test_what_a_hook_got_is_held_until_its_stream_is_done(
     for module in ranks.modules:
         for param in module.parameters():
             param.grad = torch.ones_like(param)
-    started = [group.reduce(False) for group in ranks.groups]
+    started = [reduced(group) for group in ranks.groups]
     reductions = [reduction for reduction in started if reduction is not None]
     for reduction in reductions:
         reduction.start()

@@ -1,0 +1,105 @@
+"""The lanes of a device: what is in flight is ordered by streams, and nobody waits on the host.
+
+Owns one stream a lane, and the events between them. ``wire.Streams`` is the same for a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+import torch
+
+from fsdp2._base import torch_autograd
+from fsdp2._base.capabilities import capabilities
+from fsdp2._comm.late_look import LateLook
+from fsdp2._comm.wire import InFlight, Streams
+
+
+class DeviceStreams(Streams):
+    """Lanes of a device: one stream each, beside the current (compute) stream."""
+
+    async_op = False
+
+    def __init__(self, device: torch.device) -> None:
+        names, priority = ("gather", "reduce", "all_reduce"), capabilities(device).lane_priority
+        self._lanes = {name: torch.Stream(device, priority=priority) for name in names}
+        self._retired: dict[str, list[InFlight]] = {name: [] for name in self._lanes}
+        module = torch.get_device_module(device.type)
+        self._is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
+
+    @property
+    def current(self) -> torch.Stream | None:  # type: ignore[override]  # read only
+        return torch.accelerator.current_stream()
+
+    def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
+        assert stream is not None
+        return stream
+
+    def launch(
+        self,
+        lane: str,
+        issue: Callable[..., InFlight],
+        *args: object,
+        after: InFlight | None = None,
+    ) -> InFlight:
+        stream = self._lanes[lane]
+        for held in self._retired[lane]:
+            held.hold_back(stream)
+        self._retired[lane].clear()
+        if after is not None:
+            after.hold_back(stream)
+        with stream, torch_autograd.without_packing():
+            flight = issue(*args)
+            flight.wait()  # a work that a collective of the user's returned, unasked
+            flight.end_with(stream.record_event())
+        if after is not None:  # read or written here, in memory of another lane
+            flight.buffers += after.buffers
+        return flight
+
+    def order_after_compute(self, lane: str) -> None:
+        self._lanes[lane].wait_stream(torch.accelerator.current_stream())
+
+    def order_after_event(self, lane: str, event: torch.Event) -> None:
+        with self._lanes[lane]:
+            event.wait()  # its own method: a stream takes a torch.cuda.Event, and waits for nothing
+
+    def hold_back(self, stream: torch.Stream | None) -> None:
+        current = torch.accelerator.current_stream()
+        if stream is not None and stream != current:
+            stream.wait_stream(current)
+
+    def lane_of(self, stream: torch.Stream) -> str:
+        name = f"stream {stream.stream_id}"
+        if name not in self._lanes:  # a plain stream: its events are what other lanes can wait for
+            self._lanes[name] = torch.Stream(
+                stream_id=stream.stream_id,
+                device_index=stream.device_index,
+                device_type=stream.device_type,
+            )
+            self._retired[name] = []
+        return name
+
+    def note_late(self, looks: Iterable[LateLook]) -> None:
+        if not self._is_capturing():
+            for look in looks:
+                look.note()
+
+    def look_late(self, looks: Iterable[LateLook]) -> None:
+        if not self._is_capturing():  # a graph that is captured must not ask for events
+            for look in looks:
+                look.look()
+
+    def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
+        event = torch.accelerator.current_stream().record_event()
+        self._retired[lane].append(InFlight(buffers).end_with(event))
+
+    def reset(self) -> None:
+        torch.accelerator.synchronize()
+        for held in self._retired.values():
+            held.clear()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """Return the lanes of a device."""
+    return DeviceStreams(device) if capabilities(device).has_lanes else Streams()
