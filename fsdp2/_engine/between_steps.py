@@ -33,7 +33,7 @@ def units_below(module: nn.Module) -> list[Unit]:
 def refuse_other_thread(module: object, what: str) -> None:
     """Check that what ranks do together is begun by the thread of the steps, if there are several.
 
-    It is the same on all ranks, so nothing is told. See [Note: threads] in ``tree``.
+    It is the same on all ranks, so nothing is told. See [Note: threads] in ``threads``.
 
     Raises:
         StateError: another thread took the last step, and still lives.
@@ -42,7 +42,7 @@ def refuse_other_thread(module: object, what: str) -> None:
         return
     for unit in units_below(module):
         ranks = [group.data.shard.size * group.data.replicate.size for group in unit.groups]
-        has_other = unit.runtime is not None and unit.runtime.has_other_thread
+        has_other = unit.runtime is not None and unit.runtime.thread.is_another
         if has_other and max(ranks, default=1) > 1:
             raise StateError(
                 "FS301",
@@ -98,7 +98,7 @@ def reshard_if_idle(unit: Unit) -> None:
 
 @contextlib.contextmanager
 def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
-    """Around what looks at parameters between steps. See [Note: threads] in ``tree``.
+    """Around what looks at parameters between steps. See [Note: threads] in ``threads``.
 
     It gives True if steps run in another thread.
 
@@ -109,7 +109,7 @@ def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
     if runtime is None:
         yield False
         return
-    with runtime.lock:
+    with runtime.thread.lock:
         if runtime.is_in_other_thread:
             raise StateError(
                 "FS301",
@@ -117,7 +117,7 @@ def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
                 "of it, where parameters are gathered and freed. Read, copy or save its state "
                 "in the thread that trains, between steps.",
             )
-        yield runtime.has_other_thread
+        yield runtime.thread.is_another
 
 
 def _require_sharded(unit: Unit) -> None:

@@ -225,10 +225,10 @@ class Call:
 
     def save_by_hooks(self) -> None:
         """From now on let reading a saved parameter be a mark, unless hooks forbid it."""
-        around: Call | None = self.runtime.saving
+        around: Call | None = self.runtime.hidden.saving
         if torch_autograd.may_pack_saved_tensors(None if around is None else around._pack):
             self.saved_by_hooks = True
-            self.around, self.runtime.saving = around, self
+            self.around, self.runtime.hidden.saving = around, self
             self.saves = saved_tensors_hooks(self._pack, _unpack)
             self.saves.__enter__()
 
@@ -236,7 +236,7 @@ class Call:
         """Let nodes save as they did before."""
         if self.saves is not None:
             self.saves.__exit__()
-            self.saves, self.runtime.saving = None, self.around
+            self.saves, self.runtime.hidden.saving = None, self.around
 
     @torch_compiler.always_eager
     def _pack(self, tensor: Tensor) -> Any:
@@ -516,12 +516,12 @@ def _end_recorded(unit: Unit, runtime: Runtime, module: nn.Module, call: Call, o
         call.mark_kept()
     # The node of an output is mostly the last one that the forward made.
     if torch_autograd.sequence_number() > call.last_marked + 1 and call.mark_hidden(output):
-        runtime.note_hidden(unit, keeps_memory=not call.saved_by_hooks)
+        runtime.hidden.note_hidden(unit, runtime.units, not call.saved_by_hooks)
     if not call.is_marked:
         if not unit.trains:
             return
         _refuse_lazy(unit, module, output)
-        runtime.note_unmarked(unit)
+        runtime.hidden.note_unmarked(unit)
     runtime.end_call(visit)
 
 

@@ -47,11 +47,6 @@ In manual mode it leaves both to ``finalize``. A unit whose post-backward did no
 memory until then, and owes its gradients. The caller may wait for the reductions later. Until then
 nothing of a tree that shares the streams may start: lanes hold the buffers of what is in flight.
 
-[Note: threads]
-One thread runs steps. Another one may look at the state between them (``state_dict``): it holds the
-lock meanwhile, and a step that begins waits for it. During a step it gets an error. What ranks do
-together has one order on all of them, so only the thread of the steps may begin it.
-
 [Note: a step is a transaction]
 An exception leaves no trace that the next step could meet. A forward that raises passes through
 the unit that began it, which marks the runtime. A backward that raises never calls its callback,
@@ -92,6 +87,7 @@ from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.wire import StepContext, Streams
 from fsdp2._engine.parts import Parts
 from fsdp2._engine.precision import Precision
+from fsdp2._engine.threads import StepThread
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.reduce import SMALL_NBYTES, ReductionQueue, may_hold
 from fsdp2._param_group.registration import SHARDED, Serves
@@ -488,6 +484,133 @@ class Backward:
         self.order = None
 
 
+class Prefetches(Observable):
+    """What is gathered ahead, and the orders of units that predict it."""
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        # the order of units in the last forward, by which the next one is predicted
+        self._schedule = Schedule()
+        # the units that ran before this point, the last one first
+        self._last: tuple[Unit, ...] = ()
+        self._gathered: list[Unit] = []  # ahead, and they may not have been used
+
+    def begin(self, entry: Unit) -> None:
+        """A forward begins outside of any other."""
+        self._last = ()
+        self._schedule.begin(entry)
+
+    def forward(self, unit: Unit) -> None:
+        """Issue the unshard of what follows ``unit``, to overlap with its compute."""
+        expected = self._schedule.visit(unit)
+        settings = unit.settings
+        depth = settings.overlap.prefetch
+        following: Iterable[Unit]
+        if settings.forward_prefetch is not None:
+            following = settings.forward_prefetch
+        elif depth == 1:
+            following = () if expected is None else (expected,)
+        else:
+            following = self._schedule.upcoming(depth)
+        for other in following:  # its own forward will look at what is registered
+            self.gather(other)
+
+    def backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
+        """Issue the unshard of what backward needs after ``unit``."""
+        following = unit.settings.backward_prefetch
+        if following is None:
+            following = previous[: unit.settings.overlap.prefetch]
+        for other in following:
+            if other is not unit:
+                self.gather(other)
+
+    def gather(self, unit: Unit) -> None:
+        """Issue the unshard of a unit whose turn is yet to come."""
+        if unit.calls.active:  # it has what it needs, and reads what counts as released early
+            return
+        is_backward = self._context.phase is BACKWARD
+        for group in unit.groups:
+            if is_backward and (
+                group.early.skips_backward or not group.settings.unshard_in_backward
+            ):
+                continue
+            if events.listeners and group.gathering is None and not group.is_unsharded:
+                events.emit("prefetch", unit.fqn, self._context.phase)
+            group.unshard()
+        self._gathered.append(unit)
+
+    def follow(self, unit: Unit) -> tuple[Unit, ...]:
+        """A recorded forward of a unit is over; return the units before it, the last one first."""
+        before, depth = self._last, unit.settings.overlap.prefetch
+        self._last = (unit,) if depth < 2 else (unit, *before[: depth - 1])
+        return before
+
+    def end(self) -> None:
+        """The forward is over. Keep its order, and give back what was gathered and not used."""
+        self._schedule.end()
+        for unit in self._gathered:
+            for group in unit.groups:
+                if group.gathering is not None:
+                    group.reshard()
+        self._gathered.clear()
+
+    def forget(self) -> None:
+        """A backward is over: what was gathered for it was used, or is resharded now."""
+        self._gathered.clear()
+
+    def abandon(self) -> None:
+        """Forget a step that did not end."""
+        self._gathered.clear()
+        self._schedule.abandon()
+        self._last = ()
+
+    observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {"prefetch": gather}
+
+
+class HiddenOutputs:
+    """Forwards that left outputs where nobody sees them. See the note on these in ``step``."""
+
+    def __init__(self) -> None:
+        self.unmarked: set[Unit] = set()  # units that ran, and no output of theirs has a mark
+        # the marks of the innermost forward whose nodes save by hooks, a ``step.Call``
+        self.saving: Any = None
+
+    def note_unmarked(self, unit: Unit) -> None:
+        """A forward that trains is over, and no output of it has a mark."""
+        self.unmarked.add(unit)
+        for group in unit.groups:
+            may_hold.add(group.reducer)
+
+    def note_hidden(self, unit: Unit, units: list[Unit], keeps_memory: bool) -> None:
+        """A backward may read parameters of a forward before it comes to a mark of it.
+
+        ``units``: those of its tree.
+        """
+        if keeps_memory:
+            unit.calls.hides = True
+            for group in unit.groups:
+                group.keep_memory(True)
+        if not unit.calls.saves_by_hooks:
+            kinds = {type(module) for module in unit.modules}
+            for other in units:
+                if not kinds.isdisjoint(map(type, other.modules)):
+                    other.calls.saves_by_hooks = True
+
+    def refuse(self) -> None:
+        """Raise StateError if a backward came to one that had no mark; else forget them."""
+        for unit in self.unmarked:
+            for group in unit.groups:
+                group.reducer.refuse_hidden()
+        self.forget()
+
+    def forget(self) -> None:
+        """A backward is over, or another forward begins."""
+        for unit in self.unmarked:
+            if not unit.calls.recorded:
+                unit.stop_hiding()
+        self.unmarked.clear()
+
+
 class Runtime(Observable):
     """State of a tree of units. The first unit that runs a forward becomes its root."""
 
@@ -498,28 +621,21 @@ class Runtime(Observable):
         self._several = [unit for unit in units if len(unit.modules) > 1]
         self._groups = [group for unit in units for group in unit.own_groups]
         self.context = StepContext(root.streams or streams_for(root.device))
-        # the order of units in the last forward, by which the next one is predicted
-        self.schedule: Schedule = Schedule()
         # the unit whose forward began outside of any other, while it runs
         self.forward_root: Unit | None = None
         self.failed = False  # the last forward raised; the next one recovers
         # a pipeline runs many forwards before their backwards, and ends these
         self.is_pipelined = False
-        self.thread = 0  # the thread that ran the last forward
-        self.lock = threading.RLock()  # taken by who looks at parameters between steps
+        self.thread = StepThread()
         self.backward = Backward()
         self.order = Order()  # the order of the forward that runs, or ran last
-        self.saving: Any = None  # the marks of the innermost forward whose nodes save by hooks
-        # the units that ran before this point, the last one first
-        self.last_units: tuple[Unit, ...] = ()
+        self.prefetches = Prefetches(self.context)
+        self.hidden = HiddenOutputs()
         self.parts: Parts | None = None  # None: the tree has no large part of a root
         sizes = [sum(param.nbytes for param in group.params) for group in self._groups]
-        self.unmarked: set[Unit] = set()  # units that ran, and no output of theirs has a mark
         self.reductions = ReductionQueue(self.context, max(sizes, default=0) >= SMALL_NBYTES)
         # the looks of this tree, and how many existed when they were collected
         self._known_looks: tuple[int, tuple[LateLook, ...]] = (0, ())
-        # units that were gathered ahead, and may not have been used
-        self._prefetched: list[Unit] = []
 
     # Forward.
 
@@ -528,10 +644,8 @@ class Runtime(Observable):
         if self.context.streams.pending is not None:
             self.refuse_pending("forward")
         self.recover_if_failed()
-        for unit in self.unmarked:
-            for group in unit.groups:
-                group.reducer.refuse_hidden()
-        self._forget_unmarked()
+        if self.hidden.unmarked:
+            self.hidden.refuse()
         if not self.is_pipelined:
             for unit in self.units:
                 if unit.calls.open:  # it may owe gradients after a backward in which it has no part
@@ -552,42 +666,12 @@ class Runtime(Observable):
                     group.reducer.release_gradients()
         else:  # an optimizer beside the compute may still read gradients that nobody holds
             self.context.streams.order_after_event("gather", event)
-        self.thread = threading.get_ident()
-        with self.lock:
+        self.thread.ident = threading.get_ident()
+        with self.thread.lock:
             self.context.phase = FORWARD
         self.forward_root = entry
-        self.last_units = ()
         self.order = Order()
-        self.schedule.begin(entry)
-
-    def prefetch_forward(self, unit: Unit) -> None:
-        """Issue the unshard of what follows ``unit``, to overlap with its compute."""
-        expected = self.schedule.visit(unit)
-        settings = unit.settings
-        depth = settings.overlap.prefetch
-        following: Iterable[Unit]
-        if settings.forward_prefetch is not None:
-            following = settings.forward_prefetch
-        elif depth == 1:
-            following = () if expected is None else (expected,)
-        else:
-            following = self.schedule.upcoming(depth)
-        for other in following:  # its own forward will look at what is registered
-            self._prefetch(other)
-
-    def _prefetch(self, unit: Unit) -> None:
-        if unit.calls.active:  # it has what it needs, and reads what counts as released early
-            return
-        is_backward = self.context.phase is BACKWARD
-        for group in unit.groups:
-            if is_backward and (
-                group.early.skips_backward or not group.settings.unshard_in_backward
-            ):
-                continue
-            if events.listeners and group.gathering is None and not group.is_unsharded:
-                events.emit("prefetch", unit.fqn, self.context.phase)
-            group.unshard()
-        self._prefetched.append(unit)
+        self.prefetches.begin(entry)
 
     def _looks(self) -> tuple[LateLook, ...]:
         """Return what looks later at what ranks sent along; nothing does on a CPU."""
@@ -598,10 +682,9 @@ class Runtime(Observable):
 
     def end_forward(self) -> None:
         """The forward that began outside of any other is over."""
-        self.schedule.end()
         self.context.phase = IDLE
         self.forward_root = None
-        self._drop_unused_prefetches()
+        self.prefetches.end()
         for unit in self._several:
             if unit.calls.ran:  # not all of its modules ran in this forward
                 unit.calls.ran.clear()
@@ -619,33 +702,6 @@ class Runtime(Observable):
             self.context.streams.finish_host_reads()
             self.context.streams.note_late(self._looks())
 
-    def note_unmarked(self, unit: Unit) -> None:
-        """A forward that trains is over, and no output of it has a mark."""
-        self.unmarked.add(unit)
-        for group in unit.groups:
-            may_hold.add(group.reducer)
-
-    def note_hidden(self, unit: Unit, keeps_memory: bool) -> None:
-        """A backward may read parameters of a forward before it comes to a mark of it.
-
-        See [Note: outputs that nobody sees] in ``step``.
-        """
-        if keeps_memory:
-            unit.calls.hides = True
-            for group in unit.groups:
-                group.keep_memory(True)
-        if not unit.calls.saves_by_hooks:
-            kinds = {type(module) for module in unit.modules}
-            for other in self.units:
-                if not kinds.isdisjoint(map(type, other.modules)):
-                    other.calls.saves_by_hooks = True
-
-    def _forget_unmarked(self) -> None:
-        for unit in self.unmarked:
-            if not unit.calls.recorded:
-                unit.stop_hiding()
-        self.unmarked.clear()
-
     def lose_graph(self, unit: Unit) -> None:
         """A recorded forward of a unit is gone: no backward through it can come any more."""
         unit.calls.recorded -= 1
@@ -655,13 +711,6 @@ class Runtime(Observable):
             unit.show_shards()
             if self.context.streams.host_read is not None:
                 self.context.streams.finish_host_reads()
-
-    def _drop_unused_prefetches(self) -> None:
-        for unit in self._prefetched:
-            for group in unit.groups:
-                if group.gathering is not None:
-                    group.reshard()
-        self._prefetched.clear()
 
     # Backward.
 
@@ -681,7 +730,7 @@ class Runtime(Observable):
         failed = functools.partial(self._drop_backward, backward.number)
         backward.callback = weakref.ref(EndOfBackward(self._finish_backward, failed))
         backward.with_graph = torch.is_grad_enabled()
-        with self.lock:
+        with self.thread.lock:
             self.context.phase = BACKWARD
         if backward.began_manual is None:
             backward.began_manual = self.root.settings.manual_finalization
@@ -726,7 +775,7 @@ class Runtime(Observable):
         for group in wanted:
             group.wait_for_unshard()
         if not is_again:  # a solver comes many times to one unit
-            self.prefetch_backward(unit, visit.previous)
+            self.prefetches.backward(unit, visit.previous)
         if loses:
             unit.note_unsynced_backward()
 
@@ -780,22 +829,11 @@ class Runtime(Observable):
 
     def end_call(self, visit: Visit) -> None:
         """A unit's forward is over, and a backward may come to it, here or on another rank."""
-        unit, before = visit.unit, self.last_units
+        unit = visit.unit
         unit.calls.open += 1
-        visit.previous = before
-        depth = unit.settings.overlap.prefetch
-        self.last_units = (unit,) if depth < 2 else (unit, *before[: depth - 1])
+        visit.previous = self.prefetches.follow(unit)
         visit.left = len(self.order.events)
         self.order.events.append(visit)
-
-    def prefetch_backward(self, unit: Unit, previous: tuple[Unit, ...]) -> None:
-        """Issue the unshard of what backward needs after ``unit``."""
-        following = unit.settings.backward_prefetch
-        if following is None:
-            following = previous[: unit.settings.overlap.prefetch]
-        for other in following:
-            if other is not unit:
-                self._prefetch(other)
 
     def reduce(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or accumulate them while its sync is off."""
@@ -827,7 +865,8 @@ class Runtime(Observable):
         is_manual = self.root.settings.manual_finalization
         is_last = not is_manual and all(unit.settings.is_last_backward for unit in self.units)
         self.reduce_the_rest(ran, is_last, is_manual)
-        self._forget_unmarked()
+        if self.hidden.unmarked:
+            self.hidden.forget()
         if is_last:
             self.end_reductions()
         else:
@@ -851,7 +890,7 @@ class Runtime(Observable):
             unit.calls.open = 0
             if not is_late:
                 self._reshard_after_backward(unit, is_last)
-        self._prefetched.clear()
+        self.prefetches.forget()
         if self.parts is not None:
             self.parts.end()
 
@@ -946,19 +985,10 @@ class Runtime(Observable):
             unit.reshard_unless_gathering()
 
     @property
-    def has_other_thread(self) -> bool:
-        """True if steps run in another thread than this one, and that lives."""
-        if self.thread in (0, threading.get_ident()):
-            return False
-        if torch_autograd.graph_task_id() != -1:  # of a device, autograd's thread is in that step
-            return False
-        return any(one.ident == self.thread for one in threading.enumerate())
-
-    @property
     def is_in_other_thread(self) -> bool:
-        """True if another thread is inside of a forward or a backward. See [Note: threads]."""
+        """True if another thread is inside of a forward or a backward. See ``threads``."""
         phase = self.context.phase
-        if phase is IDLE or self.failed or not self.has_other_thread:
+        if phase is IDLE or self.failed or not self.thread.is_another:
             return False
         callback = self.backward.callback
         return phase is FORWARD or (callback is not None and callback() is not None)
@@ -996,13 +1026,12 @@ class Runtime(Observable):
                 group.reducer.discard()
                 group.registration.forget_stand_ins()
         self.context.streams.reset()
-        self._prefetched.clear()
-        self._forget_unmarked()
-        self.saving = None
-        self.schedule.abandon()
+        if self.hidden.unmarked:
+            self.hidden.forget()
+        self.hidden.saving = None
+        self.prefetches.abandon()
         if self.parts is not None:
             self.parts.forget()
-        self.last_units = ()
         self.forward_root = self.backward.callback = None
         self.failed = False
         self.context.phase = IDLE
@@ -1010,7 +1039,6 @@ class Runtime(Observable):
     observed_as: ClassVar[Mapping[str, Callable[..., Any]]] = {
         "begin_forward": begin_forward,
         "end_forward": end_forward,
-        "prefetch": _prefetch,
         "arrive": arrive,
         "depart": depart,
         "close": _count_closed,
@@ -1045,7 +1073,7 @@ def enter(unit: Unit) -> None:
     for group in unit.groups:
         group.wait_for_unshard()
     if not recomputing and owner is None:
-        runtime.prefetch_forward(unit)
+        runtime.prefetches.forward(unit)
 
 
 def leave(unit: Unit, runtime: Runtime, module: nn.Module, recomputing: bool) -> None:

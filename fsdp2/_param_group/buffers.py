@@ -114,10 +114,6 @@ class ShardBuffer:
         self.open_tail_nbytes = 0
         # the wire works on any memory: gathers may land where they are used
         self._lands_directly = False
-        self._wire_numel = layout.gather_nbytes // layout.wire_dtype.itemsize
-        self._is_one_cast = (
-            layout.casts and len(layout.segments) == 1 and not layout.items[0].shard.is_replicated
-        )
         self._views = None if self._is_away else self._views_of(self.flat)
 
     def write_tail(self) -> None:
@@ -205,13 +201,13 @@ class ShardBuffer:
 
     def _views_of(self, flat: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return what one kernel casts to the wire, and what is sent if nothing is cast."""
-        if self._is_one_cast:
+        if self.layout.is_one_cast:
             (segment,) = self.layout.segments
             return packing.typed(flat, 0, segment.numel, segment.storage_dtype), None
         return None, None if self.layout.casts else self._as_wire(flat)
 
     def _as_wire(self, buffer: Tensor) -> Tensor:
-        return packing.typed(buffer, 0, self._wire_numel, self.layout.wire_dtype).view(1, -1)
+        return packing.typed(buffer, 0, self.layout.wire_numel, self.layout.wire_dtype).view(1, -1)
 
     def gather(
         self, wire: Wire, async_op: bool, write_tail: Callable[[Tensor], None] | None = None
@@ -232,7 +228,7 @@ class ShardBuffer:
             to_cast, sent = self._views
         kept = flat
         if to_cast is not None:
-            shape = (1, self._wire_numel)
+            shape = (1, self.layout.wire_numel)
             kept = sent = torch.empty(shape, dtype=layout.wire_dtype, device=flat.device)
             sent.copy_(to_cast)
         elif sent is None:
@@ -243,7 +239,7 @@ class ShardBuffer:
         self._way = self._apart if is_apart else self._together
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
-        if axis.size == 1 or self._wire_numel == 0:
+        if axis.size == 1 or self.layout.wire_numel == 0:
             rows = sent.expand(axis.size, -1)
             return InFlight((rows, kept))
         failed = None if self.tail is None else self.tail.failed

@@ -293,6 +293,17 @@ class GatherLayout:
         return torch.uint8
 
     @cached_property
+    def wire_numel(self) -> int:
+        """Elements in wire dtype that a rank sends, without an open tail."""
+        return self.gather_nbytes // self.wire_dtype.itemsize
+
+    @cached_property
+    def is_one_cast(self) -> bool:
+        """True if one kernel casts everything that is sent."""
+        segments = self.segments
+        return self.casts and len(segments) == 1 and not self.items[0].shard.is_replicated
+
+    @cached_property
     def packed(self) -> Packed:
         """What is sent in one collective where zero-copy shards go by themselves."""
         sharded = [i for i in self.order if not self.items[i].shard.is_replicated]

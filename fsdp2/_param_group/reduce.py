@@ -450,7 +450,6 @@ class Reduction:
     ) -> None:
         self.owner = owner
         self._plan = plan
-        self._data = owner.data
         self._look = look
         self._all_reduce = all_reduce
         self._streams = streams
@@ -469,11 +468,15 @@ class Reduction:
         self._counts: Tensor | None = None  # how many ranks had each gradient, if one misses here
         self._grads: list[Tensor] | None = None  # gradients that are filled, and not yet set
         self._waits_for_copy = not inputs[0].is_cpu and (look or owner._residence.is_away)
-        self.nbytes = plan.layout.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all inputs."""
+        return self._plan.layout.nbytes
 
     @property
     def _sums_replicas(self) -> bool:
-        return self._data.replicate.size > 1 and self._all_reduce
+        return self.owner.data.replicate.size > 1 and self._all_reduce
 
     def start(self) -> None:
         """Issue the reduce-scatter."""
@@ -483,7 +486,7 @@ class Reduction:
         self._flight = self._streams.launch("reduce", self._reduce_scatter)
 
     def _reduce_scatter(self) -> InFlight:
-        owner, layout, axis = self.owner, self._plan.layout, self._data.shard
+        owner, layout, axis = self.owner, self._plan.layout, self.owner.data.shard
         packed, *zero_copy = self._inputs
         if axis.size == 1:
             self._reduced, self._is_borrowed = packed.view(-1), True
@@ -502,7 +505,7 @@ class Reduction:
 
     def advance(self) -> None:
         """Issue the all-reduce over the replicate axis, if there is one."""
-        if self._data.replicate.size == 1:
+        if self.owner.data.replicate.size == 1:
             return
         if self._all_reduce:
             self.owner.ids.reductions.before_sum()
@@ -522,7 +525,7 @@ class Reduction:
             self._reduced = None
             return InFlight((reduced,))
         work = owner.wire.all_reduce(
-            reduced, self._scale.op, self._data.replicate, self._streams.async_op
+            reduced, self._scale.op, self.owner.data.replicate, self._streams.async_op
         )
         return InFlight((reduced,), work, owner.ids.reductions.failed_sum)
 
@@ -535,7 +538,7 @@ class Reduction:
 
     def finish(self) -> None:
         """Scale, and fill the sharded gradients."""
-        lane = "reduce" if self._data.replicate.size == 1 else "all_reduce"
+        lane = "reduce" if self.owner.data.replicate.size == 1 else "all_reduce"
         if self.owner.hook is not None:
             stream = self.owner.hook_stream
             lane = "all_reduce" if stream is None else self._streams.lane_of(stream)

@@ -78,7 +78,6 @@ class Recorder:
         self._of_runtimes: dict[str, Callable[..., Any]] = {
             "begin_forward": self._around_begin_forward,
             "end_forward": self._around_end_forward,
-            "prefetch": self._around_prefetch,
             "arrive": self._around_arrive,
             "close": self._around_close,
             "reduce": self._around_reduce,
@@ -138,6 +137,7 @@ class Recorder:
         if runtime is not None and runtime not in self._trees:
             self._trees[runtime] = Tree(self._names.get(runtime.root, ""))
             self._observe(runtime)
+            self._observe(runtime.prefetches)
 
     def around(
         self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
@@ -147,6 +147,8 @@ class Recorder:
             return self._flights.around_launch(call, *args, **kwargs)
         if kwargs:
             call = partial(call, **kwargs)
+        if kind == "prefetch":
+            return self._around_prefetch(call, *args)
         if isinstance(source, Runtime):
             around = self._of_runtimes.get(kind)
             if around is None:
@@ -354,7 +356,7 @@ class Recorder:
 
     # Units: when their own code runs.
 
-    def _around_prefetch(self, runtime: Runtime, tree: Tree, prefetch: Do, unit: Unit) -> None:
+    def _around_prefetch(self, prefetch: Do, unit: Unit) -> None:
         if unit not in self._names:  # above what is recorded
             prefetch(unit)
             return
