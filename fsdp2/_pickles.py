@@ -29,17 +29,18 @@ from fsdp2._comm.mesh import DataMesh, KeptOnMesh
 from fsdp2._comm.wire import Wire
 from fsdp2._engine.between_steps import StateHooks
 from fsdp2._engine.cast_buffers import CastBuffer, CastBuffers
+from fsdp2._engine.hooks import ForwardMethod
 from fsdp2._engine.parts import PartHook
 from fsdp2._engine.precision import Precision
-from fsdp2._engine.step import ForwardHooks, ForwardMethod
+from fsdp2._engine.step import ForwardHooks
 from fsdp2._engine.torch_view import TorchState
 from fsdp2._engine.tree import Unit
 from fsdp2._param_group.early_release import Readers
+from fsdp2._param_group.forms import Site
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import ShardLayout
 from fsdp2._param_group.param import ChosenDtypes, FSDPParam, OwnerMark
 from fsdp2._param_group.placement import ParamPlacement
-from fsdp2._param_group.registration import Site
 
 NAMED: tuple[Any, ...] = (
     CPUOffloadPolicy,

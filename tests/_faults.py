@@ -336,8 +336,8 @@ FAULTS = [
     ),
     Fault(
         "placed-user-gradient-not-kept",
-        "fsdp2/_param_group/reduce.py",
-        "_add",
+        "fsdp2/_param_group/gradients.py",
+        "add_to",
         "param.grad = existing",
         "",
         "A gradient that the user had put on a sharded parameter with other placements (or whole) is redistributed and added to, but the sum is thrown away: param.grad is still what the user put there.",

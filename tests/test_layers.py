@@ -252,6 +252,6 @@ def test_the_rules_see_what_they_look_for() -> None:
     assert {"_dtensor_spec", "_StridedShard"} <= imported
     used = {name for n in OF_TORCH for name in foreign_private_names(n)}
     assert {"_local_tensor", "_base", "_execution_engine"} <= used
-    packed = imported_files("_param_group/packing.py")
+    packed = imported_files("_param_group/gradient_packing.py")
     assert {"_param_group/layout.py", "_base/torch_tensors.py"} <= packed
     assert "_engine/tree.py" in imported_files("_engine/step.py")

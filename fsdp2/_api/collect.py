@@ -30,9 +30,9 @@ from fsdp2._comm.mesh import DataMesh
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.tree import Unit, unit_of
 from fsdp2._param_group.extension import brings_extension, check_extension, smaller_mesh_refused
+from fsdp2._param_group.forms import Site
 from fsdp2._param_group.param import SUMMONED, FSDPParam, OwnerMark
 from fsdp2._param_group.placement import ParamPlacement, place, shard_dim, shard_mesh
-from fsdp2._param_group.registration import Site
 
 PART_NBYTES = 1 << 20
 """Unsharded bytes from which on a submodule of a root is a group of its own.

@@ -33,9 +33,9 @@ from fsdp2._base.policy import (
 from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._engine.attach import attach, take_names
+from fsdp2._engine.hooks import ForwardMethod, register_hooks
 from fsdp2._engine.parts import PartHook
 from fsdp2._engine.precision import Precision
-from fsdp2._engine.step import ForwardMethod, register_hooks
 from fsdp2._engine.torch_view import TorchState, torch_state
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, EndOfBackward, Runtime, Unit, enter, leave, unit_of
 from fsdp2._param_group.early_release import Readers

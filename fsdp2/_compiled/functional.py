@@ -53,11 +53,12 @@ from fsdp2._compiled.plan import (
     plans,
 )
 from fsdp2._engine.tree import Unit, unit_of
-from fsdp2._param_group import packing
+from fsdp2._param_group import gradient_packing, packing
+from fsdp2._param_group.gradients import as_gradient
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.layout import GatherLayout
 from fsdp2._param_group.param import FSDPParam
-from fsdp2._param_group.reduce import accumulate, as_gradient
+from fsdp2._param_group.reduce import accumulate
 
 
 class Claim:
@@ -217,10 +218,10 @@ def _sharded(
 ) -> Tensor:
     """Return the sharded gradient of a member, from the row that its piece was reduced to."""
     if piece.layout.slotted[position]:
-        local = packing.sum_of_slots(row, piece.layout, position)
+        local = gradient_packing.sum_of_slots(row, piece.layout, position)
     else:
         rank = group.data.shard.rank
-        local = packing.gradient_view(row, piece.layout, position, rank).contiguous()
+        local = gradient_packing.gradient_view(row, piece.layout, position, rank).contiguous()
     dtype = param.kept_dtype(row.dtype)
     if row.is_complex() and not dtype.is_complex:
         local = local.real

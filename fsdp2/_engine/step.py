@@ -86,14 +86,13 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2._base import torch_autograd, torch_compiler, torch_modes, torch_modules
 from fsdp2._base.containers import Loan, map_tensors, visit_tensors
 from fsdp2._base.errors import StateError, UnsupportedError
 from fsdp2._base.events import FORWARD
 from fsdp2._engine.attach import attach
-from fsdp2._engine.between_steps import StateHooks
+from fsdp2._engine.saved_by_hooks import SavedByHooks
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, enter, leave
 
 _OF_MODULES = frozenset((*vars(nn.Module()), UNIT_ATTRIBUTE, *torch_modules.REGISTRIES))
@@ -104,22 +103,11 @@ Comes = Callable[[tuple[Tensor | None, ...]], None]
 """A hook that tells that a backward comes to a module."""
 
 
-class _Saved:
-    """What a node saved of a unit's parameters. Who reads it has the unit gathered first."""
-
-    __slots__ = ("call", "tensor")
-
-    def __init__(self, call: Call, tensor: Tensor) -> None:
-        self.call = call
-        self.tensor = tensor
-
-
 class Call:
     """The marks of one forward of a unit. Autograd's graph owns it."""
 
     __slots__ = (
         "__weakref__",
-        "around",
         "first_node",
         "given",
         "has_leaf",
@@ -144,10 +132,8 @@ class Call:
         # the marked inputs, each with the node of its mark
         self.views: list[tuple[Tensor, Any]] | None = None
         # our hooks of saved tensors, while they are in place
-        self.saves: saved_tensors_hooks | None = None
+        self.saves: SavedByHooks | None = None
         self.saved_by_hooks = False  # nodes of this forward were saved by our hooks
-        # the next call around this one whose nodes are saved by our hooks, too
-        self.around: Call | None
 
     @torch_compiler.always_eager
     def pre_backward(self, _grads: tuple[Tensor | None, ...]) -> None:
@@ -225,29 +211,17 @@ class Call:
 
     def save_by_hooks(self) -> None:
         """From now on let reading a saved parameter be a mark, unless hooks forbid it."""
-        around: Call | None = self.runtime.hidden.saving
-        if torch_autograd.may_pack_saved_tensors(None if around is None else around._pack):
+        hidden = self.runtime.hidden
+        around: SavedByHooks | None = hidden.saving
+        if torch_autograd.may_pack_saved_tensors(None if around is None else around.pack):
             self.saved_by_hooks = True
-            self.around, self.runtime.hidden.saving = around, self
-            self.saves = saved_tensors_hooks(self._pack, _unpack)
-            self.saves.__enter__()
+            self.saves = hidden.saving = SavedByHooks(self.visit.unit, self.read, around)
 
     def end_saving(self) -> None:
         """Let nodes save as they did before."""
         if self.saves is not None:
-            self.saves.__exit__()
-            self.saves, self.runtime.hidden.saving = None, self.around
-
-    @torch_compiler.always_eager
-    def _pack(self, tensor: Tensor) -> Any:
-        if tensor.grad_fn is not None:  # a node that saves what it made would own itself
-            tensor = tensor.detach()
-        call: Call | None = self
-        while call is not None:
-            if call.visit.unit.holds(tensor):
-                return _Saved(call, tensor)
-            call = call.around
-        return tensor
+            self.runtime.hidden.saving = self.saves.end()
+            self.saves = None
 
     def read(self) -> None:
         """A node is about to read a parameter that it saved."""
@@ -372,15 +346,6 @@ def _tensors_at(value: Any) -> list[Tensor]:
     elif not isinstance(value, list | tuple):
         value = (value,)
     return [item for item in value if isinstance(item, Tensor)]
-
-
-@torch_compiler.always_eager
-def _unpack(saved: Any) -> Any:
-    """Give a node what it saved."""
-    if type(saved) is not _Saved:
-        return saved
-    saved.call.read()
-    return saved.tensor
 
 
 class Beginning:
@@ -685,43 +650,3 @@ class ForwardHooks:
         if self.unit.runner is not None:
             return None
         return post_forward(self.unit, module, output)
-
-
-class ForwardMethod:
-    """A method of a module that unshards as ``forward`` does."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.module = module
-        self.name = name
-        self.replaced = module.__dict__.get(name)
-
-    @torch_compiler.inlined_or_eager
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = self.module.__dict__[UNIT_ATTRIBUTE]
-        if unit.runner is not None:
-            return unit.runner.call(self._run, args, kwargs)
-        return self._call_eagerly(unit, args, kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.replaced is not None:
-            return self.replaced(*args, **kwargs)
-        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
-
-    @torch_compiler.never_traced
-    def _call_eagerly(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        depth = len(unit.calls.running)
-        try:
-            args, kwargs = pre_forward(unit, args, kwargs)
-            return post_forward(unit, self.module, self._run(*args, **kwargs))
-        except BaseException:
-            forward_raised(unit, depth)
-            raise
-
-
-def register_hooks(unit: Unit) -> None:
-    """Put the hooks onto a unit's modules, ours first before forward and last after it."""
-    hooks = ForwardHooks(unit)
-    for module in unit.modules:
-        module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(hooks.after, prepend=False)
-    StateHooks(unit).register()

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base import torch_dtensor, torch_modes
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._base.policy import Settings
-from fsdp2._param_group import packing
+from fsdp2._param_group import gradient_packing, packing
 from fsdp2._param_group.buffers import ShardBuffer
+from fsdp2._param_group.gradients import local_gradient
 from fsdp2._param_group.layout import GatherItem, GatherLayout, ReduceLayout
 from fsdp2._param_group.param import FSDPParam
-from fsdp2._param_group.reduce import Reducer, local_gradient
+from fsdp2._param_group.reduce import Reducer
 
 
 def whole_tensor(
@@ -136,8 +137,8 @@ class _GatherShard(torch.autograd.Function):
         layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype, 1)
         scale = reducer.planner.scale_for(grad.dtype, settings, wire)
         packed = wire.allocate((layout.size, layout.numel), grad.dtype, grad.device)
-        behind = packing.tail((), layout, grad.dtype, grad.device)
-        packing.pack_gradients([grad], layout, data.shard.rank, behind, packed)
+        behind = gradient_packing.tail((), layout, grad.dtype, grad.device)
+        gradient_packing.pack_gradients([grad], layout, data.shard.rank, behind, packed)
         packed.mul_(scale.before)
         reduced = packed.view(-1)
         if data.shard.size > 1:
@@ -147,7 +148,7 @@ class _GatherShard(torch.autograd.Function):
             wire.all_reduce(reduced, scale.op, data.replicate, async_op=False)
         reduced.mul_(scale.after)
         if layout.slotted[0]:
-            return packing.sum_of_slots(reduced, layout, 0), None, None, None
-        local = packing.gradient_view(reduced, layout, 0, data.shard.rank)
+            return gradient_packing.sum_of_slots(reduced, layout, 0), None, None, None
+        local = gradient_packing.gradient_view(reduced, layout, 0, data.shard.rank)
         local = local.clone(memory_format=torch.contiguous_format)  # not in the wire's memory
         return local, None, None, None

@@ -3,14 +3,6 @@
 Owns the moves between sharded and whole parameters. It must not know hooks, autograd or other
 groups: whoever calls decides when. Where parameters lie is planned in ``planning``.
 
-[Note: one plan]
-Everything that depends on shapes and dtypes is computed by ``_plan`` and lives until a parameter is
-replaced behind our back (``.to()``, ``load_state_dict(assign=True)``, ``to_empty``,
-``swap_tensors``, unpickling, or an assignment). ``unshard`` notices that by identity, and *adopts*:
-it plans again and copies what is registered into a new shard buffer. The old buffer is never
-written, so a parameter that comes back (``functional_call``) still has its values. The full buffer
-and the unsharded parameters stay if dtypes allow, because a recorded graph may need them.
-
 [Note: between steps]
 Between steps ``parameters()`` are the shards, so that an optimizer made there trains them. Memory
 is another matter: a group may keep its whole parameters for the next forward or backward (by
@@ -251,7 +243,7 @@ class ParamGroup(Observable):
         self.reducer.prepare(self.settings)  # at once: other ranks may stand in for it
 
     def _adopt(self, replaced: dict[FSDPParam, Tensor | None]) -> None:
-        """Take over parameters that were replaced. See [Note: one plan]."""
+        """Take over parameters that were replaced. See [Note: one plan] in ``planning``."""
         rank = self.data.shard.rank
         for param, new in replaced.items():
             if new is not None and new.requires_grad is not param.trainable:
@@ -445,7 +437,7 @@ class ParamGroup(Observable):
             events.emit("reshard", self.fqn, self.context.phase, full.nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies carry the recipe; buffers come back by adoption. See [Note: one plan]."""
+        """Copies carry the recipe; buffers come back by adoption, see ``planning``."""
         kept = ["data", "policy", "settings", "fqn", "params"]
         state = {name: getattr(self, name) for name in kept}
         state["device"], state["offload"] = self.residence.compute, self.residence.offload

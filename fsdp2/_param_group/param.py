@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base import torch_autograd, torch_dtensor, torch_spmd
 from fsdp2._base.errors import ConfigError
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
+from fsdp2._param_group.forms import Forms, Site
 from fsdp2._param_group.placement import ParamPlacement
-from fsdp2._param_group.registration import Forms, ParamState, Registration, Site
+from fsdp2._param_group.registration import ParamState, Registration
 
 
 @dataclass(frozen=True, eq=False)

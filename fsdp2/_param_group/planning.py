@@ -2,7 +2,15 @@
 
 Owns the memory of shards, over the whole axis and over a smaller mesh, that of whole parameters,
 and how each of these travels. It must not know states, modules or when anything moves. A steady
-step enters nothing here: [Note: one plan] in ``group``.
+step enters nothing here.
+
+[Note: one plan]
+Everything that depends on shapes and dtypes is computed by ``Buffers.plan``, and lives until a
+parameter is replaced behind our back (``.to()``, ``load_state_dict(assign=True)``, ``to_empty``,
+``swap_tensors``, unpickling, or an assignment). A forward notices that by identity, and its group
+*adopts*: it plans again and copies what is registered into a new shard buffer. The old buffer is
+never written, so a parameter that comes back (``functional_call``) still has its values. The full
+buffer and the unsharded parameters stay if dtypes allow, because a recorded graph may need them.
 """
 
 from __future__ import annotations

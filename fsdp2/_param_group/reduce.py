@@ -38,12 +38,12 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp2._agreement.collective_ids import CollectiveIds
 from fsdp2._base import events, torch_autograd, torch_dtensor, torch_modes, torch_tensors
@@ -53,9 +53,10 @@ from fsdp2._base.observing import Observable
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import InFlight, StepContext, Streams, Wire
-from fsdp2._param_group import packing
+from fsdp2._param_group import gradient_packing
+from fsdp2._param_group.gradients import add_to, as_gradient, local_gradient, mismatch
 from fsdp2._param_group.layout import ReduceLayout
-from fsdp2._param_group.param import FSDPParam, OwnerMark
+from fsdp2._param_group.param import FSDPParam
 from fsdp2._param_group.reduce_plan import ReducePlan, ReducePlanner, Unreduced
 
 AllReduceHook = Callable[[Tensor], None]
@@ -94,7 +95,9 @@ class GradientBuffer:
                 )
             local: Tensor | None
             view: Tensor | None
-            local = view = packing.gradient_view(self._flats[dtype], layout, position, rank)
+            local = view = gradient_packing.gradient_view(
+                self._flats[dtype], layout, position, rank
+            )
             if layout.slotted[position]:
                 local = torch.empty(view.shape, dtype=dtype, device=device)
                 self._sums.append((local, position))
@@ -188,7 +191,7 @@ class GradientBuffer:
                 narrows = reduced.is_complex() and not flat.is_complex()
                 flat.copy_(reduced.real if narrows else reduced, non_blocking=True)
         for local, position in self._sums:
-            total = packing.sum_of_slots(reduced, self.layout, position)
+            total = gradient_packing.sum_of_slots(reduced, self.layout, position)
             narrows = total.is_complex() and not local.is_complex()
             local.copy_(total.real if narrows else total, non_blocking=True)
         return self._grads
@@ -330,7 +333,7 @@ class Reducer(Observable):
         behind = plan.complete
         if missing:
             absent = [position for position, grad in enumerate(grads) if grad is None]
-            behind = packing.tail_without(behind, absent, layout)
+            behind = gradient_packing.tail_without(behind, absent, layout)
         if self.data.shard.size > 1:
             # Before the wire is asked for memory: what ranks may have to send first asks, too.
             self.ids.reductions.before()
@@ -358,10 +361,12 @@ class Reducer(Observable):
         """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones."""
         shape, device = (layout.size, layout.packed_numel), self._residence.compute
         packed = self.wire.allocate(shape, layout.wire_dtype, device)
-        packing.pack_gradients(grads, layout, self.data.shard.rank, behind, packed, is_mixed)
+        gradient_packing.pack_gradients(
+            grads, layout, self.data.shard.rank, behind, packed, is_mixed
+        )
         if not layout.zero_copy:
             return [packed]
-        return [packed, *packing.zero_copy_gradients(grads, layout, device)]
+        return [packed, *gradient_packing.zero_copy_gradients(grads, layout, device)]
 
     def _take_gradients(
         self, plan: ReducePlan, with_graph: bool
@@ -674,15 +679,6 @@ class ReductionQueue:
             self._running.popleft().abandon()
 
 
-def as_gradient(local: Tensor, param: FSDPParam) -> DTensor:
-    """Wrap the local part of a sharded gradient, of any dtype, as its parameter is sharded."""
-    spec, like = param.spec, param.like
-    if local.dtype is not param.storage_dtype:
-        spec = param.placement.sharded_spec(local.dtype)
-        like = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-    return torch_dtensor.new_dtensor(local, spec, like=like)
-
-
 def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
     """Do to leaves what autograd does when it has computed gradients: hooks, then ``grad``."""
     have_hooks = any(map(torch_autograd.gradient_hooks_of, params)) or any(
@@ -696,72 +692,10 @@ def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) ->
             if existing is None:
                 param.grad = grad
             elif isinstance(grad, DTensor):
-                _add(param, existing, grad)
+                add_to(param, existing, grad)
             else:
                 existing.add_(grad)
         except RuntimeError as error:
-            raise StateError("FS319", _mismatch(param, grad)) from error
+            raise StateError("FS319", mismatch(param, grad)) from error
         if have_hooks:
             torch_autograd.run_post_accumulate_hooks(param)
-
-
-def _add(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
-    """Add to the gradient that a parameter has: ours of earlier, or what the user put there.
-
-    A whole tensor, or a DTensor with other placements on the same mesh, is placed as ours first.
-    """
-    if not isinstance(existing, DTensor) or existing.placements != grad.placements:
-        mesh, placements = grad.device_mesh, grad.placements
-        if isinstance(existing, DTensor):
-            existing = existing.redistribute(mesh, placements)
-        else:
-            existing = distribute_tensor(existing, mesh, placements, src_data_rank=None)
-        param.grad = existing
-    own, new = torch_dtensor.local_tensor(existing), torch_dtensor.local_tensor(grad)
-    if own.shape != new.shape:  # broadcasting would hide it
-        raise RuntimeError(f"local shapes {tuple(own.shape)} and {tuple(new.shape)}")
-    own.add_(new)
-
-
-def _mismatch(param: torch.nn.Parameter, grad: Tensor) -> str:
-    owner = OwnerMark.owner_of(param)
-    name = "a parameter" if owner is None else owner.fqn
-    return (
-        f"{name}: its gradient is {_describe(grad)}, and cannot be set or added: the parameter is "
-        f"now {_describe(param)}, its grad {_describe(param.grad)}. Replace a sharded parameter "
-        "or gradient only by one of the same shape, dtype, device and mesh, or by None."
-    )
-
-
-def _describe(tensor: Tensor | None) -> str:
-    if tensor is None:
-        return "None"
-    text = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.dtype}"
-    if isinstance(tensor, DTensor):
-        local = torch_dtensor.local_tensor(tensor)
-        text += f" ({tuple(local.shape)} here, on {local.device}, {tensor.placements})"
-    return text
-
-
-def local_gradient(grad: Tensor, param: FSDPParam, dtype: torch.dtype) -> Tensor:
-    """Return the local part of a gradient that is placed as its parameter is on its own axes.
-
-    How a plain one lies, the annotation of its parameter says; without one it is that part.
-    What has to be summed for that is summed in ``dtype``, if it is the wider one. On data axes it
-    stays what this rank has, summed over them or not: the group reduces it.
-    """
-    spec, annotation = param.placement.tensor_parallel, param.placement.annotation
-    if not isinstance(grad, DTensor):
-        if annotation is None or not annotation.sums:
-            return grad
-        grad = annotation.placed_gradient(grad)
-    assert spec is not None
-    placements = list(spec.placements)
-    for axis in param.placement.data_axes:
-        if not grad.placements[axis].is_shard():
-            placements[axis] = grad.placements[axis]
-    if tuple(grad.placements) != tuple(placements):
-        if any(placement.is_partial() for placement in grad.placements):
-            grad = cast(DTensor, grad.to(torch.promote_types(grad.dtype, dtype)))
-        grad = grad.redistribute(placements=placements)
-    return grad.to_local()

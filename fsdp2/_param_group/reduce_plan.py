@@ -22,7 +22,7 @@ from fsdp2._base.errors import StateError
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import Wire
-from fsdp2._param_group import packing
+from fsdp2._param_group import gradient_packing
 from fsdp2._param_group.layout import ReduceLayout
 from fsdp2._param_group.param import FSDPParam
 
@@ -158,7 +158,7 @@ class ReducePlanner:
         )
         is_renumbered = self._number(layout, wire)
         codes = self._ids.reductions.codes
-        complete = packing.tail(codes, layout, grad_dtype, self._residence.compute)
+        complete = gradient_packing.tail(codes, layout, grad_dtype, self._residence.compute)
         if self._unreduced.partial is not None:
             old = self._layout or layout
             self._unreduced.partial = _rearranged(self._unreduced.partial, old, layout)
@@ -228,7 +228,9 @@ class ReducePlanner:
         codes = self._ids.reductions.codes
         complete = self._completes.get(tuple(codes))  # to make one lets a device's host wait
         if complete is None:
-            complete = packing.tail(codes, layout, plan.grad_dtype, self._residence.compute)
+            complete = gradient_packing.tail(
+                codes, layout, plan.grad_dtype, self._residence.compute
+            )
             self._completes[tuple(codes)] = complete
         return replace(plan, codes=codes, complete=complete)
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from fsdp2._comm.wire import InFlight, ObservedFlight
+from fsdp2._comm.observed_flights import ObservedFlight
+from fsdp2._comm.wire import InFlight
 from fsdp2._param_group.reduce import Reducer, Reduction
 from fsdp2._param_group.registration import SHARDED_POST_FORWARD
 from fsdp2._record.ledger import Ledger, Row

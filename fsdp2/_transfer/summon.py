@@ -29,8 +29,8 @@ from fsdp2._base.names import class_name
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.tree import Unit, unit_of
+from fsdp2._param_group.forms import Site
 from fsdp2._param_group.param import SUMMONED, OwnerMark, own_attributes
-from fsdp2._param_group.registration import Site
 from fsdp2._transfer.redistribute import (
     STAGED_NBYTES,
     Grids,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2._param_group import packing
+from fsdp2._param_group import gradient_packing
 from fsdp2._param_group.layout import ReduceLayout, ShardLayout
 from tests import _sim
 from tests._pool import RunOnRanks, make_request
@@ -26,17 +26,17 @@ def count_kernels(size: int, kind: str) -> None:
     grads: list[Tensor | None] = [torch.randn(shape) for shape in SHAPES]
     if kind == "permuted":
         grads[0] = torch.randn(29, 13).t()
-    behind = complete = packing.tail([], layout, torch.float32, torch.device("sim", 0))
+    behind = complete = gradient_packing.tail([], layout, torch.float32, torch.device("sim", 0))
     if kind == "missing":
         grads[2] = None
-        behind = packing.tail_without(complete, [2], layout)
+        behind = gradient_packing.tail_without(complete, [2], layout)
     out = torch.empty(size, layout.packed_numel)
     before, *_ = _sim.load().counts()
-    packing.pack_gradients(grads, layout, 0, behind, out)
+    gradient_packing.pack_gradients(grads, layout, 0, behind, out)
     after, *_ = _sim.load().counts()
     on_host = torch.empty(out.shape, device="cpu")
     host = [None if grad is None else grad.to("cpu") for grad in grads]
-    packing.pack_gradients(host, layout, 0, behind.to("cpu"), on_host)
+    gradient_packing.pack_gradients(host, layout, 0, behind.to("cpu"), on_host)
     assert torch.equal(out.to("cpu"), on_host)
     assert after - before == (1 if kind == "plain" else 2)  # the other is that gradient's own
 

@@ -26,11 +26,11 @@ from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._comm.mesh import ABSENT_AXIS, DataMesh, MeshAxis
 from fsdp2._comm.wire import Streams, _joined
 from fsdp2._comm.wire import Wire as Sender
+from fsdp2._param_group.forms import Site
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam
 from fsdp2._param_group.placement import place, shard_dim
 from fsdp2._param_group.reduce import Reduction
-from fsdp2._param_group.registration import Site
 
 
 @contextmanager

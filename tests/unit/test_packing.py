@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp2._param_group import packing
+from fsdp2._param_group import gradient_packing, packing
 from fsdp2._param_group.layout import GatherLayout, ReduceLayout
 from tests.unit._loopback import chunk_of, same_bits
 from tests.unit._strategies import (
@@ -180,13 +180,13 @@ def pack(
     grads: list[Tensor | None], layout: ReduceLayout, dtype: torch.dtype, rank: int = 0
 ) -> Tensor:
     """Return one rank's inputs of the reduce-scatters, side by side as `[W, numel]`."""
-    counts = packing.tail((), layout, dtype, CPU)
+    counts = gradient_packing.tail((), layout, dtype, CPU)
     absent = [position for position, grad in enumerate(grads) if grad is None]
     if absent:
-        counts = packing.tail_without(counts, absent, layout)
+        counts = gradient_packing.tail_without(counts, absent, layout)
     packed = torch.full((layout.size, layout.packed_numel), math.nan, dtype=layout.dtype)
-    packing.pack_gradients(grads, layout, rank, counts, packed)
-    zero_copy = packing.zero_copy_gradients(grads, layout, CPU)
+    gradient_packing.pack_gradients(grads, layout, rank, counts, packed)
+    zero_copy = gradient_packing.zero_copy_gradients(grads, layout, CPU)
     return torch.cat([*(grad.view(layout.size, -1) for grad in zero_copy), packed], 1)
 
 
@@ -240,9 +240,9 @@ def test_reduced_gradients_are_chunks_of_the_sum(
                 if present[other][index]:
                     total += grads[other][index].to(reduce_dtype)
             if layout.slotted[index]:
-                mine = packing.sum_of_slots(reduced, layout, index)
+                mine = gradient_packing.sum_of_slots(reduced, layout, index)
             else:
-                mine = packing.gradient_view(reduced, layout, index, rank)
+                mine = gradient_packing.gradient_view(reduced, layout, index, rank)
             expected = chunk_of(total, spec.dim, rank, size)
             assert mine.shape == expected.shape
             assert torch.equal(mine, expected)
@@ -253,7 +253,7 @@ def test_gradient_views_share_the_buffers_memory(spec: Spec, size: int) -> None:
     layout = ReduceLayout.plan([0], [spec.over(size)], size, torch.float32, 1)
     for rank in range(size):
         reduced = torch.zeros(layout.numel)
-        packing.gradient_view(reduced, layout, 0, rank).fill_(1.0)
+        gradient_packing.gradient_view(reduced, layout, 0, rank).fill_(1.0)
         assert reduced.sum() == math.prod(spec.over(size).shard_shape(rank))
         assert reduced[layout.tail_start :].sum() == 0
 
