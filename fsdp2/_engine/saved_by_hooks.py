@@ -37,12 +37,15 @@ class SavedByHooks:
         self._unit = unit
         self._read = read
         self._around = around
-        self._hooks = saved_tensors_hooks(self.pack, _unpack)
+        self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self.pack, _unpack)
         self._hooks.__enter__()
 
     def end(self) -> SavedByHooks | None:
         """Let nodes save as they did before; return the hooks around these."""
+        assert self._hooks is not None
         self._hooks.__exit__()
+        # They own this, and this owns a call, whose end tells that a graph was dropped.
+        self._hooks = None
         return self._around
 
     @torch_compiler.always_eager

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
@@ -469,6 +470,17 @@ def test_a_log_keeps_memory_of_one_unit_in_its_first_forward_only() -> None:
     with pytest.raises(ArithmeticError):
         model(data())
     assert packing_hooks(False) is None  # nodes of other models save as they did before
+
+
+@ranks(2)
+def test_a_graph_that_is_dropped_is_so_at_once_however_its_nodes_saved() -> None:
+    """The root stays whole while its graph lives, and no longer: no cycle waits for a collector."""
+    model = fsdp2.fully_shard(Logs(WIDTH, WIDTH), mesh=make_mesh())
+    for _ in range(3):  # from the second forward on its nodes save by hooks
+        output = model(data())
+        assert not isinstance(model.weight, DTensor)
+        del output
+        assert isinstance(model.weight, DTensor)
 
 
 # --- memory of parameters -------------------------------------------------------------------------
