@@ -38,8 +38,8 @@ NO_NUMBER = -2
 class Stamp:
     """The number of one operation of one group, and the check of those that came back.
 
-    ``group`` refers weakly to a function that returns all stamps of the group: who gives up on one
-    gives up on all.
+    ``group`` is a weak reference to a function that returns all stamps of the param group, because
+    a rank that gives up on one operation says so on all of them.
     """
 
     def __init__(
@@ -310,7 +310,8 @@ class ReductionStamps:
             self.all[-1].before()
 
     def arrived(self, reduced: Tensor) -> None:
-        """Look at the end of what was reduced, ``[numel]``; a device's gathers tell, later.
+        """Look at the end of what was reduced, ``[numel]``. On a device nobody does: the stamps of
+        its gathers tell the same, a step later.
 
         Raises:
             StateError: another rank reduced something else.
@@ -323,7 +324,7 @@ class ReductionStamps:
         seen = reduced[-self.numel :]
         if self.all[0].is_checked:
             for position, stamp in enumerate(self.all):
-                # Not equal is no error yet: sums over several backwards are not.
+                # Other bytes may still be right: those of a sum over several backwards.
                 stamp.check_sum(seen[position * STAMP_NUMEL : (position + 1) * STAMP_NUMEL])
 
     def arrived_late(self, reduced: Tensor) -> None:

@@ -348,7 +348,7 @@ class InFlight:
             stream.wait_event(self._event)
 
 
-AS_IT_IS = nullcontext()
+WHERE_IT_IS = nullcontext()
 
 
 class Streams(Observable):
@@ -363,7 +363,7 @@ class Streams(Observable):
 
     def on(self, stream: torch.Stream | None) -> AbstractContextManager[object]:
         """Compute in a stream that ``current`` returned."""
-        return AS_IT_IS
+        return WHERE_IT_IS
 
     def launch(
         self,

@@ -63,17 +63,19 @@ share a node: a unit may return what a unit inside it returned, or its input.
 A forward may put a loss on an attribute, in a list that it was given, or where nobody looks, and
 return something else. Autograd runs younger nodes first, so a backward from what is younger than
 every marked output would read parameters that are freed. So would one from a loss that is older, if
-it comes before the output's, or alone. After the first forward of a unit we look through the
-attributes of its modules for what it made. In that forward and in each later one we mark what lies
-on the attributes where we found something.
+it comes before the output's, or alone. So we look for such tensors, in three steps:
 
-The numbers of nodes tell of more: if the last one is not an output's, we look through all
-attributes and the arguments. If there is still more, the unit counts as resharded, as on other
-ranks, but its memory stays while the graph lives. From the next forward on no memory has to stay,
-of it or of another unit of the same class: what nodes save of its parameters they save by hooks,
-and reading it is a mark: backward comes to the unit there. That costs a call for each saved tensor,
-so it is not done before it is known to be needed, and not inside of hooks of the user's, which it
-would hide. If nothing has a mark, its gradients come to unsharded parameters, and no backward of
+- The first forward of a unit ends with a look through the attributes of its modules. What it made
+  and left there is marked, and these attributes are looked at after each later forward.
+- If the youngest node is not that of a marked output, there is more: we look through all attributes
+  and the arguments.
+- If there is still more, nobody knows where it is. In this forward the unit is resharded, as on
+  other ranks, but its memory stays while the graph lives. From the next forward on, for every unit
+  of the same class, nodes save parameters by hooks of ours (``saved_by_hooks``). To read one is a
+  mark, so no memory has to stay. The hooks cost a call for each saved tensor, and would hide those
+  of the user: where there are some, the memory stays.
+
+If nothing has a mark, its gradients come to unsharded parameters, and no backward of
 ours reduces them: the next forward, or the optimizer, raises.
 """
 
@@ -292,7 +294,8 @@ class Call:
                         yield module, name, value
 
     def _is_own(self, tensor: Tensor) -> bool:
-        # Nodes of a function that runs modules are older than theirs, so no mark bounds them.
+        # Not: younger than the last mark. An autograd function that runs modules in its forward has
+        # an older number than the nodes of these.
         node = tensor.grad_fn
         return node is not None and torch_autograd.age_of(node) >= self.first_node
 
@@ -351,8 +354,8 @@ def _tensors_at(value: Any) -> list[Tensor]:
 class Beginning:
     """Lets a backward begin at the outputs of a root that has no parameters.
 
-    Where it begins it ends. A hook on what a unit returned may run a backward inside of it, and
-    that would be where it begins, and ends, if nothing was marked before.
+    The end of a backward is asked for where it begins. Without this mark a backward that a hook
+    runs inside of another one might be the first that is seen, and its end would end both.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -449,7 +452,8 @@ def post_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         if call.has_leaf:
             output = _without_parameters(output, unit, call, recomputing)
         if recomputing:
-            if call.is_marked and calls.open == 0:  # else it repeats a call that is open
+            # mostly it repeats a call that is open, and counts already
+            if call.is_marked and calls.open == 0:
                 calls.open = 1
         else:
             _end_recorded(unit, runtime, module, call, output)
@@ -581,7 +585,7 @@ class _AsItIs:
         return run(*args, **kwargs)
 
 
-AS_IT_IS = _AsItIs()
+WITHOUT_HOOKS = _AsItIs()
 
 
 @torch_compiler.never_traced
@@ -594,7 +598,7 @@ def call_compiled(
 ) -> Any:
     """Run a module on which ``compile()`` was called. See [Note: compiled modules]."""
     args, kwargs = pre_forward(unit, args, kwargs)
-    unit.runner = AS_IT_IS
+    unit.runner = WITHOUT_HOOKS
     try:
         output = compiled(*args, **kwargs)
     finally:

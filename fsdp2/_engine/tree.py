@@ -1,12 +1,12 @@
 """Units, and the runtime of a tree of units: what is done in a step.
 
 Owns what one call of ``fully_shard`` made (``Unit``), and the state that the units below one root
-share (``Runtime``): phases, lazy initialisation, prefetch, the end of backward, recovery. It must
-not know autograd's nodes or hooks of modules: ``_engine.step`` says when each thing is done.
+share (``Runtime``): phases, prefetch, the end of backward, recovery. It must not know autograd's
+nodes or hooks of modules: ``step`` says when each thing is done. ``attach`` makes a runtime.
 
 Map: ``Calls`` and ``Unit``; ``Schedule``, which predicts a forward from the last one; ``Visit`` and
-``Order``, which keep the place of a backward in its forward; ``Backward`` and ``Runtime``;
-``attach``, with which a tree begins.
+``Order``, which keep the place of a backward in its forward; ``EndOfBackward`` and ``Backward``;
+``Prefetches`` and ``HiddenOutputs``; ``Runtime``; ``enter`` and ``leave``, around each forward.
 
 Phases of a runtime::
 
@@ -29,17 +29,18 @@ between, as if a gradient that is zero had come by: every rank gathers and reduc
 the same order, wherever its graph is cut. The events before the last that it meets come at its end.
 
 *Within one root.* Each root has orders of its own. Where a rank's graph is cut that goes through
-several roots, it makes up for one root's events after those of another: ranks are out of step.
+several roots, it makes up for one root's events after those of another. Ranks are out of step
+then, and get the error of ranks that issue different collectives.
 
 *The first backward* of a forward does so. A later one (``retain_graph``, a second derivative, the
-weights of a pipeline stage on their own) may be about a few nodes, and in another order. It goes
-the way of the first, and so makes up for what the first had to make up for.
+weights of a pipeline stage on their own) may be about a few nodes, and in another order. It makes
+up for exactly those events that the first one had to make up for (``Order._made_up``).
 
-*Entered first.* A backward leaves the first unit of a forward, and those around it, at its end if
-their inputs need no gradient: nothing marks the place. They stay open until then, or until the
-backward of another forward begins in the same one (a sum of two losses). The outermost is whole in
-between: the other forward begins with it as a rule, and where backward leaves it is not on all
-ranks the same.
+*Entered first.* If the inputs of the first unit of a forward, and of those around it, need no
+gradient, nothing marks the place where backward leaves them. It leaves them at its end, or when it
+comes to another forward (a sum of two losses). ``Order.rest`` finds the lowest event that has a
+mark; units entered before it stay open. The outermost stays whole until then, because the other
+forward begins with it as a rule.
 
 [Note: manual finalization]
 A backward ends by itself: what no post-backward reduced is reduced, and reductions are waited for.
@@ -50,10 +51,10 @@ nothing of a tree that shares the streams may start: lanes hold the buffers of w
 [Note: a step is a transaction]
 An exception leaves no trace that the next step could meet. A forward that raises passes through
 the unit that began it, which marks the runtime. A backward that raises never calls its callback,
-and the engine drops it: a dead reference to the callback, outside of any backward, says that the
-last backward failed. The next forward then waits for what is in flight, reshards, drops unreduced
-gradients and starts clean. All ranks do so if all ranks failed, which is what their collectives
-need.
+and autograd drops it, which registers shards at once. A dead reference to the callback, outside of
+any backward, says that the last backward failed. The next forward then waits for what is in flight,
+reshards, drops unreduced gradients and starts clean. All ranks do so if all ranks failed, which is
+what their collectives need.
 """
 
 from __future__ import annotations
@@ -648,7 +649,8 @@ class Runtime(Observable):
             self.hidden.refuse()
         if not self.is_pipelined:
             for unit in self.units:
-                if unit.calls.open:  # it may owe gradients after a backward in which it has no part
+                # its backward may still come, without a forward that looks at requires_grad before
+                if unit.calls.open:
                     for group in unit.groups:
                         toggled = [param for param in group.params if param.is_toggled]
                         if toggled:
@@ -793,6 +795,7 @@ class Runtime(Observable):
         self._count_closed(visit)
         if unit.calls.active:
             return
+        # the outermost unit of one of several forwards: see *entered first*
         is_needed_again = unit.calls.open and visit.entered == 0
         if unit.settings.reshard_after_backward and not is_needed_again:
             for group in unit.groups:

@@ -1,4 +1,4 @@
-"""Parameters that communicate together: ``unshard``, ``wait_for_unshard``, ``reshard``, ``reduce``.
+"""Parameters that communicate together: ``unshard``, ``wait_for_unshard``, ``reshard``.
 
 Owns the moves between sharded and whole parameters. It must not know hooks, autograd or other
 groups: whoever calls decides when. Where parameters lie is planned in ``planning``.
@@ -265,7 +265,11 @@ class ParamGroup(Observable):
 
     @property
     def is_unsharded(self) -> bool:
-        """True if no rank has to gather. See [Note: released early] in ``early_release``."""
+        """True if a forward or backward can go on without a gather, on every rank.
+
+        A part that was released early counts as sharded, whatever this rank has freed of it: see
+        ``early_release``.
+        """
         return self.registration.state is UNSHARDED and not self.early.is_released
 
     def _lend(self) -> None:
@@ -403,7 +407,7 @@ class ParamGroup(Observable):
             full.free()
 
     def is_unread(self) -> bool:
-        """True if nothing on this rank reads the unsharded parameters any more, this is certain."""
+        """True if it is certain that nothing on this rank reads unsharded parameters any more."""
         readers, full = self.early.readers, self.buffers.full
         if readers is None or full is None or not readers.are_known or self.registration.placed:
             return False

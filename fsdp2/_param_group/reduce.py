@@ -12,15 +12,17 @@ that has every gradient itself need not look; on a device, looking makes the hos
 [Note: what waits for a reduction]
 Gradients of backwards without sync stay where autograd leaves them: in ``grad`` of the unsharded
 parameters. There they add up in the dtype that they are reduced in, or in their parameter's own.
-Where that is no wider dtype, autograd casts to it (``grad_dtype`` of the unsharded parameter). Else
-autograd leaves what backward computed, and adds to a wider gradient in place: the first one that
-will not be reduced yet is made wider, and whoever syncs each backward casts nothing.
+If that dtype is no wider than what backward computes, autograd itself casts each gradient to it
+(``grad_dtype`` of the unsharded parameter). If it is wider, we cast the first gradient that has to
+wait; autograd adds the later ones to that in place. A program that syncs in each backward casts
+nothing. An optimizer's step looks at who may hold such gradients (``may_hold``): it warns, or
+raises if no backward will ever reduce them (``optimizer_steps``).
 
 A reduction on a CPU is three calls that may lie far apart (``start``, ``advance``, ``finish``), so
 that compute runs between them. On a device they are enqueued at once and streams do the waiting.
 ``wait`` delivers: where a parameter's ``grad`` is set, compute has waited for it, because autograd
-may add to it in the same backward (a term of the loss that is of the shards). For gradients that
-are kept in host memory, or that may be those of nobody, the host waits, too.
+may add to it in the same backward (a term of the loss that is of the shards). The host waits, too,
+if gradients are kept in its memory, or if it has to look how many ranks had each gradient.
 
 [Note: reused gradients]
 Building a DTensor for every parameter in every step costs more than reducing it. So a group keeps
@@ -335,7 +337,8 @@ class Reducer(Observable):
             absent = [position for position, grad in enumerate(grads) if grad is None]
             behind = gradient_packing.tail_without(behind, absent, layout)
         if self.data.shard.size > 1:
-            # Before the wire is asked for memory: what ranks may have to send first asks, too.
+            # Before the buffer is made: if ranks have to exchange numbers first, a wire that lends
+            # one piece of memory at a time must not have lent it yet.
             self.ids.reductions.before()
         inputs = self._inputs_of(grads, behind, layout, is_mixed)
         look = missing > 0 and not settings.reduce_unused and self.hook is None
@@ -658,7 +661,10 @@ class ReductionQueue:
         reduction.wait()
 
     def free_done(self) -> None:
-        """Free what reductions hold that have ended: at other times on other ranks, so no more."""
+        """Free the inputs of reductions that have ended.
+
+        No more than that: when one ends differs between ranks, and what ranks do must not.
+        """
         if self._context.streams.async_op:
             for reduction in self._running:
                 reduction.free_if_done()
