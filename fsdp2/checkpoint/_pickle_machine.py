@@ -155,9 +155,6 @@ class Machine:
         found, self._stack = self._stack, self._outer.pop()
         return found
 
-    def _pop_marked(self) -> None:
-        self._marked()
-
     def _pop(self) -> None:
         if self._stack:
             self._stack.pop()
@@ -165,15 +162,6 @@ class Machine:
             self._marked()
 
     # Constants.
-
-    def _nothing(self) -> None:
-        pass
-
-    def _protocol(self) -> None:
-        self._take(1)
-
-    def _frame(self) -> None:
-        self._take(8)
 
     def _short_unicode(self) -> None:
         place, data = self._place + 1, self._data
@@ -268,16 +256,9 @@ class Machine:
             self._foreign[id(value)] = value
         self._stack.append(value)
 
-    def _global(self) -> None:
-        module = self._line()
-        self._fetch(module, self._line())
-
     def _stack_global(self) -> None:
         name = self._stack.pop()
         self._fetch(self._stack.pop(), name)
-
-    def _registered(self) -> None:
-        raise RefusedError("a class by its number in copyreg")
 
     def _reduce(self) -> None:
         args, function = self._stack.pop(), self._stack.pop()
@@ -332,12 +313,6 @@ class Machine:
     def _put(self, number: int) -> None:
         self._memo[number] = self._stack[-1]
 
-    def _get(self, number: int) -> None:
-        self._stack.append(self._memo[number])
-
-    def _memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
-
 
 def _call(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, int]:
     """Return what a function returns, and how many hold it: nobody else what it has just made."""
@@ -391,19 +366,23 @@ def _unknown(machine: Machine) -> None:
     raise UnpicklingError("there is no such instruction")
 
 
-def _pushes(make: Callable[[Machine], Any]) -> Callable[[Machine], None]:
+def _registered(machine: Machine) -> None:
+    raise RefusedError("a class by its number in copyreg")
+
+
+def _pushes(make: Callable[[Machine], Any]) -> Callable[[Machine], object]:
     return lambda m: m._stack.append(make(m))
 
 
-STEPS: list[Callable[[Machine], None]] = [_unknown] * 256
+STEPS: list[Callable[[Machine], object]] = [_unknown] * 256
 """By the byte of an instruction. Those that only protocols 0 and 1 have are unknown."""
 
 for _code, _step in {
-    pickle.PROTO: Machine._protocol,
-    pickle.FRAME: Machine._frame,
+    pickle.PROTO: lambda m: m._take(1),
+    pickle.FRAME: lambda m: m._take(8),
     pickle.MARK: Machine._mark,
     pickle.POP: Machine._pop,
-    pickle.POP_MARK: Machine._pop_marked,
+    pickle.POP_MARK: lambda m: m._marked(),
     pickle.DUP: lambda m: m._stack.append(m._stack[-1]),
     pickle.NONE: lambda m: m._stack.append(None),
     pickle.NEWTRUE: lambda m: m._stack.append(True),
@@ -435,11 +414,11 @@ for _code, _step in {
     pickle.EMPTY_SET: lambda m: m._stack.append(set()),
     pickle.ADDITEMS: Machine._add_items,
     pickle.FROZENSET: Machine._set_of_marked,
-    pickle.GLOBAL: Machine._global,
+    pickle.GLOBAL: lambda m: m._fetch(m._line(), m._line()),
     pickle.STACK_GLOBAL: Machine._stack_global,
-    pickle.EXT1: Machine._registered,
-    pickle.EXT2: Machine._registered,
-    pickle.EXT4: Machine._registered,
+    pickle.EXT1: _registered,
+    pickle.EXT2: _registered,
+    pickle.EXT4: _registered,
     pickle.REDUCE: Machine._reduce,
     pickle.NEWOBJ: Machine._new,
     pickle.NEWOBJ_EX: Machine._new_with_names,
@@ -448,7 +427,7 @@ for _code, _step in {
     pickle.BINPUT: lambda m: m._put(m._take(1)[0]),
     pickle.LONG_BINPUT: lambda m: m._put(m._number(UINT)),
     pickle.BINGET: Machine._short_get,
-    pickle.LONG_BINGET: lambda m: m._get(m._number(UINT)),
-    pickle.MEMOIZE: Machine._memoize,
+    pickle.LONG_BINGET: lambda m: m._stack.append(m._memo[m._number(UINT)]),
+    pickle.MEMOIZE: lambda m: m._put(len(m._memo)),
 }.items():
     STEPS[_code[0]] = _step
