@@ -22,39 +22,21 @@ from typing import Any
 
 import torch
 
-from fsdp2._base import events, torch_autograd, torch_modules
+from fsdp2._base import events, torch_autograd
 from fsdp2._base.events import FORWARD, Event
 from fsdp2._base.observing import Observable
 from fsdp2._comm.wire import Streams
 from fsdp2._engine import observed
-from fsdp2._engine.tree import EndOfBackward, Runtime, Unit, Visit
+from fsdp2._engine.tree import Runtime, Unit, Visit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.reduce import Reducer
 from fsdp2._record.flights import Flights
 from fsdp2._record.ledger import Ledger, Row
 from fsdp2._record.memory import Entry
-
-RAISED = ',"raised":true'
+from fsdp2._record.passes import Passes, Tree
 
 Do = Callable[..., Any]
 """What an observed object does."""
-
-
-class Tree:
-    """A root that ran, or will: its name, and what it is doing."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.running: Row | None = None  # its forward, backward, or wait for reductions
-        self.forget_step()
-        self.backwards: dict[Visit, Row] = {}
-        self.is_inside = False  # of a backward that is not its own, see _begin_outer
-
-    def forget_step(self) -> None:
-        self.ran = False  # a forward of it began in this step
-        self.has_reduced = False
-        self.accumulates = False  # a backward of it reduced nothing, and another will
-        self.is_done = False  # its reductions were waited for
 
 
 class Recorder:
@@ -88,7 +70,7 @@ class Recorder:
             "abandon_backward": self._around_failure,
             "recover": self._around_recover,
         }
-        self._trees: dict[Runtime, Tree] = {}
+        self._passes = Passes(ledger)
         self._forwards: dict[Unit, list[Row | None]] = {unit: [] for unit in units}
         self._active: str | None = None  # the unit for which something is done
         self._entry: Entry | None = None  # the group that does it
@@ -122,9 +104,9 @@ class Recorder:
         self._flights.finish()
         for rows in self._forwards.values():
             while rows:
-                self._end_raised(rows.pop())
-        for tree in self._trees.values():
-            self._end_all(tree)
+                self._passes.end_raised(rows.pop())
+        for tree in self._passes.trees.values():
+            self._passes.end_all(tree)
 
     def _observe(self, source: Observable) -> None:
         if source not in self._observed:
@@ -134,8 +116,8 @@ class Recorder:
     def _meet(self, unit: Unit) -> None:
         """Observe the root's runtime, if the unit has one already."""
         runtime = unit.runtime
-        if runtime is not None and runtime not in self._trees:
-            self._trees[runtime] = Tree(self._names.get(runtime.root, ""))
+        if runtime is not None and runtime not in self._passes.trees:
+            self._passes.trees[runtime] = Tree(self._names.get(runtime.root, ""))
             self._observe(runtime)
             self._observe(runtime.prefetches)
 
@@ -153,7 +135,7 @@ class Recorder:
             around = self._of_runtimes.get(kind)
             if around is None:
                 return call(*args)
-            return around(source, self._trees[source], call, *args)
+            return around(source, self._passes.trees[source], call, *args)
         if kind == "enroll":  # the tree is being attached: its first forward has just begun
             call(*args)
             unit = self._unit_of.get(source)
@@ -181,7 +163,7 @@ class Recorder:
         elif entry is not None and kind == "reduce":
             entry.reduce_event = event
             self._ledger.step.reduced_nbytes += event.nbytes
-            for runtime, tree in self._trees.items():
+            for runtime, tree in self._passes.trees.items():
                 if runtime.context is entry.group.context:
                     tree.has_reduced = True
         elif kind in ("wait_for_unshard", "wait_for_reduce"):  # these have a begin
@@ -242,16 +224,6 @@ class Recorder:
 
     # Roots: passes and steps. See [Note: what a step is].
 
-    def _begin_pass(self, tree: Tree, phase: str, begin: Any = None) -> None:
-        ledger = self._ledger
-        ledger.profiles = torch_modules.profiler_is_running()
-        tree.running = ledger.begin("pass", tree.name, phase, begin=begin)
-
-    def _end_pass(self, tree: Tree, extra: str = "") -> None:
-        row, tree.running = tree.running, None
-        if row is not None:
-            self._ledger.end(row, extra=extra, account=row.step.add_pass)
-
     def _around_begin_forward(
         self, runtime: Runtime, tree: Tree, begin_forward: Do, unit: Unit
     ) -> None:
@@ -264,66 +236,33 @@ class Recorder:
         if torch.is_grad_enabled():
             if ledger.step.number == 0:
                 ledger.begin_step()
-                for other in self._trees.values():
+                for other in self._passes.trees.values():
                     other.forget_step()
             tree.ran = True
-        self._begin_pass(tree, FORWARD, begin)
+        self._passes.begin(tree, FORWARD, begin)
 
     def _around_end_forward(self, runtime: Runtime, tree: Tree, end_forward: Do) -> None:
         self._act(tree.name, None, end_forward)
-        self._end_pass(tree)
+        self._passes.end(tree)
 
     def _around_end_backward(self, runtime: Runtime, tree: Tree, end_backward: Do) -> None:
         self._act(tree.name, None, end_backward)
         if runtime.forward_root is None and not tree.is_inside:  # else what is around it goes on
-            self._end_pass(tree)
-        self._end_step_if_over()
+            self._passes.end(tree)
+        self._passes.end_step_if_over()
 
     def _around_end_reductions(self, runtime: Runtime, tree: Tree, end_reductions: Do) -> None:
         is_late = tree.running is None  # the caller waits, after backward
         if is_late:
-            self._begin_pass(tree, "backward")
+            self._passes.begin(tree, "backward")
         self._act(tree.name, None, end_reductions)
         if tree.has_reduced or not any(unit.trains for unit in runtime.units):
             tree.is_done = True
         else:
             tree.accumulates = True
         if is_late:
-            self._end_pass(tree)
-            self._end_step_if_over()
-
-    def _begin_outer(self, tree: Tree) -> None:
-        """A backward recomputes a unit that no forward recorded (reentrant checkpointing).
-
-        Inside it each unit has a backward of its own, at whose end it is reduced. All of them are
-        one pass, which ends with the outer one.
-        """
-        tree.is_inside = True
-        self._begin_pass(tree, "backward")
-        ended = partial(self._end_outer, tree)
-        EndOfBackward(ended, ended)
-
-    def _end_outer(self, tree: Tree) -> None:
-        if tree.is_inside:
-            tree.is_inside = False
-            self._end_pass(tree)
-            self._end_step_if_over()
-
-    def _end_step_if_over(self) -> None:
-        """End the step unless a root that ran in it has a backward, or reductions, to come."""
-        if any(tree.is_inside for tree in self._trees.values()):
-            return
-        ran = [(runtime, tree) for runtime, tree in self._trees.items() if tree.ran]
-        waits = any(
-            tree.accumulates or tree.has_reduced or any(u.calls.recorded for u in runtime.units)
-            for runtime, tree in ran
-            if not tree.is_done
-        )
-        if any(tree.is_done for _, tree in ran) and not waits:
-            for _, tree in ran:
-                tree.forget_step()
-            self._ledger.end_step()
-            self._ledger.writer.flush()
+            self._passes.end(tree)
+            self._passes.end_step_if_over()
 
     def _around_wait_for_reductions(self, runtime: Runtime, tree: Tree, wait: Do) -> None:
         self._flights.look()
@@ -334,25 +273,14 @@ class Recorder:
             self._since = before
 
     def _around_recover(self, runtime: Runtime, tree: Tree, recover: Do) -> None:
-        self._end_all(tree)
+        self._passes.end_all(tree)
         self._act(tree.name, None, recover)
 
     def _around_failure(self, runtime: Runtime, tree: Tree, fail: Do) -> None:
         self._act(tree.name, None, fail)
-        self._end_all(tree)
+        self._passes.end_all(tree)
         self._ledger.end_step(failed=True)
         self._ledger.writer.flush()
-
-    def _end_all(self, tree: Tree) -> None:
-        """Nothing of a tree goes on any more: it raised, or is not heard any longer."""
-        tree.is_inside = False
-        while tree.backwards:
-            self._end_raised(tree.backwards.popitem()[1])
-        self._end_pass(tree, RAISED)
-
-    def _end_raised(self, row: Row | None) -> None:
-        if row is not None:
-            self._ledger.end(row, extra=RAISED)
 
     # Units: when their own code runs.
 
@@ -373,9 +301,9 @@ class Recorder:
         is_first = runtime is None or runtime.context.phase is FORWARD
         kind = "forward" if is_first else "recompute"
         if kind == "recompute" and torch_autograd.graph_task_id() != -1:
-            tree = None if runtime is None else self._trees.get(runtime)
+            tree = None if runtime is None else self._passes.trees.get(runtime)
             if tree is not None and tree.running is None:
-                self._begin_outer(tree)
+                self._passes.begin_outer(tree)
         self._forwards[unit].append(self._begin_unit(unit, kind))
 
     def _begin_unit(self, unit: Unit, kind: str) -> Row:
@@ -396,7 +324,7 @@ class Recorder:
     def drop_forward(self, unit: Unit) -> None:
         """The module's forward raised; a recomputation that has all it needs does so, too."""
         rows = self._forwards[unit]
-        self._end_raised(rows.pop() if rows else None)
+        self._passes.end_raised(rows.pop() if rows else None)
 
     def _around_arrive(
         self, runtime: Runtime, tree: Tree, arrive: Do, visit: Visit, *how: Any
@@ -408,7 +336,7 @@ class Recorder:
             return
         self._ledger.round = number
         if tree.running is None:
-            self._begin_pass(tree, "backward")
+            self._passes.begin(tree, "backward")
         unit = visit.unit
         self._act(self._names.get(unit, unit.fqn), None, arrive, visit, *how)
         if visit.opened_in == number and unit in self._names:
