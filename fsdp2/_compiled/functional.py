@@ -31,6 +31,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +43,6 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base import torch_compiler, torch_dtensor, torch_modes
 from fsdp2._base.containers import Loan, map_tensors
 from fsdp2._base.errors import StateError
-from fsdp2._base.policy import Overlap
 from fsdp2._compiled.ops import outer_gather, unshard
 from fsdp2._compiled.plan import (
     SMALL_SHARE,
@@ -343,7 +343,8 @@ class TracedGroup:
             scale=(scale.before, scale.after),
             op="avg" if scale.op == ReduceOp.AVG else "sum",
             counts_used=not settings.reduce_unused,
-            overlap=Overlap(settings.overlap.prefetch, settings.overlap.reductions),
+            # without the two that are about parts of roots, which a graph has no use for
+            overlap=replace(settings.overlap, keeps_parts=False, synchronizes=False),
             bucketed=self.mover.bucketed,
             syncs=syncs,
             added=added,
