@@ -310,8 +310,9 @@ class ReductionStamps:
             self.all[-1].before()
 
     def arrived(self, reduced: Tensor) -> None:
-        """Look at the end of what was reduced, ``[numel]``. On a device nobody does: the stamps of
-        its gathers tell the same, a step later.
+        """Compare the end of what was reduced, ``[numel]``.
+
+        On a device nobody does: the stamps of its gathers tell the same, a step later.
 
         Raises:
             StateError: another rank reduced something else.

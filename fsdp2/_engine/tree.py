@@ -573,7 +573,7 @@ class HiddenOutputs:
 
     def __init__(self) -> None:
         self.unmarked: set[Unit] = set()  # units that ran, and no output of theirs has a mark
-        # the marks of the innermost forward whose nodes save by hooks, a ``step.Call``
+        # the hooks of the innermost forward whose nodes save by some, a ``SavedByHooks``
         self.saving: Any = None
 
     def note_unmarked(self, unit: Unit) -> None:

@@ -172,12 +172,13 @@ class Buffers:
 
     def number(self, wire: Wire) -> None:
         """Number what is sent by how it travels now, and tell the ranks' agreement."""
-        stamps = {id(self.home): self._ids.gather}
-        for buffer in self.all:
-            self._number(buffer, stamps.get(id(buffer), self._ids.gather_smaller), wire)
+        if self.home is not None:
+            self._number(self.home, self._ids.gather, wire)
+        if self.post_forward.buffer is not None:
+            self._number(self.post_forward.buffer, self._ids.gather_smaller, wire)
 
     def _number(self, buffer: ShardBuffer, stamp: Stamp | None, wire: Wire) -> None:
-        """Do so for a buffer of which nothing is on its way.
+        """Number what is sent of one buffer, of which nothing is on its way.
 
         What extended parameters send is agreed on elsewhere.
         """
