@@ -674,13 +674,13 @@ FAULTS = [
         "fsdp2/_param_group/reduce.py",
         "Reducer._take_gradients",
         """
-        for param in plan.members:
-            if param.unsharded is not None:
+        for whole in wholes:
+            if whole is not None:
                 ...
         """,
         """
-        for param in plan.members[1:]:
-            if param.unsharded is not None:
+        for whole in wholes[1:]:
+            if whole is not None:
                 ...
         """,
         "The local gradient of the first trainable parameter of every group stays on the unsharded parameter after its reduction, so each later step reduces it again: wrong gradients from the second step on, and memory.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 
 import torch
 
@@ -51,7 +51,7 @@ fused_adamw = torch._fused_adamw_
 local_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
 """The local tensor of a DTensor."""
 
-owners_of: Callable[[torch.Tensor], int] = methodcaller("_use_count")
+owners_of: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 """How many owners a tensor has in C++; ``sys.getrefcount`` tells of those in Python."""
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,32 +36,33 @@ def pack_gradients(
     On a device columns are made contiguous: CUDA has one kernel for all of them then, and else one
     for each (torch 2.11; a test counts them), or one that is right for contiguous columns only.
     """
-    as_it_is = out.is_cpu
-    columns = []
-    for position in layout.packed:
-        grad, shard = grads[position], layout.shards[position]
-        if shard.padded_numel == 0:
-            continue
-        if grad is None:
-            grad = (
-                behind.new_zeros(()).expand(shard.shape)
-                if as_it_is
-                else behind.new_zeros(shard.shape)
-            )
-        if layout.slotted[position]:
-            slots = grad.new_zeros((layout.size, shard.numel))
-            slots[rank] = grad.reshape(-1)
-            grad = slots.view(1, -1).expand(layout.size, -1)
-        elif shard.dim is None:
-            grad = grad.reshape(1, -1).expand(layout.size, -1)
-        elif shard.dim:
-            grad = grad.movedim(shard.dim, 0)
-        columns.append(grad if as_it_is else grad.contiguous())
+    columns: list[Any] = [grads[position] for position in layout.packed]
+    if not all(map(is_not, columns, repeat(None))):
+        zeros = behind.new_zeros(()).expand if out.is_cpu else behind.new_zeros
+        shapes = [layout.shards[position].shape for position in layout.packed]
+        pairs = zip(columns, shapes, strict=True)
+        columns = [zeros(shape) if c is None else c for c, shape in pairs]
+    for index in layout.rearranged:
+        columns[index] = _as_rows(columns[index], layout, layout.packed[index], rank)
+    if not out.is_cpu:
+        columns = [c.contiguous() for c in columns]
     columns.append(behind)
     if is_mixed:
         _chunk_cat_mixed(columns, layout.size, out)
     else:
         torch_tensors.chunk_cat(columns, 0, layout.size, out=out)
+
+
+def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
+    """Return a gradient so that the rows of rank ``r`` are the ``r``-th of W chunks of dim 0."""
+    shard = layout.shards[position]
+    if layout.slotted[position]:
+        slots = grad.new_zeros((layout.size, shard.numel))
+        slots[rank] = grad.reshape(-1)
+        return slots.view(1, -1).expand(layout.size, -1)
+    if shard.dim is None:
+        return grad.reshape(1, -1).expand(layout.size, -1)
+    return grad.movedim(shard.dim, 0)
 
 
 def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:

@@ -449,8 +449,15 @@ class ReduceLayout:
 
     @cached_property
     def packed(self) -> tuple[int, ...]:
-        """Positions of the members that are packed."""
-        return tuple(p for p in range(len(self.shards)) if p not in self.zero_copy)
+        """Positions of the members that are packed, and have elements."""
+        positions = set(range(len(self.shards))) - set(self.zero_copy)
+        return tuple(p for p in sorted(positions) if self.shards[p].padded_numel)
+
+    @cached_property
+    def rearranged(self) -> tuple[int, ...]:
+        """Indices into ``packed`` of those whose gradients are no rows of the input as they are."""
+        packed = enumerate(self.packed)
+        return tuple(i for i, p in packed if self.slotted[p] or self.shards[p].dim != 0)
 
     @cached_property
     def output_sizes(self) -> list[int]:

@@ -144,9 +144,10 @@ class GradientBuffer:
         counts = list(map(torch_tensors.use_count, self._numbers))
         counts += map(sys.getrefcount, self._storages)  # a storage is one object in Python
         shards = list(map(torch_tensors.local_of, self._grads))
-        for tensors in (self._grads, shards):  # of a DTensor, and of its local tensor
-            counts += map(sys.getrefcount, tensors)
-            counts += map(torch_tensors.owners_of, tensors)
+        with torch_dtensor.DisableTorchFunctionSubclass():
+            for tensors in (self._grads, shards):  # of a DTensor, and of its local tensor
+                counts += map(sys.getrefcount, tensors)
+                counts += map(torch_tensors.owners_of, tensors)
         return counts
 
     @staticmethod
@@ -302,11 +303,8 @@ class Reducer(Observable):
     @property
     def has_local_gradients(self) -> bool:
         """True if the last backward, or one before it, left gradients on unsharded parameters."""
-        for param in self.plan().members:
-            unsharded = param.unsharded
-            if unsharded is not None and unsharded.grad is not None:
-                return True
-        return False
+        wholes = [param.unsharded for param in self.plan().members]
+        return any(whole is not None and whole.grad is not None for whole in wholes)
 
     def reduce(
         self, settings: Settings, context: StepContext, with_graph: bool
@@ -379,27 +377,25 @@ class Reducer(Observable):
         Returns them, how many miss, and whether they have several dtypes: some have waited, or the
         model computed them in another one than their parameters are in.
         """
-        grads: list[Tensor | None] = []
+        wholes = [param.unsharded for param in plan.members]
+        grads: list[Tensor | None] = [None if w is None else w.grad for w in wholes]
         missing, is_mixed = 0, False
-        for param in plan.members:
-            grad = None if param.unsharded is None else param.unsharded.grad
-            if grad is None:
-                missing += 1
-            else:
+        if with_graph or not plan.expects(grads):
+            for position, (param, grad) in enumerate(zip(plan.members, grads, strict=True)):
+                if grad is None:
+                    missing += 1
+                    continue
                 if with_graph:
                     _refuse_graph(param, grad)
-                if param.placement.annotation is not None or (
-                    type(grad) is not Tensor and isinstance(grad, DTensor)
-                ):
+                if param.placement.annotation is not None or isinstance(grad, DTensor):
                     grad = local_gradient(grad, param, param.accumulated_dtype)
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
-                if grad.dtype is not plan.grad_dtype:
-                    is_mixed = True
-            grads.append(grad)
-        for param in plan.members:
-            if param.unsharded is not None:
-                param.unsharded.grad = None
+                is_mixed |= grad.dtype is not plan.grad_dtype
+                grads[position] = grad
+        for whole in wholes:
+            if whole is not None:
+                whole.grad = None
         return grads, missing, is_mixed
 
     def acquire(self, plan: ReducePlan) -> GradientBuffer:
@@ -687,9 +683,19 @@ class ReductionQueue:
 
 def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
     """Do to leaves what autograd does when it has computed gradients: hooks, then ``grad``."""
-    have_hooks = any(map(torch_autograd.gradient_hooks_of, params)) or any(
-        map(torch_autograd.accumulate_hooks_of, params)
-    )
+    try:
+        with (
+            torch_dtensor.DisableTorchFunctionSubclass()
+        ):  # halves what a DTensor's attributes cost
+            have_hooks = any(map(torch_autograd.gradient_hooks_of, params)) or any(
+                map(torch_autograd.accumulate_hooks_of, params)
+            )
+            if not have_hooks and all(param.grad is None for param in params):
+                for param, grad in zip(params, grads, strict=True):
+                    param.grad = grad
+                return
+    except RuntimeError as error:
+        raise StateError("FS319", mismatch(param, grad)) from error
     for param, grad in zip(params, grads, strict=True):
         if have_hooks:
             grad = torch_autograd.apply_gradient_hooks(param, grad)

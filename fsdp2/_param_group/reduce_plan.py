@@ -8,8 +8,11 @@ enters nothing here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,9 @@ from fsdp2._comm.wire import Wire
 from fsdp2._param_group import gradient_packing
 from fsdp2._param_group.layout import ReduceLayout
 from fsdp2._param_group.param import FSDPParam
+
+_layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
+_dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,19 @@ class ReducePlan:
     codes: list[float]
     complete: Tensor
     free: list[FSDPParam]  # parameters whose gradients may have any dtype, and are reduced in that
+
+    @cached_property
+    def _is_annotated(self) -> bool:
+        return any(param.placement.annotation is not None for param in self.members)
+
+    def expects(self, grads: Sequence[Tensor | None]) -> bool:
+        """True if there is a dense plain gradient in the plan's dtype for every member."""
+        return (
+            not self._is_annotated
+            and set(map(type, grads)) == {Tensor}
+            and set(map(_layout_of, grads)) == {torch.strided}
+            and set(map(_dtype_of, grads)) == {self.grad_dtype}
+        )
 
 
 @dataclass(eq=False)

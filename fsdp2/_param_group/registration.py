@@ -12,21 +12,21 @@ user's; it stays until the next forward looks at it and takes it over.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import methodcaller
+from operator import is_
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._base import torch_dtensor, torch_tensors
+from fsdp2._base import torch_dtensor
 from fsdp2._base.errors import StateError
 from fsdp2._base.torch_autograd import version_of
 from fsdp2._param_group.forms import Forms, Site
 
-_storage_of = methodcaller("untyped_storage")
+_storage_of: Callable[[Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 
 
 class ParamState(enum.Enum):
@@ -109,8 +109,9 @@ class Registration:
         self.whole_versions: list[int] = []
         self._sharded: list[nn.Parameter] = []
         self._versioned: list[Tensor] = []
-        # what identified the storages of the DTensors; ``_shells_now`` says why
-        self._shells: list[int] = []
+        # the empty storages of the DTensors, which ``.data = ...`` changes. Nothing else tells: the
+        # assignment leaves the local tensor and both versions as they are.
+        self._shells: list[torch.UntypedStorage] = []
 
     def move(self, target: ParamState, fqn: str) -> None:
         """Be in another state, and show its forms.
@@ -158,7 +159,7 @@ class Registration:
         # DTensor operations count on the DTensor, operations on local shards count there.
         forms = [f for p in self._sharded for f in (p, torch_dtensor.local_tensor(p))]
         self._versioned = [form for form in forms if not form.is_inference()]
-        self._shells = self._shells_now()
+        self._shells = list(map(_storage_of, self._sharded))
 
     def see_whole(self, wholes: Iterable[Tensor | None]) -> None:
         """Look at what is written from now on to unsharded parameters; a gather counts no version.
@@ -189,42 +190,40 @@ class Registration:
             StateError: ``.data`` of a sharded parameter was assigned.
         """
         changes = Changes([], [], {}, [])
-        for param in self._params:
-            sharded, unsharded = param.sharded, param.unsharded
-            trainable = param.trainable
-            if sharded.requires_grad is not trainable or (
-                unsharded is not None and unsharded.requires_grad is not trainable
-            ):
-                changes.toggled.append(param)
-            if unsharded is not None and unsharded.dtype is not param.unsharded_dtype:
-                changes.cast.append(param)
-            if torch_dtensor.local_tensor(sharded) is not param.local:
-                changes.replaced[param] = sharded
-            for site in param.sites:
-                found: Tensor | None = site.module._parameters.get(site.name)
-                if found is sharded:
-                    continue
-                if found is None or isinstance(found, nn.Parameter):
-                    if found is None or (
-                        found is not unsharded and found is not param.post_forward
-                    ):
-                        changes.replaced[param] = found
-                else:
-                    changes.stand_ins.append(StandIn(site, param, found))
+        with torch_dtensor.DisableTorchFunctionSubclass():  # halves what reads of a DTensor cost
+            for param in self._params:
+                sharded, unsharded = param.sharded, param.unsharded
+                trainable = param.trainable
+                if sharded.requires_grad is not trainable or (
+                    unsharded is not None and unsharded.requires_grad is not trainable
+                ):
+                    changes.toggled.append(param)
+                if unsharded is not None and unsharded.dtype is not param.unsharded_dtype:
+                    changes.cast.append(param)
+                if torch_dtensor.local_tensor(sharded) is not param.local:
+                    changes.replaced[param] = sharded
+                for site in param.sites:
+                    found: Tensor | None = site.module._parameters.get(site.name)
+                    if found is sharded:
+                        continue
+                    if found is None or isinstance(found, nn.Parameter):
+                        if found is None or (
+                            found is not unsharded and found is not param.post_forward
+                        ):
+                            changes.replaced[param] = found
+                    else:
+                        changes.stand_ins.append(StandIn(site, param, found))
+            # a storage is one object in Python
+            assigned = not all(map(is_, map(_storage_of, self._sharded), self._shells))
         self.stand_ins = changes.stand_ins
-        shells = self._shells_now()
-        if shells != self._shells:
-            for param, seen, now in zip(self._params, self._shells, shells, strict=True):
-                if seen != now and param not in changes.replaced:
-                    refuse_assigned_data(param)
+        if assigned:
+            self._refuse_assigned(changes)
         return changes
 
-    def _shells_now(self) -> list[int]:
-        """Return what identifies the empty storage of each DTensor, which ``.data = ...`` changes.
-
-        Nothing else tells: the assignment leaves the local tensor and both versions as they are.
-        """
-        return list(map(torch_tensors.number_of, map(_storage_of, self._sharded)))
+    def _refuse_assigned(self, changes: Changes) -> None:
+        for param, shell in zip(self._params, self._shells, strict=True):
+            if _storage_of(param.sharded) is not shell and param not in changes.replaced:
+                refuse_assigned_data(param)
 
     def note_values(self, serves: Serves) -> None:
         """Remember what the unsharded parameters, which may stay, are gathered from, and why."""

@@ -57,8 +57,7 @@ OWN = (
         "fsdp2/_param_group/reduce.py",
         "Reducer._take_gradients",
         """
-        if grad.dtype is not plan.grad_dtype:
-            is_mixed = True
+        is_mixed |= grad.dtype is not plan.grad_dtype
         """,
         """
         if grad.dtype is not plan.grad_dtype:
