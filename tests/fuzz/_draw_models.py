@@ -174,7 +174,8 @@ class Choices:
         self.on_all += [(place, way) for way in in_place]
         if not self.is_recomputed:
             self.on_all.append((place, "aside"))
-            self.solvers += [(place, way) for way in SOLVERS]
+            if self.setup.precision != "half":  # what a solver makes of roundings is far off
+                self.solvers += [(place, way) for way in SOLVERS]
         # Where its unit is inside of it, a layer would write to the shard.
         if self.setup.precision == "same" and self.setup.tensor == 1 and not self.model.tied:
             if block.kind != "empty" and block.unit != "body":
@@ -243,10 +244,13 @@ def calls(
             continue
         if all(other != layer for _, other, _ in ways):
             ways.append((rank, layer, way))
+    written = {layer for _, layer, way in ways if (layer, way) in choices.writing}
     ways = [
         (rank, layer, way)
         for rank, layer, way in ways
-        if way != "aside" or not choices.is_cut_off(layer, ways)
+        if (way != "aside" or not choices.is_cut_off(layer, ways))
+        # all ranks have to write, or none
+        and (way != "skip" or rank == -1 or written.isdisjoint(choices.inside[layer]))
     ]
     if choices.has_frozen and any(way == "fed" for _, _, way in ways):
         # Else what is inside may need a gradient on some ranks only: docs/differences.md.
