@@ -749,7 +749,7 @@ FAULTS = [
         "gather-by-hand-keeps-its-number",
         "fsdp2/_param_group/group.py",
         "ParamGroup.rewire",
-        "self.gathering is not None",
+        "self.state is GATHERING",
         "False",
         "unshard(async_op=True) before the first forward turns the check of the ranks' order off: a rank that goes another way hangs the others.",
         near=("behaviour/test_divergence.py",),

@@ -150,7 +150,7 @@ def _group_info(group: ParamGroup, names: dict[nn.Module, list[str]]) -> GroupIn
         shard_rank=data.shard.rank,
         shard_size=data.shard.size,
         replicate_size=data.replicate.size,
-        state=group.registration.state.name.lower(),
+        state=group.registration.form.name.lower(),
         nbytes=sum(shard.nbytes for shard in shards),
         shards=shards,
     )

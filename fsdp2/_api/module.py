@@ -369,7 +369,7 @@ def _zero_grad(group: ParamGroup, set_to_none: bool) -> None:
     unreduced = group.reducer.unreduced
     if unreduced.is_waiting or unreduced.is_owed or group.reducer in may_hold:
         group.reducer.discard()
-    if group.registration.state is SHARDED:
+    if group.state is SHARDED:
         return
     for param in group.params:
         if param.sharded.grad is not None:

@@ -48,7 +48,7 @@ from fsdp2._compiled.functional import TracedGroup, TracedUnit
 from fsdp2._engine.tree import EndOfBackward, Unit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.reduce import ReductionQueue
-from fsdp2._param_group.registration import SHARDED
+from fsdp2._param_group.registration import FORM_SHARDED
 
 
 def watch(outputs: Any, begin: Callable[[tuple[Tensor | None, ...]], None]) -> None:
@@ -247,7 +247,7 @@ class _Place:
     def awaits(self, registered: object) -> bool:
         """True if what is registered is the shard, and the engine is not about to change that."""
         is_shard = registered is self.group.params[self.index].sharded
-        return is_shard and self.group.group.registration.state is SHARDED
+        return is_shard and self.group.group.registration.form is FORM_SHARDED
 
     def check(self) -> None:
         """Refuse what no gradient would come back from; modules refuse their forwards there."""

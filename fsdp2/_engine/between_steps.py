@@ -21,7 +21,7 @@ from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import clean
 from fsdp2._engine.tree import Runtime, Unit, unit_of
-from fsdp2._param_group.registration import SHARDED
+from fsdp2._param_group.registration import GATHERING, SHARDED
 
 
 def units_below(module: nn.Module) -> list[Unit]:
@@ -91,7 +91,7 @@ def reshard_if_idle(unit: Unit) -> None:
                 unit.runtime.recover_if_failed()
         if unit.runtime is None or unit.runtime.context.phase is IDLE:
             for group in unit.own_groups:
-                if group.gathering is None or unit.runtime is None or not unit.runtime.failed:
+                if group.state is not GATHERING or unit.runtime is None or not unit.runtime.failed:
                     group.reshard()
                     group.context.streams.finish_host_reads()
 
@@ -121,8 +121,7 @@ def unless_another_thread_steps(unit: Unit) -> Iterator[bool]:
 
 
 def _require_sharded(unit: Unit) -> None:
-    whole = [group for group in unit.own_groups if group.registration.state is not SHARDED]
-    if whole or any(group.gathering is not None for group in unit.own_groups):
+    if any(group.state is not SHARDED for group in unit.own_groups):
         raise StateError(
             "FS301",
             f"{unit.fqn or '<root>'}: another thread has run a forward, and keeps parameters "

@@ -39,6 +39,7 @@ from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.wire import Streams, Wire
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.registration import GATHERING
 
 UNREAD, UNKNOWN, READ = 0, 1, 2
 FACTS = 3
@@ -200,7 +201,7 @@ class Parts:
         """Free a part whose gradients are in, unless something here still needs it."""
         group, settings = part.group, part.group.settings
         keeps = settings.overlap.keeps_parts or not settings.reshard_after_backward
-        if not keeps and not part.unit.calls.running and group.gathering is None:
+        if not keeps and not part.unit.calls.running and group.state is not GATHERING:
             group.release_early(skips_backward=False)
 
     @property

@@ -91,7 +91,7 @@ from fsdp2._engine.precision import Precision
 from fsdp2._engine.threads import StepThread
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.reduce import SMALL_NBYTES, ReductionQueue, may_hold
-from fsdp2._param_group.registration import SHARDED, Serves
+from fsdp2._param_group.registration import GATHERING, SHARDED, WHOLE, Serves
 
 UNIT_ATTRIBUTE = "_fsdp2_unit"
 
@@ -250,7 +250,7 @@ class Unit:
     def show_shards(self) -> None:
         """Register sharded parameters; whole ones may stay. [Note: between steps] in ``group``."""
         for group in self.groups:
-            if group.registration.state is not SHARDED:
+            if group.state is not SHARDED:
                 group.registration.show_shards()
 
     def reshard_unless_gathering(self) -> None:
@@ -259,7 +259,7 @@ class Unit:
             group.registration.forget_stand_ins()
             group.registration.forget_whole_writes()
             # shards over a smaller mesh may be registered while it gathers from them
-            if group.gathering is not None:
+            if group.state is GATHERING:
                 group.registration.show_shards()
             else:
                 group.reshard()
@@ -535,7 +535,7 @@ class Prefetches(Observable):
                 group.early.skips_backward or not group.settings.unshard_in_backward
             ):
                 continue
-            if events.listeners and group.gathering is None and not group.is_unsharded:
+            if events.listeners and group.state not in (GATHERING, WHOLE):
                 events.emit("prefetch", unit.fqn, self._context.phase)
             group.unshard()
         self._gathered.append(unit)
@@ -551,7 +551,7 @@ class Prefetches(Observable):
         self._schedule.end()
         for unit in self._gathered:
             for group in unit.groups:
-                if group.gathering is not None:
+                if group.state is GATHERING:
                     group.reshard()
         self._gathered.clear()
 
@@ -1104,7 +1104,7 @@ def _reshard_after(unit: Unit, runtime: Runtime, module: nn.Module, with_grad: b
         return
     if with_grad:
         for group in unit.groups:
-            if not group.early.is_released:
+            if not group.early.skips_backward:
                 group.reshard_post_forward()
     else:
         unit.reshard()

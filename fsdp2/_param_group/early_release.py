@@ -11,8 +11,8 @@ but after its gradients are in it may be the backward of another open call. What
 is not taken back on those that kept the memory. What a rank does with it is its own affair. It is
 freed if, and only if, nothing else refers to it: not autograd (whatever it saved holds the tensor,
 or the storage of a view), not the user. Otherwise this rank keeps the parameters, registered and
-whole, until it reshards. Recomputation (checkpointing) needs parameters that nothing refers to, so
-a part that ran under it is kept.
+whole, until it reshards: its state is RELEASED. Recomputation (checkpointing) needs parameters that
+nothing refers to, so a part that ran under it is kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class EarlyRelease:
     def __init__(self) -> None:
         self.part = ""  # the part's name in its root
         self.readers: Readers | None = None  # of such a part
-        self.is_released = False  # counts as sharded on every rank, see the note
         self.skips_backward = False  # until it is resharded: backward does not read it
 
     def become_part(self, name: str) -> Readers:

@@ -27,6 +27,7 @@ replicas of a plain model do. A forward or a backward that raises takes its writ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -42,18 +43,33 @@ from fsdp2._base.torch_autograd import version_of
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import InFlight, StepContext, Streams, Wire
 from fsdp2._param_group.adoption import Source, own_rows, own_sources, source_of
+from fsdp2._param_group.buffers import ShardBuffer
 from fsdp2._param_group.early_release import EarlyRelease
 from fsdp2._param_group.functional_call import whole_tensor
 from fsdp2._param_group.param import FSDPParam
 from fsdp2._param_group.planning import Buffers, refuse_smaller
 from fsdp2._param_group.reduce import Reducer
 from fsdp2._param_group.registration import (
+    FORM_SHARDED,
+    FORM_UNSHARDED,
+    GATHERING,
+    RELEASED,
     SHARDED,
-    SHARDED_POST_FORWARD,
-    UNSHARDED,
+    SMALLER,
+    WHOLE,
+    GroupState,
     Registration,
     Serves,
 )
+
+
+@dataclass(frozen=True)
+class Gather:
+    """An all-gather for which nobody has waited."""
+
+    flight: InFlight
+    source: ShardBuffer
+    came_from: GroupState
 
 
 class ParamGroup(Observable):
@@ -81,7 +97,7 @@ class ParamGroup(Observable):
         self.buffers = Buffers(self.params, data, policy, self.residence, self.ids)
         self.registration = Registration(self.params)
         self.early = EarlyRelease()
-        self.gathering: InFlight | None = None  # the all-gather that nobody has waited for
+        self._gather: Gather | None = None  # while the state is GATHERING
 
     @property
     def wire(self) -> Wire:
@@ -90,7 +106,7 @@ class ParamGroup(Observable):
 
     def rewire(self) -> None:
         """Take notice of what changed on the wire: every rank does so between the same steps."""
-        if self.gathering is not None:  # a gather that was issued by hand carries the old number
+        if self.state is GATHERING:  # a gather that was issued by hand carries the old number
             self._drop_gather()
         self.context.streams.finish_host_reads()  # numbers are written into the memory of shards
         self.buffers.number(self.wire)
@@ -157,7 +173,7 @@ class ParamGroup(Observable):
         full = self.buffers.full
         if full is not None:
             full.is_fixed = self.settings.keep_unsharded_storage
-            if self.registration.state is not UNSHARDED and self.gathering is None:
+            if self.state in (SHARDED, SMALLER):
                 full.free()
 
     def keep_memory(self, stays: bool) -> None:
@@ -188,7 +204,7 @@ class ParamGroup(Observable):
         if self.early.readers is not None:
             self.early.readers.forget()
         self.registration.see()
-        self.registration.show(SHARDED)
+        self.registration.show(FORM_SHARDED)
 
     def prepare_unsharded(self) -> None:
         """Have unsharded parameters, of memory that is freed: gradients may wait on them."""
@@ -264,13 +280,13 @@ class ParamGroup(Observable):
     # The moves.
 
     @property
-    def is_unsharded(self) -> bool:
-        """True if a forward or backward can go on without a gather, on every rank.
+    def state(self) -> GroupState:
+        return self.registration.state
 
-        A part that was released early counts as sharded, whatever this rank has freed of it: see
-        ``early_release``.
-        """
-        return self.registration.state is UNSHARDED and not self.early.is_released
+    @property
+    def is_unsharded(self) -> bool:
+        """True if a forward or backward can go on without a gather, on every rank."""
+        return self.registration.state is WHOLE
 
     def _lend(self) -> None:
         """Register what stands in for unsharded parameters in a forward that begins."""
@@ -279,17 +295,17 @@ class ParamGroup(Observable):
 
     def unshard(self) -> None:
         """Issue the all-gather, unless the parameters are whole or on their way."""
-        if self.early.is_released:
+        if self.early.skips_backward or self.registration.state is RELEASED:
             self.reshard()
-        if self.gathering is not None or self.registration.state is UNSHARDED:
+        came_from = self.registration.state
+        if came_from is GATHERING or came_from is WHOLE:
             return
         buffers = self.buffers
         if buffers.home is None:  # a copy, gathered ahead of its own first forward
             self.inspect()
         if buffers.full is None:
             self.prepare_unsharded()
-        is_sharded = self.registration.state is SHARDED
-        source = buffers.home if is_sharded else buffers.post_forward.buffer
+        source = buffers.home if came_from is SHARDED else buffers.post_forward.buffer
         assert source is not None
         phase = self.context.phase
         if phase is IDLE or (phase is BACKWARD and not self.settings.reshard_after_backward):
@@ -308,43 +324,43 @@ class ParamGroup(Observable):
             self.context.streams.order_after_compute("gather")
         gather = buffers.gather_extended if buffers.open_tail.items else source.gather
         streams = self.context.streams
-        self.gathering = streams.launch("gather", gather, wire, streams.async_op)
+        flight = streams.launch("gather", gather, wire, streams.async_op)
+        self._gather = Gather(flight, source, came_from)
+        self.registration.move(GATHERING, self.fqn)
         if self.residence.is_away:
-            self.context.streams.host_read = self.gathering  # the last one: a lane runs in order
+            streams.host_read = flight  # the last one: a lane runs in order
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather: afterwards the unsharded parameters are registered and whole."""
-        if self.registration.state is UNSHARDED and not self.early.is_released:
-            self.registration.show(UNSHARDED)
+        if self.registration.state is WHOLE:
+            self.registration.show(FORM_UNSHARDED)
             if self.registration.stand_ins:
                 self._lend()
             if self.reducer.has_waited or not self.settings.reduce_grads:
                 self.reducer.begin_sums(self.settings)
             return
-        if self.gathering is None or self.early.is_released:
+        if self._gather is None or self.early.skips_backward:
             self.unshard()
-        gathering, buffers = self.gathering, self.buffers
-        full, is_sharded = buffers.full, self.registration.state is SHARDED
-        source = buffers.home if is_sharded else buffers.post_forward.buffer
-        assert gathering is not None
+        gather, buffers, streams = self._gather, self.buffers, self.context.streams
+        full = buffers.full
+        assert gather is not None
         assert full is not None
-        assert source is not None
-        gathering.wait()
-        gathered, self.gathering = gathering.buffers, None
-        streams = self.context.streams
+        gather.flight.wait()
+        gathered, self._gather = gather.flight.buffers, None
         try:
-            full.fill(source, gathered, streams.current)
+            full.fill(gather.source, gathered, streams.current)
             if buffers.open_tail.items:
                 buffers.open_tail.arrived(gathered[2])
                 self.reducer.planner.see_dtypes()
         except BaseException:  # ranks differ, or an extension raised
-            self.context.streams.retire("gather", gathered)
+            streams.retire("gather", gathered)
             full.free()
+            self.registration.move(gather.came_from, self.fqn)
             raise
-        self.context.streams.retire("gather", gathered)
-        if not is_sharded:
+        streams.retire("gather", gathered)
+        if gather.came_from is SMALLER:
             buffers.post_forward.free()
-        self.registration.move(UNSHARDED, self.fqn)
+        self.registration.move(WHOLE, self.fqn)
         if self.registration.stand_ins:
             self._lend()
         if self.reducer.has_waited or not self.settings.reduce_grads:
@@ -354,13 +370,14 @@ class ParamGroup(Observable):
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones."""
-        self.early.is_released = self.early.skips_backward = self.registration.is_held = False
+        self.early.skips_backward = self.registration.is_held = False
         self.registration.values = None
-        if self.gathering is not None:
+        if self._gather is not None:
             self._drop_gather()
-        if self.registration.state is SHARDED:
+        state = self.registration.state
+        if state is SHARDED:
             return
-        if self.registration.state is SHARDED_POST_FORWARD:
+        if state is SMALLER:
             self.buffers.post_forward.free()
         else:
             self.take_writes()
@@ -378,12 +395,13 @@ class ParamGroup(Observable):
 
     def _drop_gather(self) -> None:
         """Wait for the gather that is in flight, and forget what it brought."""
-        gathering, full = self.gathering, self.buffers.full
-        assert gathering is not None
+        gather, full = self._gather, self.buffers.full
+        assert gather is not None
         assert full is not None
-        gathering.wait()
-        self.context.streams.retire("gather", gathering.buffers)
-        self.gathering = None
+        gather.flight.wait()
+        self.context.streams.retire("gather", gather.flight.buffers)
+        self._gather = None
+        self.registration.move(gather.came_from, self.fqn)
         full.free()
         for buffer in self.buffers.all:
             buffer.free_gathered()
@@ -393,12 +411,12 @@ class ParamGroup(Observable):
 
         ``skips_backward``: no pre-backward gathers it before it is resharded.
         """
-        if self.registration.state is SHARDED and not skips_backward:
-            return
-        self.early.is_released = True
         self.early.skips_backward |= skips_backward  # what all ranks decided, whatever each freed
         self.registration.values = None
-        if self.registration.state is UNSHARDED and self.is_unread():
+        if self.registration.state is not WHOLE:
+            return
+        self.registration.move(RELEASED, self.fqn)
+        if self.is_unread():
             full = self.buffers.full
             assert full is not None
             self.take_writes()
@@ -411,22 +429,22 @@ class ParamGroup(Observable):
         readers, full = self.early.readers, self.buffers.full
         if readers is None or full is None or not readers.are_known or self.registration.placed:
             return False
-        self.registration.show(SHARDED)
+        self.registration.show(FORM_SHARDED)
         is_unread = readers.are_gone(full, [param.unsharded for param in self.params])
-        self.registration.show(UNSHARDED)
+        self.registration.show(FORM_UNSHARDED)
         return is_unread
 
     def reshard_post_forward(self) -> None:
         """Reshard to the smaller mesh, if there is one, else fully."""
         waiting = self.buffers.post_forward.buffer
-        if waiting is None or self.registration.state is not UNSHARDED:
+        if waiting is None or self.registration.state is not WHOLE:
             self.reshard()
             return
         self.take_writes()
         self.registration.note_values(Serves.BACKWARDS)
         self.buffers.shrink()
         self.context.streams.order_after_compute("gather")
-        self.registration.move(SHARDED_POST_FORWARD, self.fqn)
+        self.registration.move(SMALLER, self.fqn)
         self._give_up_full()
 
     def _give_up_full(self) -> None:

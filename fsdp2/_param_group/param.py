@@ -142,7 +142,7 @@ class FSDPParam(Forms):
 
     @property
     def state(self) -> ParamState:
-        return self.registration.state
+        return self.registration.form
 
     @property
     def places(self) -> list[nn.Module]:

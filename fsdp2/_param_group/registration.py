@@ -30,7 +30,7 @@ _storage_of: Callable[[Tensor], torch.UntypedStorage] = torch.Tensor.untyped_sto
 
 
 class ParamState(enum.Enum):
-    """Which form of its parameters a group has registered."""
+    """Which form a parameter has, as users see it."""
 
     SHARDED = "sharded"
     SHARDED_POST_FORWARD = "sharded over a smaller mesh, between forward and backward"
@@ -39,15 +39,40 @@ class ParamState(enum.Enum):
     __hash__ = object.__hash__  # members are unique; Enum's own is a Python function
 
 
-SHARDED = ParamState.SHARDED
-SHARDED_POST_FORWARD = ParamState.SHARDED_POST_FORWARD
-UNSHARDED = ParamState.UNSHARDED
+class GroupState(enum.Enum):
+    """Where the parameters of a group are: the same on every rank, but for RELEASED."""
+
+    SHARDED = "sharded"
+    SMALLER = "sharded over a smaller mesh, between forward and backward"
+    GATHERING = "an all-gather is under way, for which nobody has waited"
+    WHOLE = "whole"
+    # see [Note: released early] in ``early_release``
+    RELEASED = "whole on this rank, where somebody reads them, and sharded to every rank's plans"
+
+    __hash__ = object.__hash__
+
+
+SHARDED, SMALLER = GroupState.SHARDED, GroupState.SMALLER
+GATHERING, WHOLE, RELEASED = GroupState.GATHERING, GroupState.WHOLE, GroupState.RELEASED
 
 TRANSITIONS = {
-    SHARDED: {UNSHARDED},
-    UNSHARDED: {SHARDED, SHARDED_POST_FORWARD},
-    SHARDED_POST_FORWARD: {UNSHARDED, SHARDED},
+    SHARDED: {GATHERING},
+    SMALLER: {GATHERING, SHARDED},
+    GATHERING: {WHOLE, SHARDED, SMALLER},  # back to where it came from, if it is dropped
+    WHOLE: {SHARDED, SMALLER, RELEASED},
+    RELEASED: {SHARDED},
 }
+
+# members of an Enum are looked up slowly
+FORM_SHARDED, FORM_UNSHARDED = ParamState.SHARDED, ParamState.UNSHARDED
+
+FORM_IN = {
+    SHARDED: FORM_SHARDED,
+    SMALLER: ParamState.SHARDED_POST_FORWARD,
+    WHOLE: FORM_UNSHARDED,
+    RELEASED: FORM_UNSHARDED,
+}
+"""The form that is registered in a state; a gather changes none until somebody waits for it."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +115,13 @@ optimizer_steps = OptimizerSteps()
 class Registration:
     """What a group's parameters are registered as, and what programs did to that.
 
-    ``move`` is the one method that writes the state.
+    ``move`` is the one method that writes the state, and the form that goes with it.
     """
 
     def __init__(self, params: Sequence[Forms]) -> None:
         self._params = params  # all parameters of the group: they move together
         self.state = SHARDED
+        self.form = FORM_SHARDED  # the form that the state stands for, whatever is shown
         self.is_held = False  # unshard() by hand keeps whole parameters registered
         # tensors of the user's that wait for the forward that begins
         self.stand_ins: list[StandIn] = []
@@ -113,8 +139,8 @@ class Registration:
         # assignment leaves the local tensor and both versions as they are.
         self._shells: list[torch.UntypedStorage] = []
 
-    def move(self, target: ParamState, fqn: str) -> None:
-        """Be in another state, and show its forms.
+    def move(self, target: GroupState, fqn: str) -> None:
+        """Be in another state, and show its form.
 
         Raises:
             StateError: the table does not allow it; nothing was changed.
@@ -126,16 +152,18 @@ class Registration:
                 f"{', '.join(sorted(s.name for s in TRANSITIONS[self.state]))}.",
             )
         self.state = target
-        self.show(target)
+        if target is not GATHERING:
+            self.form = FORM_IN[target]
+            self.show(self.form)
 
-    def show(self, state: ParamState) -> None:
+    def show(self, form_of: ParamState) -> None:
         """Put one form of every parameter onto the modules. See [Note: what is registered]."""
         for param in self._params:
             form = (
                 param.unsharded
-                if state is UNSHARDED
+                if form_of is FORM_UNSHARDED
                 else param.sharded
-                if state is SHARDED
+                if form_of is FORM_SHARDED
                 else param.post_forward
             )
             shown, param.shown = param.shown, form
@@ -151,7 +179,7 @@ class Registration:
         See [Note: between steps] in ``group``.
         """
         if not self.is_held:
-            self.show(SHARDED)
+            self.show(FORM_SHARDED)
 
     def see(self) -> None:
         """Look at the sharded forms that there are now, from now on."""

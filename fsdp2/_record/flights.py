@@ -20,7 +20,7 @@ import torch
 from fsdp2._comm.observed_flights import ObservedFlight
 from fsdp2._comm.wire import InFlight
 from fsdp2._param_group.reduce import Reducer, Reduction
-from fsdp2._param_group.registration import SHARDED_POST_FORWARD
+from fsdp2._param_group.registration import SMALLER as SMALLER_STATE
 from fsdp2._record.ledger import Ledger, Row
 from fsdp2._record.memory import Entry
 
@@ -114,7 +114,7 @@ class Flights:
     def _begin_row(self, entry: Entry, kind: str, begin: Any, nbytes: int) -> Row:
         if kind == "all_gather":
             event, entry.unshard_event = entry.unshard_event, None
-            is_smaller = entry.group.registration.state is SHARDED_POST_FORWARD
+            is_smaller = entry.group.state is SMALLER_STATE
             more = SMALLER if is_smaller else ',"collective":"all_gather"'
         elif kind == "reduce_scatter":
             event, entry.reduce_event = entry.reduce_event, None

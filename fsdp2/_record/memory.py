@@ -18,6 +18,7 @@ from fsdp2._base.capabilities import capabilities
 from fsdp2._base.events import Event
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.reduce import Reduction
+from fsdp2._param_group.registration import GATHERING
 
 SHARE = 100
 """The allocator of a device is asked so rarely that its answers take a hundredth of the time."""
@@ -65,7 +66,7 @@ class Memory:
             held += waiting.flat.untyped_storage().nbytes()
         self.gathered += held - entry.full_nbytes
         entry.full_nbytes = held
-        if group.gathering is None and entry.gather_nbytes:
+        if group.state is not GATHERING and entry.gather_nbytes:
             self._gathers -= entry.gather_nbytes
             entry.gather_nbytes = 0
 

@@ -30,6 +30,7 @@ from fsdp2._engine import observed
 from fsdp2._engine.tree import Runtime, Unit, Visit
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.reduce import Reducer
+from fsdp2._param_group.registration import GATHERING, WHOLE
 from fsdp2._record.flights import Flights
 from fsdp2._record.ledger import Ledger, Row
 from fsdp2._record.memory import Entry
@@ -199,7 +200,7 @@ class Recorder:
 
     def _around_unshard(self, entry: Entry, unshard: Do) -> None:
         group, flights = entry.group, self._flights
-        if group.gathering is not None or group.is_unsharded:  # nothing will be done
+        if group.state in (GATHERING, WHOLE):  # nothing will be done
             unshard()
             return
         streams = group.context.streams

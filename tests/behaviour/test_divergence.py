@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2._engine.tree import unit_of
+from fsdp2._param_group.registration import GATHERING, WHOLE
 from tests._models import seeded
 from tests._parity import assert_same_gradients, assert_same_parameters, make_mesh
 from tests._pool import ranks
@@ -315,7 +316,7 @@ def assert_told(model: nn.Module, match: str, steps: int = 3) -> None:
     for unit in model.modules():
         state = unit_of(unit)
         for group in () if state is None else state.own_groups:
-            waiting = (group.gathering is not None) or group.is_unsharded
+            waiting = group.state in (GATHERING, WHOLE)
             assert waiting or group.buffers.full is None or not group.buffers.full.has_memory
 
 

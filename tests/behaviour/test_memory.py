@@ -28,6 +28,7 @@ from fsdp2._base.events import Event
 from fsdp2._engine.parts import Parts
 from fsdp2._engine.tree import unit_of
 from fsdp2._param_group.reduce import Reduction
+from fsdp2._param_group.registration import GATHERING, WHOLE
 from tests._models import Batch, Case, loss_of, seeded
 from tests._parity import Pair, assert_same_gradients, make_mesh, train_alike
 from tests._pool import ranks
@@ -594,7 +595,7 @@ def test_never_more_units_are_whole_than_the_setting_says(memory: str, limit: in
     counts: list[int] = []
 
     def count(*_: Any) -> None:
-        counts.append(sum(group.is_unsharded or (group.gathering is not None) for group in groups))
+        counts.append(sum(group.state in (GATHERING, WHOLE) for group in groups))
 
     for block in pair.model.blocks:
         block.up.register_forward_pre_hook(count)

@@ -38,7 +38,7 @@ OWN = (
         "gather-not-waited-for",
         "fsdp2/_param_group/group.py",
         "ParamGroup.wait_for_unshard",
-        "gathering.wait()",
+        "gather.flight.wait()",
         "",
         "Parameters are unpacked before they have arrived.",
         near=(),

@@ -56,10 +56,6 @@ UNKNOWN_HERE = {  # the same name means something else in these files: what a ca
     "_api/finalization.py": ("async_op",),
     "_api/module.py": ("async_op",),
     "_comm/wire.py": ("async_op",),
-    "_param_group/group.py": ("is_released",),
-    "_param_group/early_release.py": ("is_released",),
-    "_engine/parts.py": ("is_released",),
-    "_engine/tree.py": ("is_released",),
 }
 
 

@@ -194,13 +194,13 @@ FAULTS = [
         "fsdp2/_param_group/group.py",
         "ParamGroup.wait_for_unshard",
         """
-        gathering.wait()
-        gathered, self.gathering = gathering.buffers, None
+        gather.flight.wait()
+        gathered, self._gather = gather.flight.buffers, None
         """,
         """
         if self.context.streams.async_op:
-            gathering.wait()
-        gathered, self.gathering = gathering.buffers, None
+            gather.flight.wait()
+        gathered, self._gather = gather.flight.buffers, None
         """,
         "Parameters are copied out of a gather that is still running.",
         scenario="reach_a_smaller_mesh",
@@ -212,15 +212,15 @@ FAULTS = [
         "ParamGroup.wait_for_unshard",
         """
         try:
-            full.fill(source, gathered, streams.current)
+            full.fill(gather.source, gathered, streams.current)
             ...
         except BaseException:
             ...
-        self.context.streams.retire("gather", gathered)
+        streams.retire("gather", gathered)
         """,
         """
         try:
-            full.fill(source, gathered, streams.current)
+            full.fill(gather.source, gathered, streams.current)
             ...
         except BaseException:
             ...
@@ -257,13 +257,13 @@ FAULTS = [
         "fsdp2/_param_group/group.py",
         "ParamGroup._drop_gather",
         """
-        gathering.wait()
-        self.context.streams.retire("gather", gathering.buffers)
+        gather.flight.wait()
+        self.context.streams.retire("gather", gather.flight.buffers)
         """,
         """
         if self.context.streams.async_op:
-            gathering.wait()
-        self.context.streams.retire("gather", gathering.buffers)
+            gather.flight.wait()
+        self.context.streams.retire("gather", gather.flight.buffers)
         """,
         "Memory is given back while a gather in vain still writes to it.",
         scenario="reach_gathers_in_vain",
@@ -283,11 +283,15 @@ FAULTS = [
         "smaller-shards-freed-too-early",
         "fsdp2/_param_group/group.py",
         "ParamGroup.unshard",
-        'self.gathering = streams.launch("gather", gather, wire, streams.async_op)',
         """
-        self.gathering = streams.launch("gather", gather, wire, streams.async_op)
+        flight = streams.launch("gather", gather, wire, streams.async_op)
+        self._gather = Gather(flight, source, came_from)
+        """,
+        """
+        flight = streams.launch("gather", gather, wire, streams.async_op)
+        self._gather = Gather(flight, source, came_from)
         if not streams.async_op:
-            self.post_forward.free()
+            self.buffers.post_forward.free()
         """,
         "Shards of the smaller mesh are freed once their gather is issued, and not when it is over.",
         scenario="reach_a_smaller_mesh",
@@ -317,8 +321,8 @@ FAULTS = [
         "host-reads-are-not-noted",
         "fsdp2/_param_group/group.py",
         "ParamGroup.unshard",
-        "self.context.streams.host_read = self.gathering",
-        "self.context.streams.host_read = None",
+        "streams.host_read = flight",
+        "streams.host_read = None",
         "Nobody knows that the device reads the host's shards; the host writes to them.",
         scenario="reach_writes_after_a_gather_by_hand",
         expected="HOST",

@@ -17,7 +17,7 @@ from fsdp2._base import events
 from fsdp2._base.errors import StateError
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.registration import SHARDED, SHARDED_POST_FORWARD, UNSHARDED
+from fsdp2._param_group.registration import GATHERING, RELEASED, SHARDED, SMALLER, WHOLE
 from tests.unit._loopback import (
     LoopbackGroup,
     chunk_of,
@@ -88,7 +88,7 @@ def full_nbytes(group: ParamGroup) -> set[int]:
 
 
 def states(ranks: LoopbackGroup) -> set[Any]:
-    return set(ranks.each(lambda group: group.registration.state))
+    return set(ranks.each(lambda group: group.state))
 
 
 # --- sharding -------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_ties_stay_one_object() -> None:
 def test_unshard_gives_back_the_original_parameters(case: str) -> None:
     ranks = build(case)
     ranks.gather()
-    assert states(ranks) == {UNSHARDED}
+    assert states(ranks) == {WHOLE}
     original = dict(ranks.original.named_parameters())
     compute = ranks.groups[0].policy.param_dtype
     for module in ranks.modules:
@@ -231,16 +231,16 @@ def test_one_all_gather_an_unshard_however_often_it_is_asked_for() -> None:
     ranks.reshard()
     ranks.each(ParamGroup.unshard)
     ranks.each(ParamGroup.unshard)
-    assert [group.gathering is not None for group in ranks.groups] == [True, True]
+    assert [group.state is GATHERING for group in ranks.groups] == [True, True]
     ranks.wait()
-    assert [group.gathering is not None for group in ranks.groups] == [False, False]
+    assert [group.state is GATHERING for group in ranks.groups] == [False, False]
     assert ranks.wire().kinds == ["all_gather"] * 2
 
 
 def test_waiting_without_an_unshard_issues_it() -> None:
     ranks = LoopbackGroup(nn.Linear(4, 5), 1)
     ranks.wait()
-    assert states(ranks) == {UNSHARDED}
+    assert states(ranks) == {WHOLE}
     assert same_bits(ranks.modules[0].weight, ranks.original.weight)
 
 
@@ -258,10 +258,10 @@ def test_parameters_are_registered_only_once_they_are_whole() -> None:
     ranks = linear(2)
     ranks.groups[0].unshard()
     assert isinstance(ranks.modules[0].weight, DTensor)
-    assert ranks.groups[0].registration.state is SHARDED
+    assert ranks.groups[0].state is GATHERING
     with pytest.raises(AssertionError, match="not every rank has joined"):
         ranks.groups[0].wait_for_unshard()
-    assert ranks.groups[0].registration.state is SHARDED
+    assert ranks.groups[0].state is GATHERING
     assert isinstance(ranks.modules[0].weight, DTensor)
     ranks.groups[1].unshard()
     ranks.wait()
@@ -278,7 +278,7 @@ def test_reshard_while_gathering_finishes_and_drops_the_gather() -> None:
     ranks.groups[1].unshard()
     ranks.reshard()
     assert states(ranks) == {SHARDED}
-    assert not any(group.gathering is not None for group in ranks.groups)
+    assert not any(group.state is GATHERING for group in ranks.groups)
     ranks.gather()
     for module in ranks.modules:
         assert same_bits(module.weight, ranks.original.weight)
@@ -301,7 +301,7 @@ def test_what_a_release_decided_holds_on_ranks_that_keep_the_memory() -> None:
     ranks.gather()
     kept = ranks.modules[1].weight.view(-1)
     ranks.each(lambda group: group.release_early(skips_backward=True))
-    assert states(ranks) == {SHARDED, UNSHARDED}
+    assert states(ranks) == {SHARDED, RELEASED}
     ranks.each(lambda group: group.release_early(skips_backward=False))
     assert [group.early.skips_backward for group in ranks.groups] == [True, True]
     assert not any(group.is_unsharded for group in ranks.groups)
@@ -333,7 +333,7 @@ def test_resharding_to_neighbours(shard: int, smaller: int, dtype: torch.dtype |
     whole = [[p.detach().clone() for p in ranks.parameters(rank)] for rank in range(shard)]
     unsharded = [ranks.parameters(rank) for rank in range(shard)]
     ranks.each(ParamGroup.reshard_post_forward)
-    assert states(ranks) == {SHARDED_POST_FORWARD}
+    assert states(ranks) == {SMALLER}
     assert all(full_nbytes(group) == {0} for group in ranks.groups)
     for rank in range(shard):
         for param, values in zip(ranks.parameters(rank), whole[rank], strict=True):
@@ -670,7 +670,7 @@ def test_freezing_while_gradients_are_accumulated_is_refused_and_changes_nothing
         for _ in range(2):  # asking twice does not make it legal
             with pytest.raises(StateError, match="run a backward with gradient sync"):
                 group.inspect()
-        assert group.registration.state is SHARDED
+        assert group.state is SHARDED
     for module in ranks.modules:
         module.weight.requires_grad_(True)
     ranks.gather()

@@ -14,10 +14,14 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base.errors import StateError
 from fsdp2._param_group.param import FSDPParam
 from fsdp2._param_group.registration import (
+    FORM_IN,
+    GATHERING,
+    RELEASED,
     SHARDED,
-    SHARDED_POST_FORWARD,
+    SMALLER,
     TRANSITIONS,
-    UNSHARDED,
+    WHOLE,
+    GroupState,
     ParamState,
     Registration,
     Site,
@@ -32,21 +36,26 @@ def _meshes() -> Iterator[None]:
 
 
 LEGAL = {
-    (SHARDED, UNSHARDED),
-    (UNSHARDED, SHARDED),
-    (UNSHARDED, SHARDED_POST_FORWARD),
-    (SHARDED_POST_FORWARD, UNSHARDED),
-    (SHARDED_POST_FORWARD, SHARDED),
+    (SHARDED, GATHERING),
+    (SMALLER, GATHERING),
+    (SMALLER, SHARDED),
+    (GATHERING, WHOLE),
+    (GATHERING, SHARDED),
+    (GATHERING, SMALLER),
+    (WHOLE, SHARDED),
+    (WHOLE, SMALLER),
+    (WHOLE, RELEASED),
+    (RELEASED, SHARDED),
 }
 
 
 def test_the_table_lists_the_legal_moves() -> None:
     assert {(state, to) for state, targets in TRANSITIONS.items() for to in targets} == LEGAL
-    assert set(TRANSITIONS) == set(ParamState)
+    assert set(TRANSITIONS) == set(GroupState)
 
 
-@pytest.mark.parametrize(("state", "target"), list(product(ParamState, ParamState)))
-def test_moves(state: ParamState, target: ParamState) -> None:
+@pytest.mark.parametrize(("state", "target"), list(product(GroupState, GroupState)))
+def test_moves(state: GroupState, target: GroupState) -> None:
     registration = Registration(())
     registration.state = state
     if (state, target) in LEGAL:
@@ -58,11 +67,21 @@ def test_moves(state: ParamState, target: ParamState) -> None:
     assert registration.state is state, "an illegal move changed the state"
 
 
+def test_a_gather_leaves_the_form_that_is_registered() -> None:
+    registration = Registration(())
+    assert registration.form is ParamState.SHARDED
+    for state in (GATHERING, WHOLE, SMALLER, GATHERING):
+        registration.move(state, "")
+        if state is not GATHERING:
+            assert registration.form is FORM_IN[state]
+    assert registration.form is ParamState.SHARDED_POST_FORWARD
+
+
 def test_a_group_starts_sharded_and_names_the_root() -> None:
     registration = Registration(())
     assert registration.state is SHARDED
     with pytest.raises(StateError, match="<root>"):
-        registration.move(SHARDED_POST_FORWARD, "")
+        registration.move(SMALLER, "")
 
 
 def one_param(module: nn.Module) -> FSDPParam:
