@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +70,7 @@ class OwedReductions:
     """
 
     def __init__(self, groups: Sequence[TracedGroup]) -> None:
-        self._groups = list(dict.fromkeys(group.group for group in groups))
+        self._groups = [group.group for group in groups]
         self._claims = [group.claim for group in groups if group.claim is not None]
         self._is_running = False
 
@@ -104,7 +103,7 @@ class FunctionalBackward:
     def __init__(self, units: Sequence[TracedUnit]) -> None:
         self._units = units
         self._open: dict[Unit, TracedUnit] = {}
-        self._groups: dict[ParamGroup, list[TracedGroup]] = {}  # in parts
+        self._groups: dict[ParamGroup, TracedGroup] = {}
         self._kept: TracedUnit | None = None
         self._depth = 0
         self._number = 0
@@ -127,9 +126,7 @@ class FunctionalBackward:
                     unit.reshard()  # somebody made it whole since
                 unit.runner, self._open[unit] = Again(self, traced), traced
         groups = [group for traced in self._open.values() for group in traced.groups]
-        self._groups = {}
-        for group in groups:
-            self._groups.setdefault(group.group, []).append(group)
+        self._groups = {group.group: group for group in groups}
         placed = [(group, group.slots) for group in groups]
         if placed != self._placed:
             self._placed, self._places = placed, {}
@@ -176,7 +173,7 @@ class FunctionalBackward:
         for unit in self._open:
             if isinstance(unit.runner, Again):  # else a step runs, which sees that this is over
                 unit.runner = None
-        for group in itertools.chain(*self._groups.values()):
+        for group in self._groups.values():
             group.again = None
         self._open.clear()
         self._groups.clear()
@@ -191,7 +188,7 @@ class FunctionalBackward:
     ) -> Any:
         """Run a module of a unit again, as it ran in the step."""
         unit = traced.unit
-        groups = [part for g in unit.groups or unit.own_groups for part in self._groups[g]]
+        groups = [self._groups[group] for group in unit.groups or unit.own_groups]
         gathered = [group for group in groups if group.again is None]
         self._depth += 1
         try:

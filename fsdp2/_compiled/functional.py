@@ -45,14 +45,13 @@ from fsdp2._base.containers import Loan, map_tensors
 from fsdp2._base.errors import StateError
 from fsdp2._compiled.ops import outer_gather, unshard
 from fsdp2._compiled.plan import (
-    SMALL_SHARE,
     Neighbours,
     ReducePiece,
     TracedPlan,
     key_of,
     plans,
 )
-from fsdp2._engine.tree import Unit, unit_of
+from fsdp2._engine.tree import Unit
 from fsdp2._param_group import gradient_packing, packing
 from fsdp2._param_group.gradients import as_gradient
 from fsdp2._param_group.group import ParamGroup
@@ -229,16 +228,12 @@ def _sharded(
 
 
 class TracedGroup:
-    """The inputs of a group's functions, and what becomes of its gradients.
+    """The inputs of a group's functions, and what becomes of its gradients."""
 
-    ``indices`` are those of its parameters in the group: it may be a part of one, see ``parts_of``.
-    """
-
-    def __init__(self, group: ParamGroup, mover: TracedUnit, indices: tuple[int, ...]) -> None:
+    def __init__(self, group: ParamGroup, mover: TracedUnit) -> None:
         self.group = group
         self.mover = mover
-        self.indices = indices
-        self.params = [group.params[index] for index in indices]
+        self.params = list(group.params)
         self.key = ""
         self.waits = False
         self.syncs = True
@@ -334,8 +329,7 @@ class TracedGroup:
             replicate_group=_name_of(data.replicate),
             neighbours=neighbours,
             recompute=not keeps,
-            indices=self.indices,
-            trainable=tuple(param.trainable for param in group.params),
+            trainable=tuple(param.trainable for param in self.params),
             widened=tuple(map(_widened, self.params)),
             reduce_dtype=reduction.layout.dtype,
             gradient_wire_dtype=reduction.layout.wire_dtype,
@@ -394,34 +388,6 @@ def _leaf_on(device: torch.device) -> Tensor:
     return torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
 
 
-def parts_of(group: ParamGroup, unit: Unit) -> list[tuple[int, ...]]:
-    """Part a root's group: what is large by the child that holds it, what is small together.
-
-    An embedding is used first and a head last, and each is gathered and reduced where it is used.
-    """
-    whole = [tuple(range(len(group.params)))]
-    if not unit.is_root or len(unit.modules) > 1 or not _contains_units(unit.modules[0]):
-        return whole
-    (module,) = unit.modules
-    child_of = {inner: name for name, child in module.named_children() for inner in child.modules()}
-    parts: dict[str, list[int]] = {}
-    for index, param in enumerate(group.params):
-        parts.setdefault(child_of.get(param.sites[0].module, ""), []).append(index)
-    least = sum(param.nbytes for param in group.params) // SMALL_SHARE
-    large = {
-        name: indices
-        for name, indices in parts.items()
-        if name and sum(group.params[index].nbytes for index in indices) >= least
-    }
-    taken = {index for indices in large.values() for index in indices}
-    rest = tuple(index for index in whole[0] if index not in taken)
-    return [*([rest] if rest else []), *map(tuple, large.values())]
-
-
-def _contains_units(module: nn.Module) -> bool:
-    return any(unit_of(inner) is not None for inner in module.modules() if inner is not module)
-
-
 def _widened(param: FSDPParam) -> torch.dtype | None:
     """Dtype in which the gradient of a parameter is summed over its own axes, if it is wider."""
     dtype = param.accumulated_dtype
@@ -464,11 +430,7 @@ class TracedUnit:
         if self._made_of != self.unit.groups:
             self._made_of = list(self.unit.groups)
             self._forwards.clear()  # they know where parameters are registered
-            self.groups = tuple(
-                TracedGroup(group, self, indices)
-                for group in self.unit.groups
-                for indices in parts_of(group, self.unit)
-            )
+            self.groups = tuple(TracedGroup(group, self) for group in self.unit.groups)
         self._is_recorded = records = torch.is_grad_enabled()
         self.input_dtype = self.unit.precision.input_dtype  # others in evaluation, maybe
         self.output_dtype = self.unit.precision.policy.output_dtype

@@ -96,8 +96,8 @@ class _Unshard(torch.autograd.Function):
         ctx.save_for_backward(*added)
         ctx.set_materialize_grads(False)
         wholes = _unshard(plan, waiting, tensors[ends[2] :])
-        pairs = zip(plan.indices, wholes, strict=True)
-        frozen = [whole for index, whole in pairs if not plan.trainable[index]]
+        pairs = zip(plan.trainable, wholes, strict=True)
+        frozen = [whole for is_trained, whole in pairs if not is_trained]
         ctx.mark_non_differentiable(*frozen)
         return wholes
 
@@ -105,8 +105,8 @@ class _Unshard(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plan: TracedPlan = ctx.plan
-        pairs = zip(plan.indices, grads, strict=True)
-        found = [grad for index, grad in pairs if plan.trainable[index]]
+        pairs = zip(plan.trainable, grads, strict=True)
+        found = [grad for is_trained, grad in pairs if is_trained]
         added = ctx.saved_tensors if plan.added else ()  # to ask for none frees the node, too
         given = reduce(plan, found, added)
         return None, None, *given, *(None,) * (ctx.inputs - len(given))
@@ -151,7 +151,7 @@ def _unshard(
             elif item.shard.numel == 0:  # nobody sent any
                 none = flat.new_empty(0, dtype=item.compute_dtype, device=plan.device)
                 wholes[index] = _with_stride(none, item.shard)
-    made = [wholes[index] for index in plan.indices]
+    made = wholes[: len(plan.trainable)]  # without the tail, which no graph sends
     return tuple(
         whole if dtype is None else whole.to(dtype)
         for whole, dtype in zip(made, plan.widened, strict=True)

@@ -94,8 +94,7 @@ class TracedPlan:
     replicate_group: str
     neighbours: Neighbours | None
     recompute: bool
-    indices: tuple[int, ...]  # of the parameters, in the layout: a part of a group has not all
-    trainable: tuple[bool, ...]  # of all in the layout
+    trainable: tuple[bool, ...]  # of each parameter; the layout may have a tail behind them
     widened: tuple[torch.dtype | None, ...]  # what parameters leave the function in, so that
     # gradients arrive in it: summed over the parameters' own axes before they are reduced
     reduce_dtype: torch.dtype
@@ -126,7 +125,7 @@ class TracedPlan:
     @cached_property
     def members(self) -> tuple[int, ...]:
         """Indices of the trainable parameters."""
-        return tuple(index for index in self.indices if self.trainable[index])
+        return tuple(index for index, is_trained in enumerate(self.trainable) if is_trained)
 
     @cached_property
     def shards(self) -> tuple[ShardLayout, ...]:
@@ -144,8 +143,8 @@ class TracedPlan:
     @cached_property
     def gathers(self) -> tuple[GatherPiece, ...]:
         """What is gathered, in order."""
-        layout, indices = self.layout, frozenset(self.indices)
-        least = self._least_nbytes([layout.items[index] for index in self.indices])
+        layout, count = self.layout, len(self.trainable)
+        least = self._least_nbytes(layout.items[:count])
         small: dict[torch.dtype, list[tuple[int, Run]]] = {}
         pieces: list[list[tuple[int, Run]]] = []
         for position, segment in enumerate(layout.segments):
@@ -155,7 +154,7 @@ class TracedPlan:
             for index in segment.indices:
                 item = layout.items[index]
                 start, end = end, end + item.shard.padded_numel
-                if index not in indices or start == end:
+                if index >= count or start == end:
                     continue
                 piece = [(index, Run(position, start, end - start))]
                 if _nbytes(item) >= least or not self.bucketed:

@@ -93,8 +93,8 @@ def test_five_steps() -> None:
     assert_expected_inline(  # the root stays whole for its backward
         pair.graphs.describe(),
         """\
-forward: 5 all_gather
-backward: 3 all_gather, 5 reduce_scatter""",
+forward: 4 all_gather
+backward: 3 all_gather, 4 reduce_scatter""",
     )
     saves_no_weight_of_a_block(pair)
     collectives_may_be_moved(pair)
@@ -204,10 +204,10 @@ def collectives_may_be_moved(pair: TracedPair) -> None:
     assert_expected_inline(
         "\n".join(orders),
         """\
-gather wait_gather mm gather wait_gather mm gather wait_gather mm gather wait_gather mm gather wait_gather mm
-mm reduce wait_reduce gather wait_gather mm wait_gather mm wait_gather mm wait_gather reduce wait_reduce gather wait_gather mm wait_gather mm wait_gather mm wait_gather reduce wait_reduce gather wait_gather mm wait_gather mm wait_gather mm wait_gather reduce wait_reduce mm reduce wait_reduce
-gather gather wait_gather mm gather wait_gather mm wait_gather mm wait_gather mm gather wait_gather mm wait_gather mm wait_gather mm gather wait_gather mm wait_gather mm wait_gather mm wait_gather mm
-gather mm reduce gather wait_gather mm wait_gather mm wait_gather mm wait_gather reduce gather wait_gather mm wait_gather mm wait_gather mm wait_gather wait_reduce reduce wait_gather mm wait_gather mm wait_gather mm wait_gather wait_reduce reduce mm wait_reduce reduce wait_reduce""",  # noqa: E501  # one graph a line
+gather wait_gather mm gather wait_gather mm gather wait_gather mm gather wait_gather mm
+mm gather wait_gather mm wait_gather mm wait_gather mm wait_gather reduce wait_reduce gather wait_gather mm wait_gather mm wait_gather mm wait_gather reduce wait_reduce gather wait_gather mm wait_gather mm wait_gather mm wait_gather reduce wait_reduce mm reduce wait_reduce
+gather gather wait_gather mm gather wait_gather mm wait_gather mm wait_gather mm gather wait_gather mm wait_gather mm wait_gather mm wait_gather mm wait_gather mm wait_gather mm wait_gather mm
+gather mm gather wait_gather mm wait_gather mm wait_gather mm wait_gather reduce gather wait_gather mm wait_gather mm wait_gather mm wait_gather reduce wait_gather mm wait_gather mm wait_gather mm wait_gather wait_reduce reduce mm wait_reduce reduce wait_reduce""",  # noqa: E501  # one graph a line
     )
 
 
@@ -292,22 +292,22 @@ def test_each_way_to_reshard(choice: bool | int) -> None:
         assert_expected_inline(
             pair.graphs.describe(),
             """\
-forward: 4 all_gather
-backward: 3 all_gather, 4 reduce_scatter""",
+forward: 3 all_gather
+backward: 3 all_gather, 3 reduce_scatter""",
         )
     elif choice is False:
         assert_expected_inline(
             pair.graphs.describe(),
             """\
-forward: 4 all_gather
-backward: 4 reduce_scatter""",
+forward: 3 all_gather
+backward: 3 reduce_scatter""",
         )
     else:  # over the neighbours' peers, then over the neighbours, who gather again
         assert_expected_inline(
             pair.graphs.describe(),
             """\
-forward: 8 all_gather
-backward: 3 all_gather, 4 reduce_scatter""",
+forward: 6 all_gather
+backward: 3 all_gather, 3 reduce_scatter""",
         )
 
 
@@ -441,8 +441,8 @@ def test_activation_checkpointing(where: str) -> None:
     assert_expected_inline(
         pair.graphs.describe(),
         """\
-forward: 4 all_gather
-backward: 2 all_gather, 4 reduce_scatter""",
+forward: 3 all_gather
+backward: 2 all_gather, 3 reduce_scatter""",
     )
 
 
@@ -489,10 +489,10 @@ def test_several_microbatches() -> None:
     assert_expected_inline(
         pair.graphs.describe(),
         """\
-forward: 5 all_gather
-forward: 5 all_gather
+forward: 4 all_gather
+forward: 4 all_gather
 backward: 3 all_gather
-backward: 3 all_gather, 5 reduce_scatter""",
+backward: 3 all_gather, 4 reduce_scatter""",
     )
 
 
