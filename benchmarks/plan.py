@@ -179,7 +179,7 @@ def _time(
     sent, compute = link.nbytes, time_step(partial(step, plain), link)
     link.bandwidth = (link.nbytes - sent) / (ratio * compute)
     measured = time_step(partial(step, plain), link)
-    machine = fsdp2.Hardware(
+    machine = fsdp2.plans.Hardware(
         "one link",
         {torch.float32: 1.0},
         memory_bandwidth=float("inf"),

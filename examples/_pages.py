@@ -58,7 +58,7 @@ class Pages:
             fsdp2.read_recordings(self._steps).html(drawn[1], planned=plan.planned())
         return drawn
 
-    def _plan(self) -> fsdp2.Plan:
+    def _plan(self) -> fsdp2.plans.Plan:
         options = self._options
         with torch.device("meta"):
             model = Transformer(options.model)

@@ -14,7 +14,7 @@ from fsdp2 import _pickles as _pickles
 from fsdp2._api.comm_hooks import Compress, register_comm_hook
 from fsdp2._api.finalization import GradientReductionHandle
 from fsdp2._api.fully_shard import fully_shard, register_fsdp_forward_method
-from fsdp2._api.inspect import GroupInfo, ShardInfo, UnitInfo, units
+from fsdp2._api.inspect import units
 from fsdp2._api.module import FSDPModule, UnshardHandle
 from fsdp2._api.no_sync import no_sync
 from fsdp2._api.replacement import REPLACES as _REPLACES
@@ -34,17 +34,13 @@ if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers an
     from fsdp2 import checkpoint as checkpoint
     from fsdp2 import debug as debug
     from fsdp2 import optim as optim
+    from fsdp2 import plans as plans
+    from fsdp2 import recordings as recordings
     from fsdp2 import wrap as wrap
     from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
-    from fsdp2._pages.content import Advice
-    from fsdp2._plan.budget import Suggestion
-    from fsdp2._plan.hardware import Hardware
-    from fsdp2._plan.plan import Plan, plan
-    from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, ParamPlan, StepPlan
-    from fsdp2._record.align import Arrivals, ClockOffset
-    from fsdp2._record.recording import Recording, record
-    from fsdp2._record.recordings import Recordings, read_recordings
-    from fsdp2._record.steps import RecordedStep
+    from fsdp2._plan.plan import plan
+    from fsdp2._record.recording import record
+    from fsdp2._record.recordings import read_recordings
     from fsdp2._transfer.full_params import full_params
     from fsdp2._transfer.materialize import materialize
     from fsdp2._transfer.summon import summon_full_params
@@ -52,12 +48,8 @@ if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers an
     from fsdp2.optim._clip import clip_grad_norm_
 
 __all__ = [
-    "Advice",
     "AllGather",
-    "Arrivals",
     "CPUOffloadPolicy",
-    "ClockOffset",
-    "Collective",
     "Comm",
     "CompiledModel",
     "Compress",
@@ -66,24 +58,11 @@ __all__ = [
     "FSDPError",
     "FSDPModule",
     "GradientReductionHandle",
-    "GroupInfo",
-    "GroupPlan",
-    "Hardware",
-    "MemoryPoint",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "ParamPlan",
-    "Plan",
-    "RecordedStep",
-    "Recording",
-    "Recordings",
     "ReduceScatter",
-    "ShardInfo",
     "ShardPlacementResult",
     "StateError",
-    "StepPlan",
-    "Suggestion",
-    "UnitInfo",
     "UnshardHandle",
     "UnsupportedError",
     "clip_grad_norm_",
@@ -106,24 +85,10 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("checkpoint", "debug", "optim", "wrap")
+_SUBMODULES = ("checkpoint", "debug", "optim", "plans", "recordings", "wrap")
 
 _LATER = {  # the same as the imports for type checkers above: name, and the module that has it
-    "Advice": "_pages.content",
-    "Arrivals": "_record.align",
-    "ClockOffset": "_record.align",
-    "Collective": "_plan.values",
     "CompiledModel": "_compiled.compile",
-    "GroupPlan": "_plan.values",
-    "Hardware": "_plan.hardware",
-    "MemoryPoint": "_plan.values",
-    "ParamPlan": "_plan.values",
-    "Plan": "_plan.plan",
-    "RecordedStep": "_record.steps",
-    "Recording": "_record.recording",
-    "Recordings": "_record.recordings",
-    "StepPlan": "_plan.values",
-    "Suggestion": "_plan.budget",
     "clip_grad_norm_": "optim._clip",
     "compile": "_compiled.compile",
     "full_params": "_transfer.full_params",

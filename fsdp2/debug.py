@@ -1,6 +1,7 @@
 """Tools to look at a run: ``check_order`` and ``without_communication``. Off, they cost nothing.
 
-Owns hooks and wires that exist only while one of them is on. It must not know what a step needs.
+Owns hooks and wires that exist only while one of them is on, and makes public what ``fsdp2.units``
+returns: ``UnitInfo``, ``GroupInfo``, ``ShardInfo``. It must not know what a step needs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._agreement.agreement import SAME_ON_EVERY_RANK
+from fsdp2._api.inspect import GroupInfo, ShardInfo, UnitInfo
 from fsdp2._api.settings import refuse_during_step, sharded_units
 from fsdp2._base import torch_autograd, torch_compiler
 from fsdp2._base.arguments import check_count, check_flag, check_process_group
@@ -25,7 +27,14 @@ from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._comm.wire import Wire
 from fsdp2._engine.tree import Unit
 
-__all__ = ["OrderCheck", "check_order", "without_communication"]
+__all__ = [
+    "GroupInfo",
+    "OrderCheck",
+    "ShardInfo",
+    "UnitInfo",
+    "check_order",
+    "without_communication",
+]
 
 SHOWN = 12
 """How many units of an order an error lists."""

@@ -33,6 +33,8 @@ UNWANTED = (
     "fsdp2.checkpoint.",
     "fsdp2.debug.",
     "fsdp2.optim.",
+    "fsdp2.plans.",
+    "fsdp2.recordings.",
     "fsdp2.wrap.",
     "torch._dynamo.",
     "torch._inductor.",
@@ -52,7 +54,7 @@ ours = sorted(set(sys.modules) - torchs)
 import pickle
 found = [pickle.loads(f"cfsdp2._pickles\\n{name}\\n.".encode()) for name in sys.argv[1:]]
 submodules = [fsdp2.checkpoint.__name__, fsdp2.debug.__name__, fsdp2.optim.__name__]
-submodules.append(fsdp2.wrap.__name__)
+submodules += [fsdp2.plans.__name__, fsdp2.recordings.__name__, fsdp2.wrap.__name__]
 names = {}
 exec("from fsdp2 import *", names)
 bound = [name for name in fsdp2.__all__ if vars(fsdp2)[name] is names[name]]

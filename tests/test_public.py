@@ -48,12 +48,8 @@ def test_all() -> None:
     assert_expected_inline(
         "\n".join(fsdp2.__all__),
         """\
-Advice
 AllGather
-Arrivals
 CPUOffloadPolicy
-ClockOffset
-Collective
 Comm
 CompiledModel
 Compress
@@ -62,24 +58,11 @@ DataParallelMeshDims
 FSDPError
 FSDPModule
 GradientReductionHandle
-GroupInfo
-GroupPlan
-Hardware
-MemoryPoint
 MixedPrecisionPolicy
 OffloadPolicy
-ParamPlan
-Plan
-RecordedStep
-Recording
-Recordings
 ReduceScatter
-ShardInfo
 ShardPlacementResult
 StateError
-StepPlan
-Suggestion
-UnitInfo
 UnshardHandle
 UnsupportedError
 clip_grad_norm_
@@ -101,9 +84,68 @@ units""",
     )
 
 
+def public_objects() -> dict[str, Any]:
+    """Return all that can be imported, by its name below ``fsdp2``."""
+    found = {name: getattr(fsdp2, name) for name in fsdp2.__all__}
+    for module in fsdp2._SUBMODULES:
+        values = getattr(fsdp2, module)
+        found |= {f"{module}.{name}": getattr(values, name) for name in values.__all__}
+    return found
+
+
+def test_all_of_the_modules() -> None:
+    """What a training step needs is on top; what plans and recordings return is in modules."""
+    assert_expected_inline(
+        "\n".join(name for name in public_objects() if "." in name),
+        """\
+checkpoint.IncompatibleKeys
+checkpoint.full_state
+checkpoint.load
+checkpoint.load_full_state
+checkpoint.load_local_state
+checkpoint.load_safetensors
+checkpoint.load_sharded_state
+checkpoint.local_state
+checkpoint.rekey
+checkpoint.save
+checkpoint.save_safetensors
+checkpoint.sharded_state
+debug.GroupInfo
+debug.OrderCheck
+debug.ShardInfo
+debug.UnitInfo
+debug.check_order
+debug.without_communication
+optim.EMA
+optim.local
+plans.Advice
+plans.Collective
+plans.GroupPlan
+plans.Hardware
+plans.MemoryPoint
+plans.ParamPlan
+plans.Plan
+plans.StepPlan
+plans.Suggestion
+recordings.Arrivals
+recordings.ClockOffset
+recordings.RecordedStep
+recordings.Recording
+recordings.Recordings
+wrap.hybrid_mesh
+wrap.shard_model
+wrap.strategy""",
+    )
+
+
 def test_everything_in_all_exists_and_is_public_of_this_package() -> None:
-    for name in fsdp2.__all__:
-        assert getattr(fsdp2, name).__module__.startswith("fsdp2."), name
+    for name, value in public_objects().items():
+        assert value.__module__.startswith("fsdp2."), name
+
+
+def test_nothing_has_two_public_names() -> None:
+    found = [id(value) for value in public_objects().values()]
+    assert len(found) == len(set(found))
 
 
 def test_nothing_public_is_missing_from_all() -> None:
@@ -301,10 +343,10 @@ def test_policies_are_frozen() -> None:
     assert hash(policy) == hash(fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("name", fsdp2.__all__)
+@pytest.mark.parametrize("name", public_objects())
 def test_annotations_can_be_read(name: str) -> None:
     """Programs that make options of dataclasses ask for types; pickles move classes elsewhere."""
-    found = getattr(fsdp2, name)
+    found = public_objects()[name]
     assert typing.get_type_hints(found.__init__ if isinstance(found, type) else found) is not None
     if isinstance(found, type):
         assert typing.get_type_hints(found) is not None

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import Plan
+from fsdp2.plans import Plan
 
 VOCABULARY, LENGTH, BATCH = 64, 32, 16
 

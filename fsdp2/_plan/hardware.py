@@ -212,7 +212,7 @@ def hardware_for(found: object) -> Hardware | None:
     if found is None or isinstance(found, Hardware):
         return found
     if not isinstance(found, str):
-        raise wrong_type("plan", "hardware", "a name, a fsdp2.Hardware or None", found)
+        raise wrong_type("plan", "hardware", "a name, a fsdp2.plans.Hardware or None", found)
     if found not in HARDWARE:
         raise wrong_value("plan", "hardware", f"one of {', '.join(sorted(HARDWARE))}", found)
     return HARDWARE[found]

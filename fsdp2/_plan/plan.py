@@ -261,8 +261,8 @@ def plan(
             ``torch.optim.AdamW``. Its state counts from its first step on. Its step, on the shards
             of one rank, is part of the planned step.
         memory: what ``set_memory`` is given.
-        hardware: the name of a machine in ``fsdp2.plan.hardware``, or a ``fsdp2.Hardware``. With it
-            the plan has times, without it none.
+        hardware: the name of a machine in ``fsdp2.plan.hardware``, or a ``fsdp2.plans.Hardware``.
+            With it the plan has times, without it none.
         activation_checkpointing: compute activations of the units below the root again in backward,
             as ``torch.utils.checkpoint`` around each of them does.
         rank: the rank whose shards and memory the plan tells. None: the first rank, which has the

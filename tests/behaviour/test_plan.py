@@ -280,7 +280,7 @@ def test_wrong_arguments(change: dict[str, Any], words: str) -> None:
         fsdp2.plan(given.pop("model"), **given)
 
 
-def same_plan(one: fsdp2.Plan, other: fsdp2.Plan) -> None:
+def same_plan(one: fsdp2.plans.Plan, other: fsdp2.plans.Plan) -> None:
     assert one.groups == other.groups
     assert one.step == other.step
 

@@ -82,7 +82,7 @@ def only(advice: tuple[Advice, ...], severity: str, about: str) -> Advice:
     return found[0]
 
 
-def check_peak(plan: fsdp2.Plan, peak: int) -> None:
+def check_peak(plan: fsdp2.plans.Plan, peak: int) -> None:
     assert plan.step is not None
     planned = plan.step.peak_nbytes - plan.step.start_nbytes
     assert abs(planned - peak) <= 0.03 * peak, f"{planned} planned, {peak} measured"

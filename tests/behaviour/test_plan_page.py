@@ -16,7 +16,7 @@ from tests.behaviour.test_plan import LENGTH, Block, Model
 TOKENS = torch.zeros(2, LENGTH, dtype=torch.long)
 
 
-def plan(**given: object) -> fsdp2.Plan:
+def plan(**given: object) -> fsdp2.plans.Plan:
     asked = {"mesh": 16, "policy": {Block}, "batch": TOKENS, "optimizer": torch.optim.AdamW}
     return fsdp2.plan(Model(), **{**asked, **given})
 

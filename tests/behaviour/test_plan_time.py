@@ -20,7 +20,7 @@ from tests.behaviour.test_plan import LENGTH, Block, Model
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def machine(**changes: Any) -> fsdp2.Hardware:
+def machine(**changes: Any) -> fsdp2.plans.Hardware:
     given = {
         "name": "test",
         "flops": {FP32: 1.0},
@@ -30,10 +30,10 @@ def machine(**changes: Any) -> fsdp2.Hardware:
         "device_type": "cpu",
         **changes,
     }
-    return fsdp2.Hardware(**given)
+    return fsdp2.plans.Hardware(**given)
 
 
-def step_of(model: nn.Module, batch: torch.Tensor, **given: Any) -> fsdp2.StepPlan:
+def step_of(model: nn.Module, batch: torch.Tensor, **given: Any) -> fsdp2.plans.StepPlan:
     step = fsdp2.plan(model, batch=batch, **given).step
     assert step is not None
     return step

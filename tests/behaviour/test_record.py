@@ -83,7 +83,7 @@ def step(model: nn.Module) -> None:
     model(batch()).sum().backward()
 
 
-def rows_of(recording: fsdp2.Recording) -> list[Row]:
+def rows_of(recording: fsdp2.recordings.Recording) -> list[Row]:
     return list(read_file(recording.path).rows)
 
 
@@ -105,7 +105,7 @@ def check_rows(rows: list[Row]) -> None:
             assert row["begin_ns"] <= row["end_ns"], row
 
 
-def check_steps(recording: fsdp2.Recording) -> None:
+def check_steps(recording: fsdp2.recordings.Recording) -> None:
     """Scalars are the sums of rows."""
     rows = rows_of(recording)
     for found in recording.steps:

@@ -22,7 +22,7 @@ MOST_WORDS = 20
 
 def public_names() -> list[str]:
     found = [f"fsdp2.{name}" for name in fsdp2.__all__]
-    for module in (fsdp2.wrap, fsdp2.checkpoint, fsdp2.optim, fsdp2.debug):
+    for module in (getattr(fsdp2, name) for name in fsdp2._SUBMODULES):
         found += [f"{module.__name__}.{name}" for name in module.__all__]
     for cls in (FSDPModule, ControlSurface):
         found += [
