@@ -60,9 +60,10 @@ class Stamp:
         self.operation: Operation | None = None  # as it was registered
         self.code = [0.0] * len(stamp_of(kind, NO_NUMBER))
         self._group = group
-        # Of a gather: the elements that this rank sends, where they are sent from; what came of
-        # all ranks, as bytes, and what should have come.
-        self._row: Tensor | None = None
+        # Of a gather: the row that this rank sends, where it is sent from, and its length; what
+        # came of all ranks, as bytes, and what should have come.
+        self._row = torch.empty(0, dtype=torch.float32, device=HOST)
+        self._width = 0
         self._landed = torch.empty(0, dtype=torch.uint8, device=HOST)
         self._expected = b""
         self._dtype = torch.uint8
@@ -150,19 +151,22 @@ class Stamp:
         """Elements of the row that a rank sends in a gather."""
         return GATHER_STAMP_NUMEL
 
-    def expect(self, dtype: torch.dtype) -> None:
-        """Send and expect the number that this has now, in elements of a dtype."""
-        code = torch.tensor(self.code, dtype=torch.float32, device=HOST).to(dtype)
-        self._row, self._dtype = None, dtype
-        self._expected = bytes(code.view(torch.uint8).tolist()) * self.axis.size
+    def expect(self, dtype: torch.dtype, numel: int) -> None:
+        """Send and expect the number that this has now, in rows of ``numel`` elements of a dtype.
+
+        Behind the number they are 0.
+        """
+        row = torch.zeros(numel, dtype=torch.float32, device=HOST)
+        row[: len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
+        self._row, self._dtype, self._width = row, dtype, numel
+        self._expected = bytes(row.to(dtype).view(torch.uint8).tolist()) * self.axis.size
         if self.seen is not None:
             self._look_late()
 
     def write(self, row: Tensor) -> None:
         """Put the number into the row ``[numel]`` that this rank sends."""
-        if self._row is None or self._row.device != row.device:
-            # kept: to bring it to a device lets the host wait
-            self._row = torch.tensor(self.code, dtype=torch.float32, device=row.device)
+        if self._row.device != row.device:
+            self._row = self._row.to(row.device)  # kept: the host waits for it
         row.copy_(self._row)
 
     def landing(self, rows: Tensor) -> Tensor:
@@ -188,7 +192,7 @@ class Stamp:
     def _look_late(self) -> Tensor:
         """Return where a device's gather leaves the stamps ``[W, numel]``; look at it later."""
         dtype = self._dtype
-        expected = torch.zeros(self.axis.size, self.numel, dtype=dtype, device=HOST)
+        expected = torch.zeros(self.axis.size, self._width, dtype=dtype, device=HOST)
         expected[:, : len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
         if self.seen is None or self.seen.dtype is not dtype:
             self.seen = torch.empty_like(expected, device=self.device)
@@ -200,7 +204,7 @@ class Stamp:
         """Look at the stamps ``[W, n]`` that came with a gather and are not all this one's."""
         if not self.is_checked:
             return
-        numbers = [number_of_digits(row) for row in seen.tolist()]
+        numbers = [number_of_digits(row) for row in seen[:, : self.numel].tolist()]
         self._agreement.compare(self.number, numbers, self.axis)
 
     def check_sum(self, seen: Tensor, number: int | None = None) -> None:

@@ -18,7 +18,7 @@ from fsdp2._base.errors import StateError
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.wire import InFlight, Wire
 from fsdp2._param_group import packing
-from fsdp2._param_group.layout import GatherLayout, Packed, align
+from fsdp2._param_group.layout import ROW_NBYTES, GatherLayout, Packed, align
 from fsdp2._param_group.param import Span
 
 
@@ -27,10 +27,10 @@ class Tail(Protocol):
 
     @property
     def numel(self) -> int:
-        """Elements that each rank sends."""
+        """Elements that each rank sends at least."""
 
-    def expect(self, dtype: torch.dtype) -> None:
-        """What is sent, or its dtype, is another one from now on."""
+    def expect(self, dtype: torch.dtype, numel: int) -> None:
+        """What is sent, its dtype, or the length of rows, is another one from now on."""
 
     def write(self, row: Tensor) -> None:
         """Fill this rank's row ``[numel]``."""
@@ -130,7 +130,8 @@ class ShardBuffer:
     def renew_tail(self) -> None:
         """Send and expect what the tail says now."""
         if self.tail is not None:
-            self.tail.expect(self.layout.items[-1].compute_dtype)
+            last = self.layout.items[-1]
+            self.tail.expect(last.compute_dtype, last.shard.padded_numel)
             # shards over a smaller mesh have no memory now: the tail is written with them
             if self.flat.untyped_storage().nbytes():
                 self.write_tail()
@@ -174,7 +175,7 @@ class ShardBuffer:
         """Bytes that a rank sends; ``open_tail_nbytes`` of them are not planned here."""
         if self.open_tail_nbytes == 0:
             return self.layout.gather_nbytes
-        return align(self.layout.gather_nbytes) + self.open_tail_nbytes
+        return align(align(self.layout.gather_nbytes) + self.open_tail_nbytes, ROW_NBYTES)
 
     def unpack(self, gathered: Tensor, sent: Tensor, _tail: Tensor | None = None) -> None:
         """Copy gathered shards into the full buffer.
@@ -299,16 +300,17 @@ class ShardBuffer:
         """Send the flat part and a tail behind it, as bytes, in one all-gather."""
         axis, nbytes = self.axis, self.layout.gather_nbytes
         start = align(nbytes)
-        sent = torch.empty(start + self.open_tail_nbytes, dtype=torch.uint8, device=flat.device)
+        end = start + self.open_tail_nbytes
+        sent = torch.empty(self.sent_nbytes, dtype=torch.uint8, device=flat.device)
         sent[:nbytes].copy_(flat.view(-1).view(torch.uint8))
-        write_tail(sent[start:])
+        write_tail(sent[start:end])
         work, gathered = None, sent
         if axis.size > 1:
             gathered, sent = wire.stage(sent, axis)
             work = wire.all_gather(gathered, sent, axis, async_op)
         rows = gathered.view(axis.size, -1)
         failed = None if self.tail is None else self.tail.failed
-        buffers = (rows[:, :nbytes].view(self.layout.wire_dtype), kept, rows[:, start:])
+        buffers = (rows[:, :nbytes].view(self.layout.wire_dtype), kept, rows[:, start:end])
         return InFlight(buffers, work, failed)
 
 

@@ -95,8 +95,9 @@ def zero_copy_gradients(
 def tail(
     stamps: Sequence[float], layout: ReduceLayout, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return what a rank that has every gradient adds behind them: ``[W, P + S]``."""
-    row = torch.ones(len(layout.members), dtype=dtype, device=device)
+    """Return what a rank that has every gradient adds behind them: ``[W, gap + P + S]``."""
+    row = torch.ones(layout.tail_gap + len(layout.members), dtype=dtype, device=device)
+    row[: layout.tail_gap] = 0
     if stamps:  # values from the host, for which a device waits
         row = torch.cat([row, torch.tensor(stamps, dtype=dtype, device=device)])
     return _for_each_rank(row, layout)
@@ -109,7 +110,7 @@ def tail_without(complete: Tensor, absent: Sequence[int], layout: ReduceLayout) 
     """
     row = complete[0].clone()
     for _, run in itertools.groupby(enumerate(absent), lambda pair: pair[1] - pair[0]):
-        positions = [position for _, position in run]
+        positions = [layout.tail_gap + position for _, position in run]
         row[positions[0] : positions[-1] + 1] = 0
     return _for_each_rank(row, layout)
 

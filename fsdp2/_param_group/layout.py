@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 
@@ -24,6 +24,13 @@ import torch
 
 ALIGN_NBYTES = 16
 """Start of a dtype segment, and of every unsharded parameter, in its flat buffer."""
+
+ROW_NBYTES = 128
+"""What each rank sends is a multiple of it, so that the rows of all ranks begin at one too.
+
+NCCL reads and writes 16 bytes at a time only where every pointer of a collective allows that; a
+GPU's cache lines have 128 (horovod#3727, NVIDIA/nccl#413).
+"""
 
 MAX_SLOTTED_NUMEL = 16384
 """Elements that a replicated parameter may take in a row, with a slot for each rank."""
@@ -277,6 +284,29 @@ class GatherLayout:
             full_nbytes=full_ends[-1],
         )
 
+    @staticmethod
+    def plan_with_tail(
+        items: Sequence[GatherItem],
+        size: int,
+        numel: int,
+        full_sizes: Sequence[int] = (),
+        zero_copy_nbytes: int | None = None,
+    ) -> GatherLayout:
+        """The same with a tail of at least ``numel`` elements, which fills rows up.
+
+        No tail where nothing is sent.
+        """
+        layout = GatherLayout.plan(items, size, full_sizes, zero_copy_nbytes)
+        tail = layout.tail_item(numel)
+        while tail is not None:
+            found = GatherLayout.plan([*items, tail], size, full_sizes, zero_copy_nbytes)
+            missing = -found.packed_nbytes % ROW_NBYTES
+            if not missing:
+                return found
+            numel += -(-missing // tail.compute_dtype.itemsize)
+            tail = layout.tail_item(numel)
+        return layout
+
     @cached_property
     def casts(self) -> bool:
         """True if some parameter is computed in another dtype than it is kept in."""
@@ -392,6 +422,7 @@ class ReduceLayout:
     zero_copy: tuple[int, ...]
     packed_start: int
     tail_start: int
+    tail_gap: int  # elements before the tail that nobody uses: they fill the row up
     numel: int
 
     @staticmethod
@@ -403,11 +434,12 @@ class ReduceLayout:
         tail_numel: int = 0,
         wire_dtype: torch.dtype | None = None,
         zero_copy_nbytes: int | None = None,
+        row_nbytes: int = 1,
     ) -> ReduceLayout:
         """Place the trainable parameters ``members`` (indices into the group).
 
-        Rank-major ones of at least ``zero_copy_nbytes`` whose rows divide evenly are zero-copy;
-        None: none is.
+        A row of the packed input is a multiple of ``row_nbytes``. Rank-major ones of at least
+        ``zero_copy_nbytes`` whose rows divide evenly are zero-copy; None: none is.
         """
         sent_as = wire_dtype or dtype
 
@@ -429,7 +461,7 @@ class ReduceLayout:
                 shard.numel or 1
             )
             end += shard.padded_numel * (size if slotted[position] else 1)
-        return ReduceLayout(
+        layout = ReduceLayout(
             size=size,
             dtype=dtype,
             wire_dtype=sent_as,
@@ -440,8 +472,18 @@ class ReduceLayout:
             zero_copy=tuple(zero_copy),
             packed_start=packed_start,
             tail_start=end,
-            numel=end + tail_numel,
+            tail_gap=0,
+            numel=end,
         )
+        return layout.with_tail(tail_numel, row_nbytes)
+
+    def with_tail(self, numel: int, row_nbytes: int = 1) -> ReduceLayout:
+        """Return the layout with another tail."""
+        end, itemsize = self.tail_start - self.tail_gap, self.wire_dtype.itemsize
+        nbytes = (end - self.packed_start + numel) * itemsize
+        gap = 0 if self.size == 1 else -nbytes % row_nbytes // itemsize
+        start = end + gap
+        return replace(self, tail_start=start, tail_gap=gap, numel=start + numel)
 
     def width(self, position: int) -> int:
         """Elements of a member in a row."""

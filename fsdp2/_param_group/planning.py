@@ -292,8 +292,6 @@ def _with_stamp(
 ) -> GatherLayout:
     """Plan a layout with room for a stamp, if there is one, behind the parameters."""
     zero_copy = wire.zero_copy_nbytes
-    layout = GatherLayout.plan(items, size, others, zero_copy)
-    tail = None if stamp is None else layout.tail_item(stamp.numel)
-    if tail is not None:
-        layout = GatherLayout.plan([*items, tail], size, others, zero_copy)
-    return layout
+    if stamp is None:
+        return GatherLayout.plan(items, size, others, zero_copy)
+    return GatherLayout.plan_with_tail(items, size, stamp.numel, others, zero_copy)

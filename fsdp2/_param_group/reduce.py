@@ -40,6 +40,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -62,6 +63,9 @@ from fsdp2._param_group.param import FSDPParam
 from fsdp2._param_group.reduce_plan import ReducePlan, ReducePlanner, Unreduced
 
 AllReduceHook = Callable[[Tensor], None]
+
+_layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
+_dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
 
 SMALL_NBYTES = 1 << 20
 """Bytes of a reduction's input below which its memory does not matter."""
@@ -380,7 +384,7 @@ class Reducer(Observable):
         wholes = [param.unsharded for param in plan.members]
         grads: list[Tensor | None] = [None if w is None else w.grad for w in wholes]
         missing, is_mixed = 0, False
-        if with_graph or not plan.expects(grads):
+        if with_graph or not _are_expected(grads, plan):
             for position, (param, grad) in enumerate(zip(plan.members, grads, strict=True)):
                 if grad is None:
                     missing += 1
@@ -438,6 +442,16 @@ def _refuse_graph(param: FSDPParam, grad: Tensor) -> None:
             "with torch.autograd.grad(..., create_graph=True), then call backward() on what you "
             "made of them.",
         )
+
+
+def _are_expected(grads: Sequence[Tensor | None], plan: ReducePlan) -> bool:
+    """True if there is a dense plain gradient in the plan's dtype for every member."""
+    return (
+        not plan.is_annotated
+        and set(map(type, grads)) == {Tensor}
+        and set(map(_layout_of, grads)) == {torch.strided}
+        and set(map(_dtype_of, grads)) == {plan.grad_dtype}
+    )
 
 
 class Reduction:
@@ -554,7 +568,7 @@ class Reduction:
             return InFlight(())
         owner.ids.reductions.arrived(reduced)
         if owner.hook is not None:
-            owner.hook(reduced[: layout.tail_start])
+            owner.hook(reduced[: layout.tail_start - layout.tail_gap])
         if self._scale.after != 1.0:
             reduced.mul_(self._scale.after)
         if self._look:

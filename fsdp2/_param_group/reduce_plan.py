@@ -8,11 +8,9 @@ enters nothing here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +24,8 @@ from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import Wire
 from fsdp2._param_group import gradient_packing
-from fsdp2._param_group.layout import ReduceLayout
+from fsdp2._param_group.layout import ROW_NBYTES, ReduceLayout
 from fsdp2._param_group.param import FSDPParam
-
-_layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
-_dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -85,17 +80,9 @@ class ReducePlan:
     free: list[FSDPParam]  # parameters whose gradients may have any dtype, and are reduced in that
 
     @cached_property
-    def _is_annotated(self) -> bool:
+    def is_annotated(self) -> bool:
+        """True if users say of some member what its gradient is."""
         return any(param.placement.annotation is not None for param in self.members)
-
-    def expects(self, grads: Sequence[Tensor | None]) -> bool:
-        """True if there is a dense plain gradient in the plan's dtype for every member."""
-        return (
-            not self._is_annotated
-            and set(map(type, grads)) == {Tensor}
-            and set(map(_layout_of, grads)) == {torch.strided}
-            and set(map(_dtype_of, grads)) == {self.grad_dtype}
-        )
 
 
 @dataclass(eq=False)
@@ -174,6 +161,7 @@ class ReducePlanner:
             len(members) + self._ids.reductions.numel,
             wire_dtype,
             wire.zero_copy_nbytes if as_it_is and wire.scatters_zero_copy else None,
+            ROW_NBYTES,
         )
         is_renumbered = self._number(layout, wire)
         codes = self._ids.reductions.codes

@@ -5,13 +5,11 @@ Owns that reading. Only the room for the numbers that real ranks send along is a
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fsdp2._agreement.operation_ids import GATHER_STAMP_NUMEL, STAMP_NUMEL
 from fsdp2._base import torch_dtensor
 from fsdp2._param_group.buffers import ShardBuffer
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.layout import GatherItem, GatherLayout
+from fsdp2._param_group.layout import ROW_NBYTES, GatherItem, GatherLayout
 from fsdp2._param_group.param import FSDPParam
 from fsdp2._plan.values import GroupPlan, ParamPlan
 
@@ -19,12 +17,13 @@ from fsdp2._plan.values import GroupPlan, ParamPlan
 def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
     """Return the layout of a buffer with the numbers that real ranks send along."""
     layout, smaller = buffer.layout, group.buffers.post_forward.mesh
-    tail = layout.tail_item(GATHER_STAMP_NUMEL)
-    if tail is None or buffer.tail is not None:
+    if buffer.tail is not None:
         return layout
     others = () if smaller is None else (smaller.shard.size,)
     zero_copy = group.wire.zero_copy_nbytes
-    return GatherLayout.plan([*layout.items, tail], layout.size, others, zero_copy)
+    return GatherLayout.plan_with_tail(
+        layout.items, layout.size, GATHER_STAMP_NUMEL, others, zero_copy
+    )
 
 
 def describe(group: ParamGroup) -> GroupPlan:
@@ -38,7 +37,8 @@ def describe(group: ParamGroup) -> GroupPlan:
     )
     axes = [axis for axis in (group.data.shard, group.data.replicate) if axis.size > 1]
     planned = group.reducer.plan()
-    reduced = replace(planned.layout, numel=planned.layout.numel + len(axes) * STAMP_NUMEL)
+    tail_numel = len(planned.members) + len(axes) * STAMP_NUMEL
+    reduced = planned.layout.with_tail(tail_numel, ROW_NBYTES)
     items = layout.items[: len(group.params)]  # behind them may be what ranks tell each other
     params = tuple(map(_describe_param, group.params, items))
     has_members = bool(planned.members)

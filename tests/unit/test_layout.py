@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fsdp2._param_group.layout import (
     ALIGN_NBYTES,
     MAX_SLOTTED_NUMEL,
+    ROW_NBYTES,
     GatherItem,
     GatherLayout,
     ReduceLayout,
@@ -255,3 +256,46 @@ def test_reduce_layout_places_members_behind_each_other(group: list[Spec], size:
     assert layout.numel == end + len(members)
     assert layout.members == tuple(members)
     assert layout.nbytes == size * layout.numel * 4
+
+
+# --- rows of what is sent -------------------------------------------------------------------------
+
+
+@given(groups_of_specs, rank_counts, zero_copy_sizes, st.integers(1, 40))
+def test_packed_rows_of_a_gather_begin_at_cache_lines(
+    group: list[Spec], size: int, zero_copy: int | None, numel: int
+) -> None:
+    items = [spec.item(size) for spec in group]
+    layout = GatherLayout.plan_with_tail(items, size, numel, (), zero_copy)
+    if len(layout.items) == len(items):  # no tail: one rank, or nothing that is sent
+        assert size == 1 or layout.gather_nbytes == 0
+        return
+    assert layout.packed_nbytes % ROW_NBYTES == 0
+    tail = layout.items[-1]
+    assert tail.is_tail
+    least = GatherLayout.plan([*items, layout.tail_item(numel)], size, (), zero_copy)  # type: ignore[list-item]  # there is one
+    assert tail.shard.padded_numel >= numel
+    assert layout.packed_nbytes < least.packed_nbytes + 2 * ROW_NBYTES
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+
+
+@given(groups_of_specs, rank_counts, st.sampled_from(DTYPES), zero_copy_sizes, st.integers(0, 40))
+def test_packed_rows_of_a_reduction_begin_at_cache_lines(
+    group: list[Spec], size: int, dtype: torch.dtype, zero_copy: int | None, tail: int
+) -> None:
+    shards = [spec.over(size) for spec in group]
+    plain = ReduceLayout.plan(range(len(group)), shards, size, dtype, tail, None, zero_copy)
+    layout = ReduceLayout.plan(
+        range(len(group)), shards, size, dtype, tail, None, zero_copy, ROW_NBYTES
+    )
+    assert layout.offsets == plain.offsets
+    assert layout.numel - layout.tail_start == tail
+    assert layout.tail_start - layout.tail_gap == plain.tail_start
+    if size == 1:  # nothing is sent
+        assert layout == plain
+    else:
+        assert layout.packed_numel * dtype.itemsize % ROW_NBYTES == 0
+        assert layout.tail_gap * dtype.itemsize < ROW_NBYTES
+    assert layout.with_tail(tail) == plain

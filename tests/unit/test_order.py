@@ -635,19 +635,19 @@ def test_bytes_of_a_step() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-unshard <root> 168
-unshard a 248
-reshard a 256
-unshard b 240
-reshard b 240
-unshard b 240
-unshard a 248
-reshard b 240
-reduce b 832
-reshard a 256
-reduce a 840
-reshard <root> 176
-reduce <root> 760""",
+unshard <root> 256
+unshard a 256
+reshard a 272
+unshard b 256
+reshard b 256
+unshard b 256
+unshard a 256
+reshard b 256
+reduce b 1024
+reshard a 272
+reduce a 1024
+reshard <root> 272
+reduce <root> 768""",
     )
 
 
