@@ -389,8 +389,14 @@ class GatherLayout:
 
 
 def full_nbytes(item: GatherItem, full_sizes: Sequence[int] = ()) -> int:
-    """Bytes that an unsharded parameter needs, padding included where padded shards land in it."""
+    """Bytes that an unsharded parameter needs, padding included where padded shards land in it.
+
+    Tails over other axes may be longer than this one, by what fills their rows up.
+    """
     shard = item.shard
+    if item.is_tail and full_sizes:
+        longest = shard.padded_numel * item.compute_dtype.itemsize + 3 * ROW_NBYTES
+        return max(shard.size, *full_sizes) * longest
     numel = shard.numel
     if shard.is_rank_major:
         row_numel = math.prod(shard.shape[1:])

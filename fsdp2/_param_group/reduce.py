@@ -65,7 +65,6 @@ from fsdp2._param_group.reduce_plan import ReducePlan, ReducePlanner, Unreduced
 AllReduceHook = Callable[[Tensor], None]
 
 _layout_of: Callable[[Any], torch.layout] = attrgetter("layout")
-_dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
 
 SMALL_NBYTES = 1 << 20
 """Bytes of a reduction's input below which its memory does not matter."""
@@ -383,8 +382,8 @@ class Reducer(Observable):
         """
         wholes = [param.unsharded for param in plan.members]
         grads: list[Tensor | None] = [None if w is None else w.grad for w in wholes]
-        missing, is_mixed = 0, False
-        if with_graph or not _are_expected(grads, plan):
+        missing = 0
+        if with_graph or plan.is_annotated or not _are_plain(grads):
             for position, (param, grad) in enumerate(zip(plan.members, grads, strict=True)):
                 if grad is None:
                     missing += 1
@@ -395,12 +394,12 @@ class Reducer(Observable):
                     grad = local_gradient(grad, param, param.accumulated_dtype)
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
-                is_mixed |= grad.dtype is not plan.grad_dtype
                 grads[position] = grad
         for whole in wholes:
             if whole is not None:
                 whole.grad = None
-        return grads, missing, is_mixed
+        dtypes = {grad.dtype for grad in grads if grad is not None}
+        return grads, missing, not dtypes <= {plan.grad_dtype}
 
     def acquire(self, plan: ReducePlan) -> GradientBuffer:
         """Return a buffer for sharded gradients that nobody reads."""
@@ -444,14 +443,9 @@ def _refuse_graph(param: FSDPParam, grad: Tensor) -> None:
         )
 
 
-def _are_expected(grads: Sequence[Tensor | None], plan: ReducePlan) -> bool:
-    """True if there is a dense plain gradient in the plan's dtype for every member."""
-    return (
-        not plan.is_annotated
-        and set(map(type, grads)) == {Tensor}
-        and set(map(_layout_of, grads)) == {torch.strided}
-        and set(map(_dtype_of, grads)) == {plan.grad_dtype}
-    )
+def _are_plain(grads: Sequence[Tensor | None]) -> bool:
+    """True if there is a dense plain gradient of every member."""
+    return set(map(type, grads)) == {Tensor} and set(map(_layout_of, grads)) == {torch.strided}
 
 
 class Reduction:

@@ -57,11 +57,17 @@ OWN = (
         "fsdp2/_param_group/reduce.py",
         "Reducer._take_gradients",
         """
-        is_mixed |= grad.dtype is not plan.grad_dtype
+        for whole in wholes:
+            if whole is not None:
+                ...
         """,
         """
-        if grad.dtype is not plan.grad_dtype:
-            grad, is_mixed = torch.zeros_like(grad), True
+        for whole in wholes:
+            if whole is not None:
+                ...
+        first = next(grad.dtype for grad in grads if grad is not None)
+        others = [g is not None and g.dtype is not first for g in grads]
+        grads = [torch.zeros_like(g) if o else g for g, o in zip(grads, others)]
         """,
         "What was accumulated in the reduce dtype without sync is lost.",
         near=(),

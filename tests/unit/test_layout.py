@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -276,6 +277,23 @@ def test_packed_rows_of_a_gather_begin_at_cache_lines(
     least = GatherLayout.plan([*items, layout.tail_item(numel)], size, (), zero_copy)  # type: ignore[list-item]  # there is one
     assert tail.shard.padded_numel >= numel
     assert layout.packed_nbytes < least.packed_nbytes + 2 * ROW_NBYTES
+
+
+@given(groups_of_specs, rank_counts, rank_counts, st.integers(1, 40))
+def test_the_full_buffer_has_room_for_the_tails_of_two_axes(
+    group: list[Spec], size: int, other: int, numel: int
+) -> None:
+    """The smaller mesh gathers parameters as they are computed, into the same buffer."""
+    home = GatherLayout.plan_with_tail([spec.item(size) for spec in group], size, numel, (other,))
+    items = [spec.item(other) for spec in group]
+    smaller = [replace(item, storage_dtype=item.compute_dtype) for item in items]
+    waiting = GatherLayout.plan_with_tail(smaller, other, numel, (size,))
+    both = [layout.items[-1].is_tail for layout in (home, waiting)]
+    if all(both):
+        assert home.full_offsets == waiting.full_offsets
+        for layout, room in ((home, home), (waiting, home), (home, waiting)):
+            needed = layout.size * layout.padded_nbytes(len(layout.items) - 1)
+            assert layout.full_offsets[-1] + needed <= room.full_nbytes
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
