@@ -285,7 +285,7 @@ class ParamGroup(Observable):
 
     @property
     def is_unsharded(self) -> bool:
-        """True if a forward or backward can go on without a gather, on every rank."""
+        """True if a forward or backward can go on without a gather: on every rank, or on none."""
         return self.registration.state is WHOLE
 
     def _lend(self) -> None:

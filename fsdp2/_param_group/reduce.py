@@ -692,9 +692,8 @@ class ReductionQueue:
 def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
     """Do to leaves what autograd does when it has computed gradients: hooks, then ``grad``."""
     try:
-        with (
-            torch_dtensor.DisableTorchFunctionSubclass()
-        ):  # halves what a DTensor's attributes cost
+        # halves what attributes of a DTensor cost
+        with torch_dtensor.DisableTorchFunctionSubclass():
             have_hooks = any(map(torch_autograd.gradient_hooks_of, params)) or any(
                 map(torch_autograd.accumulate_hooks_of, params)
             )
