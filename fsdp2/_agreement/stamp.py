@@ -166,7 +166,7 @@ class Stamp:
     def write(self, row: Tensor) -> None:
         """Put the number into the row ``[numel]`` that this rank sends."""
         if self._row.device != row.device:
-            self._row = self._row.to(row.device)  # kept: the host waits for it
+            self._row = self._row.to(row.device)  # kept, because the host waits for this copy
         row.copy_(self._row)
 
     def landing(self, rows: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class Stamp:
         dtype = self._dtype
         expected = torch.zeros(self.axis.size, self._width, dtype=dtype, device=HOST)
         expected[:, : len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
-        if self.seen is None or self.seen.dtype is not dtype:
+        if self.seen is None or (self.seen.dtype, self.seen.shape) != (dtype, expected.shape):
             self.seen = torch.empty_like(expected, device=self.device)
         self.seen.copy_(expected)  # until a gather brings others
         self._agreement.look_late().add(self, expected)

@@ -63,7 +63,7 @@ from fsdp2._param_group.registration import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Gather:
     """An all-gather for which nobody has waited."""
 

@@ -249,6 +249,7 @@ class Registration:
         return changes
 
     def _refuse_assigned(self, changes: Changes) -> None:
+        """Raise StateError for the first parameter of which ``.data`` was assigned."""
         for param, shell in zip(self._params, self._shells, strict=True):
             if _storage_of(param.sharded) is not shell and param not in changes.replaced:
                 refuse_assigned_data(param)

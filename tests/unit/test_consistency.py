@@ -433,3 +433,14 @@ def test_what_comes_after_is_known_as_far_as_it_is_predicted() -> None:
     assert [next(following) for _ in range(7)] == [1, 2, 3, 4, 5, 1, 2]
     predictions.forget(3)
     assert list(predictions.after(recent)) == [1, 2, None]
+
+
+def test_rows_may_become_longer_where_a_device_looks_later() -> None:
+    """A group that is planned again may have longer rows: what a device leaves is as long."""
+    stamp = Stamp(axis_of(2), "gather")
+    for numel in (32, 32, 64, 32):
+        stamp.expect(torch.float32, numel)
+        seen = stamp._look_late()
+        assert seen.shape == (2, numel)
+        assert seen[:, : len(stamp.code)].tolist() == [stamp.code] * 2
+        assert not seen[:, len(stamp.code) :].any()
