@@ -266,7 +266,11 @@ class GatherLayout:
 
         sharded = [index for index in order if not items[index].shard.is_replicated]
         packed = [index for index in sharded if not is_zero_copy[index]]
-        gather_nbytes = end_in_send(sharded)
+        packed_nbytes = end_in_send(packed)
+        kinds = {(items[index].storage_dtype, items[index].compute_dtype) for index in packed}
+        if len(kinds) > 1 and any(item.is_tail for item in items):
+            packed_nbytes = align(packed_nbytes, ROW_NBYTES)  # a tail fills up one segment only
+        gather_nbytes = max(packed_nbytes, end_in_send(sharded))
         full_ends = [0, *itertools.accumulate(align(full_nbytes(i, full_sizes)) for i in items)]
         return GatherLayout(
             size=size,
@@ -279,7 +283,7 @@ class GatherLayout:
             zero_copy=tuple(sharded[len(packed) :]),
             shard_nbytes=max(shard_end, gather_nbytes),
             send_nbytes=max(send_end, gather_nbytes),
-            packed_nbytes=end_in_send(packed),
+            packed_nbytes=packed_nbytes,
             gather_nbytes=gather_nbytes,
             full_nbytes=full_ends[-1],
         )
@@ -298,14 +302,15 @@ class GatherLayout:
         """
         layout = GatherLayout.plan(items, size, full_sizes, zero_copy_nbytes)
         tail = layout.tail_item(numel)
-        while tail is not None:
-            found = GatherLayout.plan([*items, tail], size, full_sizes, zero_copy_nbytes)
-            missing = -found.packed_nbytes % ROW_NBYTES
-            if not missing:
-                return found
-            numel += -(-missing // tail.compute_dtype.itemsize)
-            tail = layout.tail_item(numel)
-        return layout
+        if tail is None:
+            return layout
+        found = GatherLayout.plan([*items, tail], size, full_sizes, zero_copy_nbytes)
+        missing = -found.packed_nbytes % ROW_NBYTES
+        if not missing:  # of several segments, too: these end with a gap
+            return found
+        longer = layout.tail_item(numel + missing // tail.compute_dtype.itemsize)
+        assert longer is not None
+        return GatherLayout.plan([*items, longer], size, full_sizes, zero_copy_nbytes)
 
     @cached_property
     def casts(self) -> bool:
@@ -374,12 +379,15 @@ class GatherLayout:
         return GatherItem(shard, *dtypes, is_tail=True)
 
     def has_full_of(self, other: GatherLayout) -> bool:
-        """True if unsharded parameters lie in the full buffer as they do in another layout's."""
+        """True if unsharded parameters lie in another layout's full buffer as in this one's.
+
+        It may be longer: without a smaller mesh there is no room for the tail of one.
+        """
         mine = [item.compute_dtype for item in self.items]
         return (
             mine == [item.compute_dtype for item in other.items]
             and self.full_offsets == other.full_offsets
-            and self.full_nbytes == other.full_nbytes
+            and self.full_nbytes <= other.full_nbytes
         )
 
     def padded_nbytes(self, index: int) -> int:

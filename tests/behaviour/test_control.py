@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -661,3 +662,21 @@ def test_units_that_stay_whole_see_every_step(flat: bool) -> None:
         for optimizer in (pair.optimizer, pair.reference_optimizer):
             optimizer.step()
             optimizer.zero_grad()
+
+
+@ranks(4)
+def test_the_smaller_mesh_is_given_up_between_forward_and_backward() -> None:
+    """What the graph saved stays valid: unsharded parameters lie where they lay."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model = copy.deepcopy(reference)
+    for layer in model:
+        fsdp2.fully_shard(layer, mesh=make_mesh(4), reshard_after_forward=2)
+    fsdp2.fully_shard(model, mesh=make_mesh(4))
+    x = torch.ones(2, 16)
+    loss = model(x).sum()
+    for layer in model:
+        layer.set_reshard_after_forward(True)  # type: ignore[operator]  # of a unit
+    loss.backward()
+    reference(x).sum().backward()
+    assert_same_gradients(model, reference)

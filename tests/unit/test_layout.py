@@ -279,6 +279,15 @@ def test_packed_rows_of_a_gather_begin_at_cache_lines(
     assert layout.packed_nbytes < least.packed_nbytes + 2 * ROW_NBYTES
 
 
+def test_rows_of_one_dtype_that_is_stored_as_two() -> None:
+    """The segment that ends the row has no tail that could fill it up."""
+    stored = [torch.float32, torch.bfloat16]
+    items = [GatherItem(plain((13, 5), 4), dtype, torch.bfloat16) for dtype in stored]
+    layout = GatherLayout.plan_with_tail(items, 4, 12)
+    assert layout.packed_nbytes % ROW_NBYTES == 0
+    assert layout.send_nbytes >= layout.packed_nbytes
+
+
 @given(groups_of_specs, rank_counts, rank_counts, st.integers(1, 40))
 def test_the_full_buffer_has_room_for_the_tails_of_two_axes(
     group: list[Spec], size: int, other: int, numel: int
