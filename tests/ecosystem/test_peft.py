@@ -14,6 +14,7 @@ import torch.nn as nn
 from fsdp2._agreement.operation_ids import STAMP_NUMEL
 from fsdp2._base.events import Event, listen
 from fsdp2._engine.tree import unit_of
+from fsdp2._param_group.layout import ROW_NBYTES, align
 from tests._models import Case, seeded
 from tests._parity import assert_same, bits, names_of, whole
 from tests._pool import ranks
@@ -101,7 +102,7 @@ def test_adapters_train_with_gradient_checkpointing(reentrant: bool) -> None:
 
 @ranks(2, 3)
 def test_frozen_parameters_have_no_part_in_a_reduction(world_size: int) -> None:
-    """A reduction carries the adapters' shards and counts alone; a frozen root reduces nothing."""
+    """A reduction carries the adapters' shards, counts and a stamp; a frozen root has none."""
     program = Program(lora())
     layers = each_layer(program.model.get_base_model())
     heard: list[Event] = []
@@ -115,7 +116,8 @@ def test_frozen_parameters_have_no_part_in_a_reduction(world_size: int) -> None:
         rows = [-(-p.shape[0] // world_size) for p in adapters]
         numel = sum(count * p.shape[1] for count, p in zip(rows, adapters, strict=True))
         assert event.fqn == unit_of(layer).fqn
-        assert event.nbytes == 4 * world_size * (numel + len(adapters) + STAMP_NUMEL)
+        row_nbytes = 4 * (numel + len(adapters) + STAMP_NUMEL)
+        assert event.nbytes == world_size * align(row_nbytes, ROW_NBYTES)
     assert unit_of(program.model).fqn == ""
 
 
