@@ -4,6 +4,7 @@
 
 #include "device.h"
 #include "group.h"
+#include "trace.h"
 
 namespace py = pybind11;
 using sim::order;
@@ -41,4 +42,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("name_stream", [](int stream, const std::string& name) { order().name_stream(stream, name); });
   m.def("make_group", &sim::make_group, py::arg("host"), py::arg("rank"), py::arg("size"));
+  m.def("make_mirror", [](int rank, int size) { return sim::make_group({}, rank, size); },
+        "A group of one rank of many that all hold the same.");
+  m.def("take_time", [] { sim::trace().clocked = true; },
+        "From now on large kernels do not run, and large memory is not touched.");
+  m.def("begin_trace", [](bool counts_calls) { sim::trace().begin(counts_calls); });
+  m.def("label", [](const std::string& name) { sim::trace().add({.kind = sim::Kind::LABEL}, name); });
+  m.def("end_trace", [] {
+    sim::trace().end();
+    py::list steps;
+    for (const sim::Step& step : sim::trace().steps) {
+      steps.append(py::make_tuple(
+          static_cast<int>(step.kind), step.name < 0 ? "" : sim::trace().names[step.name], step.stream, step.mark,
+          step.read, step.written, step.operations, step.dtype, step.group, step.ranks, step.alignment, step.calls));
+    }
+    return steps;
+  }, "What was done since begin_trace: see trace.h.");
+  m.def("priority", [](int stream) { return order().priority_of(stream); });
+  m.def("reset_peak", [] { order().peak_nbytes = order().live_nbytes; });
 }

@@ -2,6 +2,8 @@
 
 #include "device.h"
 
+#include "trace.h"
+
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -119,7 +121,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
       order().begin(current);
       order().touch(from, {{reinterpret_cast<uintptr_t>(from->data), reinterpret_cast<uintptr_t>(from->data) + kept}}, current, false, site);
       order().touch(to, {{reinterpret_cast<uintptr_t>(to->data), reinterpret_cast<uintptr_t>(to->data) + kept}}, current, true, site);
-      std::memcpy(to->data, from->data, kept);
+      if (!skips(kept)) std::memcpy(to->data, from->data, kept);
+      auto count = static_cast<int64_t>(kept);
+      trace().add({.kind = Kind::KERNEL, .stream = current, .read = count, .written = count}, "resize_");
     }
     const_cast<c10::Storage&>(storage).set_data_ptr(std::move(fresh));
     const_cast<c10::Storage&>(storage).set_nbytes(nbytes);
@@ -137,7 +141,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device) const override { return stream_of(current); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
   c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return fresh(); }
-  c10::Stream getNewStream(c10::Device, int) const override { return fresh(); }
+  c10::Stream getNewStream(c10::Device, int priority) const override { return fresh(priority); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return stream_of(std::exchange(current, static_cast<int>(stream.id())));
   }
@@ -176,7 +180,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
  private:
-  static c10::Stream fresh() { return stream_of(order().add_stream("stream " + std::to_string(order().streams()))); }
+  static c10::Stream fresh(int priority = 0) {
+    return stream_of(order().add_stream("stream " + std::to_string(order().streams()), priority));
+  }
 };
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);

@@ -5,6 +5,7 @@
 #include "group.h"
 
 #include "device.h"
+#include "trace.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -87,7 +88,9 @@ class SimGroup final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "sim"; }
   bool supportsCoalescing() const override { return true; }
-  void setTimeout(std::chrono::milliseconds timeout) override { host_->setTimeout(timeout); }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    if (host_) host_->setTimeout(timeout);
+  }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
@@ -96,6 +99,7 @@ class SimGroup final : public c10d::Backend {
     coalesced_.clear();
     late_.clear();
     coalesced_stream_ = -1;
+    coalesced_step_ = Step{.kind = Kind::COLLECTIVE, .alignment = BEST_ALIGNMENT};
   }
 
   WorkPtr endCoalescing() override {
@@ -103,6 +107,7 @@ class SimGroup final : public c10d::Backend {
     for (auto& receive : late_) receive();
     late_.clear();
     int stream = coalesced_stream_ < 0 ? current_stream() : coalesced_stream_;
+    if (coalesced_step_.ranks > 0) trace().add(coalesced_step_);
     return c10::make_intrusive<SimWork>(getRank(), c10d::OpType::COALESCED, stream, coalesced_, coalesced_, false);
   }
 
@@ -210,6 +215,7 @@ class SimGroup final : public c10d::Backend {
     Tensors outputs = {output}, inputs = {input};
     return run(c10d::OpType::ALLTOALL_BASE, "all_to_all", options.asyncOp, inputs, outputs, [&] {
       at::Tensor sent = host_of(input).clone(), received = at::empty(output.sizes(), sent.options());
+      if (!host_) return;
       c10d::AllToAllOptions host_options;
       host_->alltoall_base(received, sent, output_splits, input_splits, host_options)->wait();
       put(received, output);
@@ -218,6 +224,7 @@ class SimGroup final : public c10d::Backend {
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
     return run(c10d::OpType::ALLTOALL, "all_to_all", options.asyncOp, inputs, outputs, [&] {
+      if (!host_) return;
       std::vector<int64_t> sent_sizes, received_sizes;
       int64_t total = 0;
       for (const at::Tensor& tensor : inputs) sent_sizes.push_back(tensor.nbytes());
@@ -255,6 +262,7 @@ class SimGroup final : public c10d::Backend {
   WorkPtr send(Tensors& tensors, int to, int tag) override {
     Tensors none;
     return run(c10d::OpType::SEND, "send", true, tensors, none, [&] {
+      if (!host_) return;
       Tensors copies = {host_of(tensors[0]).clone()};
       sent_.push_back({host_->send(copies, to, tag), copies[0]});
     });
@@ -263,6 +271,7 @@ class SimGroup final : public c10d::Backend {
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
     Tensors none;
     auto receive = [this, tensor = tensors[0], from, tag] {
+      if (!host_) return;
       Tensors copies = {at::empty(tensor.sizes(), tensor.options().device(c10::kCPU))};
       host_->recv(copies, from, tag)->wait();
       put(copies[0], tensor);
@@ -274,7 +283,7 @@ class SimGroup final : public c10d::Backend {
   }
 
   WorkPtr barrier(const c10d::BarrierOptions&) override {
-    host_->barrier()->wait();
+    if (host_) host_->barrier()->wait();
     return c10::make_intrusive<SimWork>(getRank(), c10d::OpType::BARRIER, current_stream(), Tensors{}, Tensors{}, true);
   }
 
@@ -303,7 +312,10 @@ class SimGroup final : public c10d::Backend {
       for (const at::Tensor& tensor : inputs) read(tensor, stream, site);
       for (const at::Tensor& tensor : outputs) write(tensor, stream, site);
     }
-    {
+    tell(name, stream, inputs, outputs);
+    if (skips(nbytes_of(inputs) + nbytes_of(outputs))) {
+      keep_own_end(type, inputs, outputs);
+    } else {
       at::AutoDispatchBelowADInplaceOrView below;
       move();
     }
@@ -319,10 +331,60 @@ class SimGroup final : public c10d::Backend {
     return c10::make_intrusive<SimWork>(getRank(), type, stream, outputs, held, false);
   }
 
+  static int64_t nbytes_of(const Tensors& tensors) {
+    int64_t sum = 0;
+    for (const at::Tensor& tensor : tensors) sum += tensor.nbytes();
+    return sum;
+  }
+
+  // Ranks read and write rows: an address or a length that is no multiple of so many bytes.
+  static constexpr int64_t BEST_ALIGNMENT = 128;
+
+  void tell(const std::string& name, int stream, const Tensors& inputs, const Tensors& outputs) {
+    if (!trace().on || getSize() == 1) return;
+    Step step{.kind = Kind::COLLECTIVE, .stream = stream, .group = own_, .ranks = getSize(), .alignment = BEST_ALIGNMENT};
+    step.read = static_cast<int64_t>(std::max<size_t>({inputs.size(), outputs.size(), 1}));
+    step.written = std::max(nbytes_of(inputs), nbytes_of(outputs));
+    for (const Tensors* list : {&inputs, &outputs}) {
+      for (const at::Tensor& tensor : *list) {
+        auto begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.storage().data())) +
+            tensor.storage_offset() * tensor.element_size();
+        int64_t nbytes = tensor.nbytes();
+        bool larger = nbytes_of(*list) == step.written;  // which has a row for each rank
+        if (name != "all_reduce" && larger) nbytes /= getSize();
+        while (step.alignment > 1 && (begin % step.alignment != 0 || nbytes % step.alignment != 0)) step.alignment /= 2;
+      }
+    }
+    if (!coalescing_) {
+      trace().add(step, name);
+      return;
+    }
+    step.read += coalesced_step_.read;
+    step.written += coalesced_step_.written;
+    step.alignment = std::min(step.alignment, coalesced_step_.alignment);
+    coalesced_step_ = step;
+    coalesced_step_.name = trace().number(name);
+  }
+
+  // Nothing of a large collective is moved but the end of this rank's own row, where counts are. All
+  // ranks hold the same.
+  void keep_own_end(c10d::OpType type, const Tensors& inputs, const Tensors& outputs) {
+    constexpr int64_t END = 4096;  // elements
+    if (type != c10d::OpType::_REDUCE_SCATTER_BASE) return;
+    at::AutoDispatchBelowADInplaceOrView below;
+    for (size_t i = 0; i < inputs.size(); i++) {
+      int64_t count = outputs[i].numel(), end = std::min(END, count);
+      HostViews views;
+      at::Tensor own = views.of(inputs[i]).reshape({-1}).narrow(0, getRank() * count + count - end, end);
+      views.of(outputs[i]).reshape({-1}).narrow(0, count - end, end).copy_(own);
+    }
+  }
+
   // Bytes of every rank, a row each.
   at::Tensor gather(at::Tensor sent) {
     at::Tensor all = at::empty({getSize(), sent.numel()}, at::kByte);
     if (sent.numel() == 0) return all;
+    if (!host_) return all.copy_(sent.view({1, -1}).expand({getSize(), -1}));
     at::Tensor flat = all.view({-1});
     host_->_allgather_base(flat, sent, c10d::AllgatherOptions())->wait();
     return all;
@@ -381,6 +443,7 @@ class SimGroup final : public c10d::Backend {
   bool coalescing_ = false;
   Tensors coalesced_;
   int coalesced_stream_ = -1;
+  Step coalesced_step_;
   std::vector<std::function<void()>> late_;
   std::vector<std::pair<WorkPtr, at::Tensor>> sent_;
 };

@@ -6,9 +6,12 @@
 
 #include "device.h"
 
+#include "trace.h"
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/set_native.h>
@@ -81,6 +84,65 @@ const std::set<std::string> TAKE_INDICES_OF_HOST = {
     "aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put",
 };
 
+// What a kernel reads and writes, for the trace. A tensor counts once, whatever its strides.
+class Facts {
+ public:
+  void reads(const at::Tensor& tensor) {
+    if (!is_here(tensor) || !seen_.insert(tensor.unsafeGetTensorImpl()).second) return;
+    step_.read += tensor.nbytes();
+    if (step_.dtype < 0) step_.dtype = static_cast<int>(tensor.scalar_type());
+  }
+  void writes(const at::Tensor& tensor) {
+    if (is_here(tensor)) step_.written += tensor.nbytes();
+  }
+  void reads(const c10::IValue& value) { each(value, [&](const at::Tensor& t) { reads(t); }); }
+  void writes(const c10::IValue& value) { each(value, [&](const at::Tensor& t) { writes(t); }); }
+  void reads_rows_only() { step_.read = step_.written; }
+  void computes(double operations) { step_.operations = operations; }
+  int64_t nbytes() const { return step_.read + step_.written; }
+  void tell(int stream, const std::string& name) {
+    step_.kind = Kind::KERNEL;
+    step_.stream = stream;
+    trace().add(step_, name);
+  }
+
+ private:
+  template <class F>
+  static void each(const c10::IValue& value, F&& use) {
+    if (value.isTensor()) use(value.toTensor());
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorVector()) use(tensor);
+    }
+    if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+        if (tensor && tensor->defined()) use(*tensor);
+      }
+    }
+  }
+
+  Step step_;
+  std::set<const void*> seen_;
+};
+
+// Operations that fill what they write to, and read it not.
+const std::set<std::string> ONLY_WRITE = {"aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_", "aten::copy_"};
+
+// These read as much as they make, whatever lies beside it.
+const std::set<std::string> READ_ROWS = {"aten::embedding", "aten::index", "aten::gather", "aten::index_select"};
+
+// Multiplications and additions of products of matrices, each counted as one, as torch counts them
+// (torch/utils/flop_counter.py).
+double operations_of(const std::string& name, const std::vector<c10::IValue>& given) {
+  auto product = [](const at::Tensor& a, const at::Tensor& b) {
+    return 2.0 * static_cast<double>(a.numel()) * static_cast<double>(b.size(-1));
+  };
+  if (name == "aten::mm" || name == "aten::bmm") return product(given[0].toTensor(), given[1].toTensor());
+  if (name == "aten::addmm" || name == "aten::baddbmm" || name == "aten::addbmm") {
+    return product(given[1].toTensor(), given[2].toTensor());
+  }
+  return 0.0;
+}
+
 // One call of an operation of the device, by a kernel of the host.
 class Call {
  public:
@@ -108,6 +170,18 @@ class Call {
     if (schema_.name().rfind("aten::index", 0) == 0) {
       for (const auto& value : given) data_decides = data_decides || has_mask(value);
     }
+    Facts facts;
+    for (size_t i = 0; i < given.size(); i++) {
+      const auto* alias = schema_.arguments()[i].alias_info();
+      bool writes = alias != nullptr && alias->isWrite();
+      if (writes) facts.writes(given[i]);
+      bool fills = writes && (schema_.arguments()[i].is_out() || ONLY_WRITE.count(full_name()) > 0);
+      if (!fills) facts.reads(given[i]);
+    }
+    if (skips(facts.nbytes()) && !makes_view) {
+      run_without_values(given, data_decides, facts);
+      return;
+    }
     {
       // Nothing above the host's kernels may see the host's views.
       at::AutoDispatchBelowADInplaceOrView below;
@@ -134,12 +208,85 @@ class Call {
       } else {
         tells_host = tells_host || host_stack[i].isBool() || host_stack[i].isInt() || host_stack[i].isDouble();
         stack_->push_back(from_host(host_stack[i]));
+        facts.writes(stack_->back());
       }
     }
+    if (!makes_view) tell(facts, given);
     if (data_decides || tells_host) order().wait_for_stream(stream_, "data", site_);
   }
 
  private:
+  std::string full_name() const {
+    return schema_.overload_name().empty() ? schema_.name() : schema_.name() + "." + schema_.overload_name();
+  }
+
+  void tell(Facts& facts, const std::vector<c10::IValue>& given) {
+    if (!trace().on) return;
+    facts.computes(operations_of(schema_.name(), given));
+    if (READ_ROWS.count(schema_.name())) facts.reads_rows_only();
+    facts.tell(stream_, schema_.name());
+  }
+
+  // Tensors are too large to be there: find the shapes of what is made.
+  void run_without_values(const std::vector<c10::IValue>& given, bool data_decides, Facts& facts) {
+    TORCH_CHECK(!data_decides, "sim: the size of what ", schema_.name(), " makes is in values that are not there");
+    bool makes = false;
+    for (const auto& result : schema_.returns()) {
+      makes = makes || result.alias_info() == nullptr || !result.alias_info()->isWrite();
+    }
+    Stack shapes;
+    if (makes) {
+      for (const auto& value : given) shapes.push_back(without_memory(value));
+      at::AutoDispatchBelowADInplaceOrView below;
+      c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &shapes);
+    }
+    torch::jit::drop(*stack_, schema_.arguments().size());
+    for (size_t i = 0; i < schema_.returns().size(); i++) {
+      const auto* alias = schema_.returns()[i].alias_info();
+      if (alias != nullptr && alias->isWrite()) {
+        stack_->push_back(given[written_by(*alias)]);
+        continue;
+      }
+      stack_->push_back(of_shape(shapes[i]));
+      facts.writes(stack_->back());
+    }
+    tell(facts, given);
+  }
+
+  static at::Tensor without_memory(const at::Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
+  }
+
+  static c10::IValue without_memory(const c10::IValue& value) {
+    if (value.isTensor()) return without_memory(value.toTensor());
+    if (value.isTensorList()) {
+      std::vector<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(without_memory(tensor));
+      return c10::List<at::Tensor>(list);
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+        list.push_back(tensor ? std::optional(without_memory(*tensor)) : std::nullopt);
+      }
+      return list;
+    }
+    if (value.isDevice()) return c10::Device(c10::kMeta);
+    return value;
+  }
+
+  static c10::IValue of_shape(const c10::IValue& value) {
+    if (value.isTensor()) return value.toTensor().defined() ? empty_like_host(value.toTensor()) : value.toTensor();
+    if (value.isTensorList()) {
+      std::vector<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(empty_like_host(tensor));
+      return c10::List<at::Tensor>(list);
+    }
+    return value;
+  }
+
   at::Tensor to_host(const at::Tensor& tensor, bool writes, bool touches) {
     if (!is_here(tensor)) return tensor;
     if (touches) (writes ? write : read)(tensor, stream_, site_);
@@ -342,9 +489,20 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     order().begin(stream);
     if (is_here(from)) read(from, stream, site);
     if (is_here(to)) write(to, stream, site);
+    bool is_skipped = skips(to.nbytes());
     if (is_here(from) && is_here(to)) {
-      target.copy_(source);
+      Facts facts;
+      facts.reads(from);
+      facts.writes(to);
+      facts.tell(stream, "aten::copy_");
+      if (!is_skipped) target.copy_(source);
       return to;
+    }
+    Step moved{.kind = Kind::COPY, .stream = stream, .written = static_cast<int64_t>(to.nbytes())};
+    trace().add(moved, is_here(from) ? "to host" : "to device");
+    if (is_skipped) {
+      source = source.narrow(0, 0, 0);
+      target = target.narrow(0, 0, 0);
     }
     if (beside && is_here(from)) {
       auto* data = static_cast<const char*>(source.const_data_ptr());
@@ -386,6 +544,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
     std::lock_guard lock(order().mutex);
     order().begin(stream);
     read(self, stream, site);
+    trace().add({.kind = Kind::COPY, .stream = stream, .written = static_cast<int64_t>(self.nbytes())}, "to host");
   }
   order().wait_for_stream(stream, "item", site);
   return at::_local_scalar_dense(views.of(self));
@@ -414,8 +573,33 @@ at::Tensor& chunk_cat_out(at::TensorList tensors, int64_t dim, int64_t chunks, a
       host.push_back(view);
     }
     write(out, stream, site);
+    // One kernel, or one for each input.
+    Facts all;
+    for (const at::Tensor& tensor : tensors) {
+      if (!dense) all = Facts();
+      all.reads(tensor);
+      if (!dense) {
+        all.writes(tensor);
+        all.tell(stream, "aten::_chunk_cat");
+      }
+    }
+    if (dense) {
+      all.writes(out);
+      all.tell(stream, "aten::_chunk_cat");
+    }
   }
   at::AutoDispatchBelowADInplaceOrView below;
+  if (skips(out.nbytes())) {  // values of small ones are there
+    int64_t begin = 0;
+    at::Tensor columns = views.of(out).view({chunks, -1});
+    for (const at::Tensor& tensor : host) {
+      int64_t rows = (tensor.size(0) + chunks - 1) / chunks;
+      int64_t count = tensor.size(0) == 0 ? 0 : rows * (tensor.numel() / tensor.size(0));
+      if (!skips(tensor.nbytes())) columns.narrow(1, begin, count).copy_(at::_chunk_cat({tensor}, dim, chunks));
+      begin += count;
+    }
+    return out;
+  }
   at::Tensor result = at::_chunk_cat(host, dim, chunks);
   TORCH_CHECK(result.sizes() == out.sizes(), "sim: _chunk_cat expected out of ", result.sizes(), ", found ", out.sizes());
   views.of(out).copy_(result);
@@ -454,12 +638,16 @@ void split_with_sizes_copy_out(const at::Tensor& self, c10::IntArrayRef sizes, i
       write(tensor, stream, site);
       host.push_back(views.of(tensor));
     }
+    Facts facts;
+    facts.reads(self);
+    for (const at::Tensor& tensor : out) facts.writes(tensor);
+    facts.tell(stream, "aten::split_with_sizes_copy");
   }
   at::AutoDispatchBelowADInplaceOrView below;
   auto parts = views.of(self).split_with_sizes(sizes, dim);
   for (size_t i = 0; i < host.size(); i++) {
     TORCH_CHECK(host[i].sizes() == parts[i].sizes(), "sim: split_with_sizes_copy found out of another shape");
-    host[i].copy_(parts[i]);
+    if (!skips(host[i].nbytes())) host[i].copy_(parts[i]);
   }
 }
 
@@ -490,10 +678,50 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {undefined(0), undefined(1), undefined(2)};
 }
 
+// torch asks a stub which attention a device has, and the operation where a program asks itself.
 int64_t sdp_choice(
     const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
     std::optional<double>, bool) {
-  return 0;  // the one made of other operations
+  constexpr int64_t OF_OTHER_OPERATIONS = 0, OVERRIDEABLE = 4;  // at::SDPBackend
+  return trace().clocked ? OVERRIDEABLE : OF_OTHER_OPERATIONS;
+}
+
+// Attention as one kernel, which a GPU has; for the trace alone, without values. Operations are
+// counted as torch counts them, whatever a causal mask leaves out.
+double attention_operations(const at::Tensor& query, const at::Tensor& key, double products) {
+  return products * 2.0 * static_cast<double>(query.numel()) * static_cast<double>(key.size(2));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>
+attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>&,
+    double, bool, bool, std::optional<double>) {
+  int stream = current_stream();
+  count_calls_here();
+  at::Tensor out = at::empty_like(query), sums = at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
+  at::Tensor none = at::empty({0}, query.options()), seed = at::empty({}, query.options().dtype(at::kLong));
+  Facts facts;
+  for (const at::Tensor& tensor : {query, key, value}) facts.reads(tensor);
+  facts.writes(out);
+  facts.writes(sums);
+  facts.computes(attention_operations(query, key, 2.0));
+  facts.tell(stream, "aten::attention");
+  return {out, sums, none, none, query.size(2), key.size(2), seed, seed, none};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
+    const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor&,
+    std::array<bool, 4>, const at::Tensor& out, const at::Tensor& sums, const at::Tensor&, const at::Tensor&,
+    c10::SymInt, c10::SymInt, double, bool, const at::Tensor&, const at::Tensor&, std::optional<double>) {
+  int stream = current_stream();
+  count_calls_here();
+  at::Tensor of_query = at::empty_like(query), of_key = at::empty_like(key), of_value = at::empty_like(value);
+  Facts facts;
+  for (const at::Tensor& tensor : {grad, query, key, value, out, sums}) facts.reads(tensor);
+  for (const at::Tensor& tensor : {of_query, of_key, of_value}) facts.writes(tensor);
+  facts.computes(attention_operations(query, key, 5.0));
+  facts.tell(stream, "aten::attention_backward");
+  return {of_query, of_key, of_value, at::Tensor()};
 }
 
 }  // namespace
@@ -521,6 +749,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", TORCH_FN(convolution));
   m.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
   m.impl("_fused_sdp_choice", TORCH_FN(sdp_choice));
+  // One kernel of CUDA's; torch makes it of others on a device that it does not know.
+  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&on_host_memory>());
+  m.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(attention));
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(attention_backward));
 }
 
 // Autocast, as CUDA's (aten/src/ATen/autocast_mode.cpp): what torch lists runs in the narrow dtype.
@@ -535,3 +767,9 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 
 }  // namespace sim
+
+namespace at::native {
+
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::sdp_choice)
+
+}  // namespace at::native

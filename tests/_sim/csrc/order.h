@@ -36,6 +36,7 @@ class Clock {
 
 struct Event {
   Clock clock;  // of the stream when the event was recorded
+  int64_t mark = -1;  // its number in the trace
   bool recorded = false;
   bool asked = false;  // a query was answered with "not yet" once
 };
@@ -100,7 +101,8 @@ struct Wait {
 class Order {
  public:
   // Streams. Number 0 is the default one.
-  int add_stream(const std::string& name);
+  int add_stream(const std::string& name, int priority = 0);
+  int priority_of(int stream) const;
   void name_stream(int stream, const std::string& name);
   int streams() const;
   Count begin(int stream);               // an operation; returns its number
@@ -147,6 +149,7 @@ class Order {
 
   std::vector<Clock> clocks_ = std::vector<Clock>(1);
   std::vector<std::string> names_ = {"default"};
+  std::vector<int> priorities_ = {0};
   Clock host_;
   std::map<uintptr_t, Block*> blocks_;  // by their first addresses
   std::map<uintptr_t, Pinned> pinned_;

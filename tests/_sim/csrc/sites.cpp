@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "order.h"
+#include "trace.h"
 
 namespace sim {
 
@@ -68,6 +69,7 @@ Site number(const std::string& operation, std::vector<std::pair<PyCodeObject*, i
 
 Site here(const std::string& operation) {
   if (!Py_IsInitialized()) return number(operation, {});
+  count_calls_here();
   PyGILState_STATE state = PyGILState_Ensure();
   auto lines = walk();
   PyGILState_Release(state);

@@ -1,0 +1,107 @@
+"""What each thing that a device or its host does costs: the one table that clocks read.
+
+Owns figures, each with its source, and the time of one kernel, copy, collective or call. It must
+not know what happens when: ``device_clock`` does.
+
+Figures are of one H100 (or of what its sources measured) where a machine's description has none.
+They say how things compare, not what a cluster takes: measure that (``scripts/bench gpu``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fsdp2._plan.hardware import Hardware, flops_of, seconds_of
+
+SHORTEST_KERNEL = 2e-6
+"""Seconds that a kernel takes at least: it starts, and ends. Public traces show 1.5 to 3 us."""
+SHARE_OF_PRODUCTS = 0.70
+"""What large products of matrices reach of a data sheet's peak.
+
+On an H100 cuBLAS reaches 600 to 750 of 989 TFLOP/s in bf16: 700 W do not feed all units at full
+clock (public measurements, 2023 to 2025).
+"""
+SHARE_OF_MEMORY = 0.867
+"""What copies reach of a data sheet's bandwidth: 2,903 of 3,350 GB/s on an H100.
+
+Source: aigatech/vpbenchmarking, "GPU D2D (HBM3)", 4 nodes of 8 H100, NCCL 2.24.3.
+"""
+SHARE_OF_LINKS = 0.80
+"""What large all-gathers reach of a link. nccl-tests of public clusters show 0.75 to 0.85."""
+HOST_LINK = 50e9
+"""Bytes a second between the host's pinned memory and a device: PCIe 5.0 x16.
+
+54.8 GB/s to the device and 46.8 from it, same source.
+"""
+MISALIGNED = 2.0
+"""How much longer a collective takes whose rows are not aligned to 16 bytes.
+
+NCCL moves packs of 16 bytes only then (nccl#413). Horovod saw 2 ms become 7 for an all-gather of
+6.3 MB, and less for reduce-scatters (horovod#3727); pytorch#195450 has it on one and on two nodes.
+"""
+ALIGNMENT_NBYTES = 16
+
+LAUNCH = 4e-6
+"""Host seconds of one operation: dispatch, autograd's node, the launch. Public profiles: 3 to 6."""
+LAUNCH_COLLECTIVE = 15e-6
+"""Host seconds of one collective: c10d's checks and records, and NCCL's own launch."""
+EVENT = 0.7e-6
+"""Host seconds of recording an event, or of letting a stream wait for one."""
+CALL = 0.12e-6
+"""Host seconds of one call that Python makes, its own or of C: what an interpreter adds.
+
+CPython 3.11 runs 400 to 700 instructions a call in a training step (callgrind, ``scripts/bench
+host``), five a nanosecond.
+"""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A machine's times, in seconds.
+
+    ``machine`` has peaks as data sheets do; ``is_peak`` says to take them as they are.
+    ``straggler``: seconds by which other ranks are late in every collective.
+    """
+
+    machine: Hardware
+    straggler: float = 0.0
+
+    def kernel(
+        self, nbytes: float, operations: float = 0.0, dtype: torch.dtype | None = None
+    ) -> float:
+        """Return the longer of computing and of moving what is read and written."""
+        moving = nbytes / self.machine.memory_bandwidth
+        if operations and dtype is not None:
+            moving = max(moving, operations / flops_of(self.machine, dtype))
+        return max(moving, SHORTEST_KERNEL)
+
+    def copy(self, nbytes: float) -> float:
+        """Return how long bytes take between the host's pinned memory and the device."""
+        return max(nbytes / HOST_LINK, SHORTEST_KERNEL)
+
+    def collective(
+        self,
+        kind: str,
+        nbytes: int,
+        ranks: int,
+        stride: int,
+        alignment: int = ALIGNMENT_NBYTES,
+        pieces: int = 1,
+    ) -> float:
+        """Return how long a collective takes alone: bytes of its larger buffer.
+
+        One of several ``pieces`` takes the hops of each: nobody has measured what a backend that is
+        given them together makes of them, and this is the most that it can be.
+        """
+        took = seconds_of(self.machine, kind, nbytes, ranks, stride)
+        took += (pieces - 1) * seconds_of(self.machine, kind, 1, ranks, stride)
+        if alignment < ALIGNMENT_NBYTES:
+            took *= MISALIGNED
+        return max(took, SHORTEST_KERNEL)
+
+
+def sustained(machine: Hardware) -> Hardware:
+    """Return what a real step reaches of a machine's peaks."""
+    return machine.scaled(compute=SHARE_OF_PRODUCTS, memory=SHARE_OF_MEMORY, links=SHARE_OF_LINKS)
