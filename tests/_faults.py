@@ -863,7 +863,7 @@ FAULTS = [
     Fault(
         "post-accumulate-hook-alone-unseen",
         "fsdp2/_param_group/reduce.py",
-        "accumulate",
+        "_have_hooks",
         """
         any(map(torch_autograd.gradient_hooks_of, params)) or any(
             map(torch_autograd.accumulate_hooks_of, params)

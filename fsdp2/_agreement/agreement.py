@@ -570,6 +570,8 @@ class Follower:
         self._following = following
         self._word = word
         self._device = device
+        # a thread begins on device 0, and would make a context there
+        self._index = None if device.type == "cpu" else torch.accelerator.current_device_index()
         self._answered = time.monotonic()  # the last time
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -582,6 +584,8 @@ class Follower:
     def _run(self) -> None:
         send, word = self._agreement, self._word
         with contextlib.suppress(Exception):  # the error that is being raised says more
+            if self._index is not None:
+                torch.accelerator.set_device_index(self._index)
             for operation in itertools.islice(self._following, FOLLOWED):
                 if operation is None:
                     self._wait(send.send_number(word, self._device))

@@ -14,6 +14,13 @@ ZERO_COPY_NBYTES = 131072
 
 Measured on gloo (docs/decisions/0013).
 """
+ZERO_COPY_PIECE_NBYTES = 512 * 1024
+"""The same for a device: bytes that each rank has of such a parameter.
+
+A collective of its own costs a hop of a few us on each link; so many bytes take 10 us on a link of
+50 GB/s, and the copy that is saved as long or longer. Not measured: docs/decisions/0013 has the
+clock's figures.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,14 +32,22 @@ class Capabilities:
     lane_priority: int = -1  # of these streams, to be before compute; 0 where there is one only
     pins: bool = True  # it copies from pinned host memory beside the compute
     coalesces: bool = True  # its backend takes several collectives as one
-    zero_copy_nbytes: int | None = None  # zero-copy from here on; None: only if the user says so
+    # zero-copy from here on, whatever the ranks, or in bytes a rank; neither: only if users say so
+    zero_copy_nbytes: int | None = None
+    zero_copy_piece_nbytes: int | None = ZERO_COPY_PIECE_NBYTES
+
+    def zero_copy_from(self, ranks: int) -> int | None:
+        """Return how many bytes of an unsharded parameter make it travel alone; None: no number."""
+        if self.zero_copy_nbytes is not None:
+            return self.zero_copy_nbytes
+        return None if self.zero_copy_piece_nbytes is None else self.zero_copy_piece_nbytes * ranks
 
 
 _KINDS = {
     "cpu": Capabilities(True, False, 0, False, False, ZERO_COPY_NBYTES),
     # ATen/mps/MPSGuardImpl.h: one stream, which is what every lane is
-    "mps": Capabilities(lane_priority=0, coalesces=False),
-    "meta": Capabilities(False, False, 0, False, False, None),
+    "mps": Capabilities(lane_priority=0, coalesces=False, zero_copy_piece_nbytes=None),
+    "meta": Capabilities(False, False, 0, False, False, None, None),
 }
 _OTHERS = Capabilities()
 

@@ -149,10 +149,14 @@ def pause_at_exit() -> None:
 
 
 def coalesced(group: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """Issue what is inside as one operation, where a device's backend can. No public way exists."""
+    """Issue what is inside as one operation, where a device's backend can. No public way exists.
+
+    Collectives of one kind only: these torch collects, and gives to the backend together. Were the
+    manager told of a device, it would begin to coalesce there, too, and mix both ways.
+    """
     if group is None or not capabilities(device).coalesces or is_gloo(group, device.type):
         return contextlib.nullcontext()
-    manager: AbstractContextManager[Any] = vars(dist)["_coalescing_manager"](group, device)
+    manager: AbstractContextManager[Any] = vars(dist)["_coalescing_manager"](group)
     return manager
 
 

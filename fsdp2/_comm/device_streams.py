@@ -22,8 +22,11 @@ class DeviceStreams(Streams):
     async_op = False
 
     def __init__(self, device: torch.device) -> None:
-        names, priority = ("gather", "reduce", "all_reduce"), capabilities(device).lane_priority
-        self._lanes = {name: torch.Stream(device, priority=priority) for name in names}
+        # Compute waits for what is gathered, and for memory that is reduced; for a sum over
+        # replicas only at the end, so that may come behind its kernels, as torch's does.
+        priority = capabilities(device).lane_priority
+        priorities = {"gather": priority, "reduce": priority, "all_reduce": 0}
+        self._lanes = {name: torch.Stream(device, priority=p) for name, p in priorities.items()}
         self._retired: dict[str, list[InFlight]] = {name: [] for name in self._lanes}
         module = torch.get_device_module(device.type)
         self._is_capturing = getattr(module, "is_current_stream_capturing", lambda: False)
@@ -43,10 +46,11 @@ class DeviceStreams(Streams):
         *args: object,
         after: InFlight | None = None,
     ) -> InFlight:
-        stream = self._lanes[lane]
-        for held in self._retired[lane]:
+        stream, retired = self._lanes[lane], self._retired[lane]
+        # What compute reads now it may go on to read, beside what is launched here.
+        for held in retired[:-1]:
             held.hold_back(stream)
-        self._retired[lane].clear()
+        del retired[:-1]
         if after is not None:
             after.hold_back(stream)
         with stream, torch_autograd.without_packing():
@@ -93,6 +97,12 @@ class DeviceStreams(Streams):
     def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
         event = torch.accelerator.current_stream().record_event()
         self._retired[lane].append(InFlight(buffers).end_with(event))
+
+    def drain(self, lane: str) -> None:
+        stream, retired = self._lanes[lane], self._retired[lane]
+        for held in retired:
+            held.hold_back(stream)
+        retired.clear()
 
     def reset(self) -> None:
         torch.accelerator.synchronize()

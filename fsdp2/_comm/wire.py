@@ -13,8 +13,10 @@ orders streams does nothing. On a device there is a stream for each *lane* (``ga
 A buffer that two streams touch is held by an ``InFlight`` until the stream that allocated it has
 been told to wait for the stream that used it last. No ``record_stream``, no synchronisation with
 the host. Gather buffers are allocated in the gather lane and read by compute: ``retire`` records
-compute's progress, and the next launch in that lane waits for it before it drops them. Reduce
-inputs are allocated by compute and read by the reduce lane: ``InFlight.wait`` makes compute wait.
+compute's progress, and the launch after the next one in that lane waits for it before it drops
+them. The next one does not: it gathers while compute unpacks. What is left when a forward or a
+backward is over is dropped by ``drain``. Reduce inputs are allocated by compute and read by the
+reduce lane: ``InFlight.wait`` makes compute wait.
 """
 
 from __future__ import annotations
@@ -133,6 +135,7 @@ class Wire:
         self.zero_copy_nbytes: int | None = ZERO_COPY_NBYTES
         self.gradient_dtype: torch.dtype | None = None
         self.sum_replicas: Callable[[torch.Tensor, dist.ProcessGroup], None] | None = None
+        self.keeps_landing = True  # on a host what is gathered may land in memory that is kept
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry every choice; what hangs on a process group is made again by their group."""
@@ -313,6 +316,10 @@ class InFlight:
         self._event = event
         return self
 
+    def drop(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Hold some of the buffers no longer."""
+        self.buffers = tuple(b for b in self.buffers if not any(b is other for other in buffers))
+
     @property
     def is_done(self) -> bool:
         """True if the work has ended already, on a CPU."""
@@ -385,6 +392,9 @@ class Streams(Observable):
 
     def retire(self, lane: str, buffers: tuple[torch.Tensor, ...]) -> None:
         """Free buffers of a lane once compute, as far as it is enqueued, has read them."""
+
+    def drain(self, lane: str) -> None:
+        """Free the retired buffers of a lane: nothing is launched there for a while."""
 
     def order_after_event(self, lane: str, event: torch.Event) -> None:
         """Let a lane wait for an event of the user's; here, the host does."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp2._base.capabilities import ZERO_COPY_NBYTES
+from fsdp2._base.capabilities import capabilities
 from fsdp2._base.policy import Overlap
 from fsdp2._param_group.layout import GatherItem, GatherLayout, ReduceLayout, ShardLayout
 
@@ -28,8 +28,9 @@ SOURCE = hashlib.sha256(
 """Of this folder: graphs that another version made and a cache kept are not those of this one."""
 
 SMALL_SHARE = 32
-"""A parameter of less than this part of its group is small, and so is one below
-``ZERO_COPY_NBYTES``, but for groups of small ones only: there copies are what there is to save."""
+"""On a CPU a parameter of less than this part of its group is small, and so is one that is not
+zero-copy, but for groups of small ones only: there copies are what there is to save. On a device
+what there is to save is launches, so small is what travels with others in eager mode."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,12 @@ class TracedPlan:
 
     def _least_nbytes(self, items: Sequence[GatherItem]) -> int:
         """Bytes from which on a parameter is a piece of its own."""
+        device = capabilities(torch.device(self.device))
         total = sum(_nbytes(item) for item in items if not item.shard.is_replicated)
-        return max(1, min(ZERO_COPY_NBYTES, total // SMALL_SHARE))
+        least = device.zero_copy_from(self.size)
+        if least is None:
+            return total + 1
+        return max(1, min(least, total // SMALL_SHARE)) if device.is_host else least
 
 
 def _nbytes(item: GatherItem) -> int:

@@ -21,6 +21,10 @@ The same exchange carries whether something on a rank still referred to a part's
 forward (see [Note: released early] in ``early_release``). If nothing did on any rank, later
 forwards release the part early. A rank where this changes keeps its memory for that step, and says
 so; from then on the part is gathered, or kept, as others are.
+
+A part may be read past its modules: a fused loss takes the head's weight and never calls the head.
+References tell nothing then, so after a few such forwards the part counts as read. Else ranks would
+ask each other for ever, and on a device the host waits for each answer.
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.registration import GATHERING
 
 UNREAD, UNKNOWN, READ = 0, 1, 2
+UNSEEN = 3
+"""Forwards that do not run a part's modules, after which it counts as read in some other way."""
 FACTS = 3
 """What a rank says of a part: the event of its last gradient, if that was late, if it is read."""
 
@@ -76,6 +82,7 @@ class Part:
         self._last_event = 0
         self._present = 0
         self._is_pending = False
+        self._unseen = 0  # forwards in which its modules did not run
 
     def begin(self) -> None:
         """A backward begins."""
@@ -102,6 +109,10 @@ class Part:
         found = UNKNOWN
         if group.early.readers is not None and group.early.readers.is_called:
             found = UNREAD if group.is_unread() else READ
+        else:
+            self._unseen += 1
+            if self._unseen >= UNSEEN:
+                found = READ
         self.reads = found if self.reads == UNKNOWN else max(self.reads, found)
 
     @property

@@ -687,6 +687,7 @@ class Runtime(Observable):
         self.context.phase = IDLE
         self.forward_root = None
         self.prefetches.end()
+        self.context.streams.drain("gather")
         for unit in self._several:
             if unit.calls.ran:  # not all of its modules ran in this forward
                 unit.calls.ran.clear()
@@ -795,8 +796,9 @@ class Runtime(Observable):
         self._count_closed(visit)
         if unit.calls.active:
             return
-        # the outermost unit of one of several forwards: see *entered first*
-        is_needed_again = unit.calls.open and visit.entered == 0
+        # the outermost unit of one of several forwards: see *entered first*; or the gradient of
+        # one module of a unit is on its way to the next one
+        is_needed_again = unit.calls.open and (visit.entered == 0 or len(unit.modules) > 1)
         if unit.settings.reshard_after_backward and not is_needed_again:
             for group in unit.groups:
                 group.reshard()
@@ -868,11 +870,13 @@ class Runtime(Observable):
         is_manual = self.root.settings.manual_finalization
         is_last = not is_manual and all(unit.settings.is_last_backward for unit in self.units)
         self.reduce_the_rest(ran, is_last, is_manual)
+        self.context.streams.drain("gather")
         if self.hidden.unmarked:
             self.hidden.forget()
         if is_last:
             self.end_reductions()
         else:
+            self.reductions.settle()
             self.context.streams.note_late(self._looks())
         self.context.phase = IDLE if self.forward_root is None else FORWARD
         self.backward.callback = None

@@ -114,6 +114,7 @@ class ShardBuffer:
         self.open_tail_nbytes = 0
         # the wire works on any memory: gathers may land where they are used
         self._lands_directly = False
+        self._keeps_landing = True  # the wire lets what is gathered land in kept memory
         self._views = None if self._is_away else self._views_of(self.flat)
 
     def write_tail(self) -> None:
@@ -156,6 +157,7 @@ class ShardBuffer:
     def follow(self, wire: Wire) -> None:
         """Take notice of what the wire can do from now on."""
         self._lands_directly = wire.gathers_zero_copy
+        self._keeps_landing = wire.keeps_landing
 
     @property
     def gathers_zero_copy(self) -> bool:
@@ -263,6 +265,8 @@ class ShardBuffer:
         """Return where a collective of ours gathers on a CPU; None: somewhere new."""
         packed, _ = self._way
         if not (packed.is_one_split and sent.is_cpu and self._lands_directly):
+            return None
+        if not self._keeps_landing:
             return None
         landing, numel = self._landing, sent.shape[1]
         if landing is None or landing.numel != numel:

@@ -8,6 +8,7 @@ Legend: W = ranks of the shard axis, P = parameters, S = elements of stamps.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -38,10 +39,7 @@ def pack_gradients(
     """
     columns: list[Any] = [grads[position] for position in layout.packed]
     if not all(map(is_not, columns, repeat(None))):
-        zeros = behind.new_zeros(()).expand if out.is_cpu else behind.new_zeros
-        shapes = [layout.shards[position].shape for position in layout.packed]
-        pairs = zip(columns, shapes, strict=True)
-        columns = [zeros(shape) if c is None else c for c, shape in pairs]
+        columns = _with_zeros(columns, layout, behind, out.is_cpu)
     for index in layout.rearranged:
         columns[index] = _as_rows(columns[index], layout, layout.packed[index], rank)
     if not out.is_cpu:
@@ -51,6 +49,20 @@ def pack_gradients(
         _chunk_cat_mixed(columns, layout.size, out)
     else:
         torch_tensors.chunk_cat(columns, 0, layout.size, out=out)
+
+
+def _with_zeros(
+    columns: Sequence[Tensor | None], layout: ReduceLayout, behind: Tensor, is_cpu: bool
+) -> list[Tensor]:
+    """Put zeros in place of gradients that are not there: one piece of memory for all of them."""
+    shapes = [layout.shards[position].shape for position in layout.packed]
+    absent = [math.prod(s) for c, s in zip(columns, shapes, strict=True) if c is None]
+    # a kernel of a device reads dense memory only
+    zeros = behind.new_zeros(() if is_cpu else max(absent))
+    return [
+        (zeros.expand(s) if is_cpu else zeros[: math.prod(s)].view(s)) if c is None else c
+        for c, s in zip(columns, shapes, strict=True)
+    ]
 
 
 def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Tensor:
@@ -66,14 +78,37 @@ def _as_rows(grad: Tensor, layout: ReduceLayout, position: int, rank: int) -> Te
 
 
 def _chunk_cat_mixed(columns: Sequence[Tensor], size: int, out: Tensor) -> None:
-    """Write columns of several dtypes: a kernel takes one, so there is one for each run."""
-    if not out.is_cpu:  # a kernel of a device takes the whole of a buffer
-        torch_tensors.chunk_cat([c.to(out.dtype) for c in columns], 0, size, out=out)
+    """Write columns of several dtypes: a kernel takes one dtype."""
+    widths = [-(-len(c) // size) * (c.numel() // max(len(c), 1)) for c in columns]
+    if not out.is_cpu:
+        _chunk_cat_few(columns, widths, size, out)
         return
     runs = [list(run) for _, run in itertools.groupby(columns, key=attrgetter("dtype"))]
-    widths = [sum(-(-len(c) // size) * (c.numel() // len(c)) for c in run) for run in runs]
-    for run, part in zip(runs, out.split(widths, dim=1), strict=True):
+    lengths = iter(widths)
+    of_runs = [sum(itertools.islice(lengths, len(run))) for run in runs]
+    for run, part in zip(runs, out.split(of_runs, dim=1), strict=True):
         torch_tensors.chunk_cat(run, 0, size, out=part)
+
+
+def _chunk_cat_few(
+    columns: Sequence[Tensor], widths: Sequence[int], size: int, out: Tensor
+) -> None:
+    """Write columns on a device, whose kernel takes the whole of a buffer and one dtype.
+
+    It is given the dtype that has the most bytes, and room for the others, which are mostly small
+    (a norm that computes in fp32) and come behind it. To cast all would read and write all again.
+    """
+    nbytes: dict[torch.dtype, int] = {}
+    for column in columns:
+        nbytes[column.dtype] = nbytes.get(column.dtype, 0) + column.nbytes
+    dtype = max(nbytes, key=nbytes.__getitem__)
+    fitting = [c if c.dtype is dtype else c.new_empty(c.shape, dtype=dtype) for c in columns]
+    torch_tensors.chunk_cat(fitting, 0, size, out=out)
+    for column, part in zip(columns, out.split(list(widths), dim=1), strict=True):
+        if column.dtype is not dtype:
+            alone = column.new_empty(part.shape, dtype=out.dtype)
+            torch_tensors.chunk_cat([column], 0, size, out=alone)
+            part.copy_(alone)
 
 
 def zero_copy_gradients(

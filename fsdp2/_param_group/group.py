@@ -93,7 +93,7 @@ class ParamGroup(Observable):
         self.params: list[FSDPParam] = []
         self.ids = CollectiveIds(data, device)
         self.reducer = Reducer(self.params, data, self.residence, self.ids)
-        self.wire.zero_copy_nbytes = capabilities(device).zero_copy_nbytes
+        self.wire.zero_copy_nbytes = capabilities(device).zero_copy_from(data.shard.size)
         self.buffers = Buffers(self.params, data, policy, self.residence, self.ids)
         self.registration = Registration(self.params)
         self.early = EarlyRelease()

@@ -131,8 +131,10 @@ class GradientBuffer:
 
     def release(self) -> None:
         """Give the memory back; only while ``is_free``. See [Note: reused gradients]."""
+        has_addresses = torch_modes.has_real_memory()
         for storage in self._storages:
-            _buffers.pop(storage.data_ptr(), None)
+            if has_addresses:
+                _buffers.pop(storage.data_ptr(), None)
             storage.resize_(0)
         self.is_released = True
 
@@ -227,7 +229,7 @@ class Reducer(Observable):
         self.params = params
         self._residence = residence
         # on a device the streams of users may read gradients
-        self._has_streams = not capabilities(residence.storage).is_host
+        self.has_streams = not capabilities(residence.storage).is_host
         self.data = data
         self.ids = ids
         # sharded gradients of the last reduction, to be filled again
@@ -334,6 +336,7 @@ class Reducer(Observable):
             return None
         grads, missing, is_mixed = self._take_gradients(plan, with_graph)
         behind = plan.complete
+        absent: list[int] = []
         if missing:
             absent = [position for position, grad in enumerate(grads) if grad is None]
             behind = gradient_packing.tail_without(behind, absent, layout)
@@ -342,9 +345,10 @@ class Reducer(Observable):
             # one piece of memory at a time must not have lent it yet.
             self.ids.reductions.before()
         inputs = self._inputs_of(grads, behind, layout, is_mixed)
-        look = missing > 0 and not settings.reduce_unused and self.hook is None
+        if settings.reduce_unused or self.hook is not None:
+            absent = []  # who has no gradient here gets what others have, or zeros
         streams = context.streams
-        reduction = Reduction(self, plan, inputs, look, settings.all_reduce_grads, streams)
+        reduction = Reduction(self, plan, inputs, absent, settings.all_reduce_grads, streams)
         if events.listeners:
             events.emit("reduce", self.ids.fqn or "", context.phase, reduction.nbytes)
         return reduction
@@ -412,7 +416,7 @@ class Reducer(Observable):
             rank = self.data.shard.rank
             buffer = GradientBuffer(plan.layout, plan.members, rank, self._residence)
             self._buffer = buffer
-        elif self._has_streams:  # the allocator knows of those that users recorded on gradients
+        elif self.has_streams:  # the allocator knows of those that users recorded on gradients
             buffer.release()
             buffer.reclaim()
         buffer.is_filling = True
@@ -424,7 +428,7 @@ class Reducer(Observable):
         On a device only: the memory of a host costs more to get than to keep.
         """
         buffer = self._buffer
-        if buffer is None or buffer.is_released or not self._has_streams:
+        if buffer is None or buffer.is_released or not self.has_streams:
             return
         if buffer.is_free:
             buffer.release()
@@ -456,13 +460,13 @@ class Reduction:
         owner: Reducer,
         plan: ReducePlan,
         inputs: list[Tensor],
-        look: bool,
+        absent: Sequence[int],
         all_reduce: bool,
         streams: Streams,
     ) -> None:
         self.owner = owner
         self._plan = plan
-        self._look = look
+        self._absent = absent  # members without a gradient here; others may have some
         self._all_reduce = all_reduce
         self._streams = streams
         # the memory of the inputs is that stream's
@@ -476,10 +480,12 @@ class Reduction:
         self._reduced: Tensor | None = only if fits else None
         self._is_borrowed = self._reduced is None  # the sum lies in memory that the wire lends
         self._flight: InFlight | None = None  # the part of the reduction that was launched last
+        self._scattered: InFlight | None = None  # the reduce-scatter, which alone reads the inputs
+        self.lane = "reduce"  # in which gradients are filled
         self._held: Tensor | None = None  # an old partial sum, until compute has waited
         self._counts: Tensor | None = None  # how many ranks had each gradient, if one misses here
         self._grads: list[Tensor] | None = None  # gradients that are filled, and not yet set
-        self._waits_for_copy = not inputs[0].is_cpu and (look or owner._residence.is_away)
+        self._waits_for_copy = not inputs[0].is_cpu and (bool(absent) or owner._residence.is_away)
 
     @property
     def nbytes(self) -> int:
@@ -495,7 +501,7 @@ class Reduction:
         if self._scale.before != 1.0:
             self._inputs[0].mul_(self._scale.before)
         self._streams.order_after_compute("reduce")
-        self._flight = self._streams.launch("reduce", self._reduce_scatter)
+        self._flight = self._scattered = self._streams.launch("reduce", self._reduce_scatter)
 
     def _reduce_scatter(self) -> InFlight:
         owner, layout, axis = self.owner, self._plan.layout, self.owner.data.shard
@@ -554,6 +560,7 @@ class Reduction:
         if self.owner.hook is not None:
             stream = self.owner.hook_stream
             lane = "all_reduce" if stream is None else self._streams.lane_of(stream)
+        self.lane = lane
         self._flight = self._streams.launch(lane, self._store, after=self._flight)
 
     def _store(self) -> InFlight:
@@ -565,7 +572,7 @@ class Reduction:
             owner.hook(reduced[: layout.tail_start - layout.tail_gap])
         if self._scale.after != 1.0:
             reduced.mul_(self._scale.after)
-        if self._look:
+        if self._absent:
             counts = reduced[layout.tail_start :][: len(layout.members)]
             self._counts = counts.to("cpu", non_blocking=True)
         self._grads = self._buffer.fill(reduced)
@@ -577,16 +584,65 @@ class Reduction:
         self._counts = self._grads = None
         params = [member.sharded for member in self._plan.members]
         if counts is not None:
-            used = [position for position, count in enumerate(counts.tolist()) if count != 0]
+            if self.owner.data.shard.is_imagined:  # ranks that are not there have what this one has
+                used = [place for place in range(len(params)) if place not in self._absent]
+            else:
+                used = [place for place, count in enumerate(counts.tolist()) if count != 0]
             params, grads = [params[p] for p in used], [grads[p] for p in used]
         self._buffer.deliver(params, grads)
 
-    def wait(self) -> None:
-        """Set the gradients, safe to use by compute, and free the buffers."""
-        if self._flight is not None and self._grads is not None and self._waits_for_copy:
-            self._flight.synchronize()
-        elif self._flight is not None:
-            self._flight.wait()
+    @property
+    def can_end_later(self) -> bool:
+        """True if nobody sees when gradients are set, and no memory is borrowed of the user's."""
+        wire = self.owner.wire
+        if wire.is_custom or wire.uses_group_memory:
+            return False
+        return is_bare([member.sharded for member in self._plan.members])
+
+    def return_inputs(self) -> None:
+        """Give compute its memory back once it has been scattered; gradients are set by ``wait``.
+
+        What follows, a sum over replicas, or copies to the host, goes on meanwhile. On a device.
+        """
+        assert self._scattered is not None
+        assert self._flight is not None
+        self._scattered.wait()
+        self._hold_back(self._scattered)
+        given_back, self._inputs = self._inputs, []
+        data = self.owner.data
+        stays_in_lane = data.shard.size > 1 and data.replicate.size == 1 and self.owner.hook is None
+        if self._is_borrowed and stays_in_lane and self._reduced is not None:
+            given_back.append(self._reduced)  # the lane's own: what follows in it comes later
+            self._reduced = None
+        for flight in (self._scattered, self._flight):
+            flight.drop(given_back)
+        self._scattered = None
+
+    @property
+    def holds_sum(self) -> bool:
+        """True if it has memory that is no gradient's, until it ends."""
+        return self._is_borrowed and self._reduced is not None
+
+    @property
+    def needs_host(self) -> bool:
+        """True if the host reads what the device wrote before gradients can be set."""
+        return self._flight is not None and self._grads is not None and self._waits_for_copy
+
+    def show_host(self) -> None:
+        """Let the host wait until it may read what the device wrote."""
+        assert self._flight is not None
+        self._flight.synchronize()
+
+    def wait(self, is_seen: bool = False) -> None:
+        """Set the gradients, safe to use by compute, and free the buffers.
+
+        ``is_seen``: the host has waited for a later launch of the lane, so it may read.
+        """
+        if self._flight is not None:
+            if self.needs_host and not is_seen:
+                self._flight.synchronize()
+            else:
+                self._flight.wait()
         if self._grads is not None:
             self._deliver()
         reduced = self._reduced
@@ -600,12 +656,16 @@ class Reduction:
             self._flight.wait()
         self._drop()
 
+    def _hold_back(self, flight: InFlight) -> None:
+        """Let the stream whose memory the inputs are wait, if another one computes now."""
+        if self._packed_on is not None and self._packed_on != self._streams.current:
+            flight.hold_back(self._packed_on)
+
     def _drop(self) -> None:
-        flight, packed_on = self._flight, self._packed_on
-        if flight is not None and packed_on is not None and packed_on != self._streams.current:
-            flight.hold_back(packed_on)
+        if self._flight is not None:
+            self._hold_back(self._flight)
         self._inputs = []
-        self._flight = self._reduced = self._held = self._grads = None
+        self._flight = self._scattered = self._reduced = self._held = self._grads = None
 
     launched_as: ClassVar[Mapping[Callable[..., Any], str]] = {
         _reduce_scatter: "reduce_scatter",
@@ -616,20 +676,27 @@ class Reduction:
 
 
 class ReductionQueue:
-    """Reductions in flight, the oldest first."""
+    """Reductions in flight, the oldest first.
+
+    Few hold inputs at a time. On a device those before them have given theirs back, and end with
+    the backward: compute need not wait for a sum over replicas, nor the host for what it reads.
+    """
 
     def __init__(self, context: StepContext, is_large: bool) -> None:
         self._context = context
         self.is_large = is_large  # a group of the tree has inputs whose memory matters
+        self._returned: deque[Reduction] = deque()  # without inputs; older than those that run
         self._running: deque[Reduction] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._running)
+        return bool(self._running or self._returned)
 
     def reduce(self, owner: Reducer, settings: Settings, with_graph: bool) -> bool:
         """Reduce a group's gradients, or accumulate them; return whether a reduction has begun."""
         while self._is_full_for(owner, settings):  # before it packs gradients
             self._complete_oldest()
+        if any(reduction.owner is owner for reduction in self._returned):
+            self.settle()
         reduction = owner.reduce(settings, self._context, with_graph)
         if reduction is None:
             return False
@@ -662,7 +729,23 @@ class ReductionQueue:
         if self._context.streams.async_op:
             reduction.advance()
             reduction.finish()
+        elif reduction.can_end_later:
+            reduction.return_inputs()
+            self._returned.append(reduction)
+            if reduction.holds_sum and not reduction.needs_host and len(self._returned) > 1:
+                self._returned.popleft().wait()
+            return
+        self.settle()
         reduction.wait()
+
+    def settle(self) -> None:
+        """Set the gradients of those that gave their inputs back."""
+        # a lane runs in order: what is before the last one in it is over then, too
+        last = {reduction.lane: reduction for reduction in self._returned if reduction.needs_host}
+        for reduction in last.values():
+            reduction.show_host()
+        while self._returned:
+            self._returned.popleft().wait(is_seen=True)
 
     def free_done(self) -> None:
         """Free the inputs of reductions that have ended.
@@ -680,13 +763,30 @@ class ReductionQueue:
                 reduction.advance()
             for reduction in self._running:
                 reduction.finish()
-        while self._running:
-            self._running.popleft().wait()
+        self._returned.extend(self._running)
+        self._running.clear()
+        self.settle()
 
     def drop(self) -> None:
         """Wait for what is in flight; gradients that are not set by then never are."""
-        while self._running:
-            self._running.popleft().abandon()
+        self._returned.extend(self._running)
+        self._running.clear()
+        while self._returned:
+            self._returned.popleft().abandon()
+
+
+def _have_hooks(params: Sequence[torch.nn.Parameter]) -> bool:
+    """True if a leaf has a hook that is told of its gradient."""
+    return any(map(torch_autograd.gradient_hooks_of, params)) or any(
+        map(torch_autograd.accumulate_hooks_of, params)
+    )
+
+
+def is_bare(params: Sequence[torch.nn.Parameter]) -> bool:
+    """True if no leaf has a gradient, or a hook that is told of one."""
+    # halves what attributes of a DTensor cost
+    with torch_dtensor.DisableTorchFunctionSubclass():
+        return not _have_hooks(params) and all(param.grad is None for param in params)
 
 
 def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) -> None:
@@ -694,9 +794,7 @@ def accumulate(params: Sequence[torch.nn.Parameter], grads: Sequence[Tensor]) ->
     try:
         # halves what attributes of a DTensor cost
         with torch_dtensor.DisableTorchFunctionSubclass():
-            have_hooks = any(map(torch_autograd.gradient_hooks_of, params)) or any(
-                map(torch_autograd.accumulate_hooks_of, params)
-            )
+            have_hooks = _have_hooks(params)
             if not have_hooks and all(param.grad is None for param in params):
                 for param, grad in zip(params, grads, strict=True):
                     param.grad = grad

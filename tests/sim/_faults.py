@@ -46,7 +46,7 @@ FAULTS = [
         "fsdp2/_comm/device_streams.py",
         "DeviceStreams.launch",
         """
-        for held in self._retired[lane]:
+        for held in retired[:-1]:
             held.hold_back(stream)
         """,
         "",
@@ -473,14 +473,14 @@ FAULTS = [
         "fsdp2/_param_group/reduce.py",
         "Reduction.wait",
         """
-        if self._flight is not None and self._grads is not None and self._waits_for_copy:
-            ...
-        elif self._flight is not None:
-            ...
+        if self.needs_host and not is_seen:
+            self._flight.synchronize()
+        else:
+            self._flight.wait()
         """,
         """
-        if self._flight is not None and self._grads is not None and self._waits_for_copy:
-            ...
+        if self.needs_host and not is_seen:
+            self._flight.synchronize()
         """,
         "An optimizer reads gradients that are still being reduced.",
         scenario="fp32",
@@ -489,7 +489,7 @@ FAULTS = [
     SimFault(
         "gradients-in-host-memory-are-not-waited-for",
         "fsdp2/_param_group/reduce.py",
-        "Reduction.wait",
+        "Reduction.show_host",
         "self._flight.synchronize()",
         "self._flight.wait()",
         "An optimizer on the host steps with gradients that have not arrived.",
@@ -500,7 +500,7 @@ FAULTS = [
         "counts-read-too-early",
         "fsdp2/_param_group/reduce.py",
         "Reduction.__init__",
-        "look or owner._residence.is_away",
+        "bool(absent) or owner._residence.is_away",
         "owner._residence.is_away",
         "The host reads how many ranks had a gradient before it has arrived: nobody's are set.",
         scenario="reach_unused_parameters",
@@ -510,8 +510,8 @@ FAULTS = [
         "host-looks-at-counts-in-every-step",
         "fsdp2/_param_group/reduce.py",
         "Reducer.reduce",
-        "missing > 0 and not settings.reduce_unused and self.hook is None",
-        "missing >= 0 and not settings.reduce_unused and self.hook is None",
+        "if settings.reduce_unused or self.hook is not None:\n    absent = []",
+        "absent = [0]",
         "The host waits in each step for what it knows already.",
         scenario="fp32",
         expected="WAIT",
@@ -688,15 +688,34 @@ FAULTS = [
         """
         if self._context.streams.async_op:
             ...
+        elif reduction.can_end_later:
+            ...
+        self.settle()
         reduction.wait()
         """,
-        """
-        if self._context.streams.async_op:
-            ...
-            reduction.wait()
-        """,
+        "",
         "A reduction that makes room for another is forgotten while it runs.",
         scenario="reach_few_reductions",
+        expected="REUSE",
+    ),
+    SimFault(
+        "inputs-given-back-while-they-are-scattered",
+        "fsdp2/_param_group/reduce.py",
+        "Reduction.return_inputs",
+        "self._scattered.wait()",
+        "",
+        "Compute packs gradients into memory that a reduce-scatter still reads.",
+        scenario="fp32",
+        expected="REUSE",
+    ),
+    SimFault(
+        "sum-over-replicas-given-back-with-the-inputs",
+        "fsdp2/_param_group/reduce.py",
+        "Reduction.return_inputs",
+        "data.shard.size > 1 and data.replicate.size == 1 and self.owner.hook is None",
+        "True",
+        "The next reduce-scatter gets memory that a sum over replicas still reads.",
+        scenario="offloaded_replicas",
         expected="REUSE",
     ),
     SimFault(
@@ -753,8 +772,8 @@ FAULTS = [
         "gradients-filled-under-a-recorded-stream",
         "fsdp2/_param_group/reduce.py",
         "Reducer.acquire",
-        "self._has_streams",
-        "not self._has_streams",
+        "self.has_streams",
+        "not self.has_streams",
         "Gradients are written over while a stream that the user recorded on them reads them.",
         scenario="gradients_recorded_on_a_stream",
         expected="RACE",
