@@ -17,6 +17,7 @@ from fsdp2._base.containers import visit_tensors
 from fsdp2._base.torch_modes import DispatchMode
 from fsdp2._pages.content import COMPUTE, GATHER, REDUCE, Span
 from fsdp2._plan.hardware import Hardware, bandwidth_of, flops_of, seconds_of
+from fsdp2._plan.lanes import LaneClock
 
 aten = torch.ops.aten
 TAKES_NOTHING = {  # memory is taken, and not written
@@ -62,8 +63,10 @@ class Clock:
             self.spans.append(Span(COMPUTE, self._labelled, self._began, self.now))
         self._began = self.now
 
-    def send(self, kind: str, unit: str, nbytes: int, ranks: int, stride: int) -> Sent:
-        """Queue a collective on its link."""
+    def send(
+        self, kind: str, unit: str, nbytes: int, ranks: int, stride: int, pieces: int = 1
+    ) -> Sent:
+        """Queue a collective on its link; ``pieces`` of a host's take no more than one."""
         link = bandwidth_of(self.hardware, ranks, stride)
         began = max(self._free_at.get(link, 0.0), self.now)
         ended = began + seconds_of(self.hardware, kind, nbytes, ranks, stride)
@@ -78,6 +81,18 @@ class Clock:
             self._end_compute()
             self.spans.append(Span(COMPUTE, "waits", self.now, until, cause=cause))
             self.now = self._began = until
+
+    def mark(self) -> float:
+        """Return what ``time_of`` tells the time of: now."""
+        return self.now
+
+    def time_of(self, mark: float) -> float:
+        return mark
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took, after ``finish``."""
+        return self.now
 
     def restart(self) -> None:
         """Forget what was; a step begins at 0, with idle links."""
@@ -108,7 +123,7 @@ class Sent:
 class ComputeTime(DispatchMode):
     """Move a clock by what operations take: products by their operations, all by their bytes."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock | LaneClock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self._clock = clock
 

@@ -6,9 +6,10 @@ fake. It must not know what is made of a run.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from fsdp2._comm.wire import Wire
 from fsdp2._engine.between_steps import units_below
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._plan.clock import Clock
+from fsdp2._plan.lanes import LaneClock
 from fsdp2._plan.watch import COMMUNICATION, GATHERED, GRADIENTS, MemoryWatch
 
 NAMES = {1: ("shard",), 2: ("replicate", "shard")}
@@ -42,9 +44,13 @@ class Nowhere(Wire):
     collectives take, because then a plan is one of CPU ranks.
     """
 
-    def __init__(self, group: ParamGroup, watch: MemoryWatch, clock: Clock | None) -> None:
+    def __init__(
+        self, group: ParamGroup, watch: MemoryWatch, clock: Clock | LaneClock | None
+    ) -> None:
         super().__init__()
         self.take_over(group.wire)
+        self.keeps_landing = not isinstance(clock, LaneClock)
+        self._pieces: list[int] | None = None  # of collectives that are issued as one
         self._group = group
         self._watch = watch
         self._clock = clock
@@ -77,10 +83,40 @@ class Nowhere(Wire):
     def all_reduce(self, tensor: Tensor, op: Any, axis: MeshAxis, async_op: bool) -> Any:
         return self._send("all_reduce", tensor.nbytes, axis, REPLICATE)
 
-    def _send(self, kind: str, nbytes: int, axis: MeshAxis, role: str) -> Any:
+    def all_gather_each(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], axis: MeshAxis, async_op: bool
+    ) -> Any:
+        with self._joining():
+            work = super().all_gather_each(pairs, axis, async_op)
+        return self._send_pieces("all_gather", axis, work)
+
+    def reduce_scatter_each(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], op: Any, axis: MeshAxis, async_op: bool
+    ) -> Any:
+        with self._joining():
+            work = super().reduce_scatter_each(pairs, op, axis, async_op)
+        return self._send_pieces("reduce_scatter", axis, work)
+
+    @contextlib.contextmanager
+    def _joining(self) -> Iterator[None]:
+        """Let what is sent inside be one collective, where a device's backend makes it one."""
+        self._pieces = [] if isinstance(self._clock, LaneClock) else None
+        yield
+
+    def _send_pieces(self, kind: str, axis: MeshAxis, work: Any) -> Any:
+        pieces, self._pieces = self._pieces, None
+        if pieces:
+            self._send(kind, sum(pieces), axis, SHARD, len(pieces))
+        return work
+
+    def _send(self, kind: str, nbytes: int, axis: MeshAxis, role: str, pieces: int = 1) -> Any:
         if self._clock is None:
             return None
-        return self._clock.send(kind, self._group.fqn, nbytes, axis.size, self._strides[role])
+        if self._pieces is not None:
+            self._pieces.append(nbytes)
+            return None
+        stride = self._strides[role]
+        return self._clock.send(kind, self._group.fqn, nbytes, axis.size, stride, pieces)
 
 
 class _Holding:

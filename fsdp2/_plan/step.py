@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,11 +32,13 @@ from fsdp2._plan.clock import Clock, ComputeTime
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import Nowhere, groups_of
+from fsdp2._plan.lanes import ImaginedLanes, LaneClock
 from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, StepPlan
 from fsdp2._plan.watch import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryWatch
 
-STEPS = 2
-"""What is predicted is the last of so many: in the first one the engine learns."""
+STEPS, MOST_STEPS = 2, 5
+"""What is predicted is the last of so many: in the first one the engine learns, and in a few more
+where a part of a root is read past its modules."""
 OPTIMIZER_WANTED = "a class or function that makes an optimizer of parameters, or None"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
@@ -52,18 +55,23 @@ class StepRun:
         self.model = model
         self.watch = MemoryWatch()
         self._observed: set[Runtime] = set()
-        self.clock = None if hardware is None else Clock(hardware)
+        self.clock = None if hardware is None else _clock_for(hardware)
         self.groups: list[ParamGroup] = groups_of(model)
         self._events: list[events.Event] = []
-        self._points: list[MemoryPoint] = []
+        self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
         self._running: list[str] = []  # units, the innermost last
+        if isinstance(self.clock, LaneClock):
+            lanes = ImaginedLanes(self.clock)
+            for unit in units_below(model):
+                unit.streams = lanes
+            for group in self.groups:
+                group.reducer.has_streams = True
         for group in self.groups:
             group.reducer.wire = Nowhere(group, self.watch, self.clock)
             group.rewire()
             if hardware is not None:
-                group.send_zero_copy(
-                    capabilities(torch.device(hardware.device_type)).zero_copy_nbytes
-                )
+                device = torch.device(hardware.device_type)
+                group.send_zero_copy(capabilities(device).zero_copy_from(group.data.shard.size))
 
     def recompute(self) -> None:
         """Keep no activations of the units below the root: backward computes them again."""
@@ -80,7 +88,7 @@ class StepRun:
         stepped = None
         with watch.following_resizes(), self._following_units():
             self._tag_kept()
-            for number in range(STEPS):
+            for number in itertools.count():
                 self.model.zero_grad()
                 start = self._begin_step()
                 with contextlib.ExitStack() as modes:
@@ -94,25 +102,29 @@ class StepRun:
                     self._tag_made()
                     if optimizer is not None:
                         stepped = self._prepare(optimizer)
+                if number + 1 >= STEPS and (self._is_steady or number + 1 >= MOST_STEPS):
+                    break
             if clock is not None:
                 clock.finish()
-            peak = max(point.peak_nbytes for point in self._points)
+            peak = max(point.peak_nbytes for point, _ in self._points)
             highest = 0 if stepped is None else self._step_optimizer(stepped)
         return self._told(start, peak, highest, 0 if stepped is None else stepped.nbytes)
 
     def _told(self, start: int, peak: int, optimizer_peak: int, state_nbytes: int) -> StepPlan:
+        if self.clock is not None:
+            self.clock.finish()
         sizes = {group.fqn: describe(group) for group in self.groups}
         exact = tuple(_with_stamps(event, sizes) for event in self._events)
         return StepPlan(
             kinds=KINDS,
             collectives=tuple(_collectives(exact, sizes)),
             events=exact,
-            memory=tuple(self._points),
+            memory=tuple(self._timed_points()),
             start_nbytes=start,
             peak_nbytes=peak,
             optimizer_nbytes=state_nbytes,
             optimizer_peak_nbytes=optimizer_peak,
-            seconds=None if self.clock is None else self.clock.now,
+            seconds=None if self.clock is None else self.clock.seconds,
             spans=() if self.clock is None else tuple(self.clock.spans),
         )
 
@@ -139,11 +151,21 @@ class StepRun:
 
     def _see(self, label: str) -> None:
         highest = self.watch.take_highest()
-        time = 0.0 if self.clock is None else self.clock.now
+        mark = 0.0 if self.clock is None else self.clock.mark()
         kinds = tuple(self.watch.by_kind)
-        self._points.append(
-            MemoryPoint(label, time, self.watch.nbytes, sum(highest), kinds, highest)
-        )
+        point = MemoryPoint(label, 0.0, self.watch.nbytes, sum(highest), kinds, highest)
+        self._points.append((point, mark))
+
+    def _timed_points(self) -> Iterator[MemoryPoint]:
+        for point, mark in self._points:
+            time = 0.0 if self.clock is None else self.clock.time_of(mark)  # type: ignore[arg-type]
+            yield replace(point, time=time)
+
+    @property
+    def _is_steady(self) -> bool:
+        """True if it is known of the large parts of roots whether backward reads them."""
+        runtimes = [unit.runtime for unit in units_below(self.model) if unit.is_root]
+        return all(r is None or r.parts is None or r.parts.are_known for r in runtimes)
 
     @contextlib.contextmanager
     def _following_units(self) -> Iterator[None]:
@@ -275,7 +297,11 @@ class StepRun:
         if clock is not None:
             clock.finish()
         self._see("the optimizer's step")
-        return self._points[-1].peak_nbytes
+        return self._points[-1][0].peak_nbytes
+
+
+def _clock_for(hardware: Hardware) -> Clock | LaneClock:
+    return Clock(hardware) if hardware.device_type == "cpu" else LaneClock(hardware)
 
 
 class _LocalOptimizer:
