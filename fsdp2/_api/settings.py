@@ -28,6 +28,7 @@ from fsdp2._base.arguments import (
     wrong_type,
     wrong_value,
 )
+from fsdp2._base.capabilities import ZeroCopy
 from fsdp2._base.errors import ConfigError, ConfigTypeError, StateError, coded
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import class_name
@@ -541,7 +542,8 @@ class ControlSurface:
         Args:
             min_bytes: bytes of the whole parameter in the dtype that it is computed in. ``None``:
                 all parameters of a unit share one collective, as they do with custom collectives.
-                The default is 131072 on a CPU and ``None`` on a device.
+                The default is 131072 on a CPU. On a device it is 524288 for each rank, and then
+                only where a rank's part is a multiple of 128 bytes, which NCCL moves faster.
             recurse: for the units below this one too.
 
         torch has no such method.
@@ -552,7 +554,7 @@ class ControlSurface:
         if min_bytes is not None:
             min_bytes = check_count("set_copy_free_min_bytes", "min_bytes", min_bytes)
         for group in groups_in(self, recurse):
-            group.send_zero_copy(min_bytes)
+            group.send_zero_copy(None if min_bytes is None else ZeroCopy(min_bytes))
 
     def set_gradient_wire_dtype(self, dtype: torch.dtype | None, *, recurse: bool = True) -> None:
         """Say in which dtype gradients travel in the reduce-scatter. Their sum keeps its dtype.

@@ -6,6 +6,7 @@ A new kind of device is a row here. It must not know tensors or groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +24,21 @@ clock's figures.
 """
 
 
+class ZeroCopy(NamedTuple):
+    """Which parameters travel alone: of so many bytes, of which a rank has a multiple of some."""
+
+    nbytes: int
+    row_nbytes: int = 1
+
+
+ROW_NBYTES = 128
+"""What each rank sends is a multiple of it, so that the rows of all ranks begin at one too.
+
+NCCL reads and writes 16 bytes at a time only where every pointer of a collective allows that; a
+GPU's cache lines have 128 (horovod#3727, NVIDIA/nccl#413).
+"""
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """Of one kind of device. The defaults are those of CUDA, and of kinds that are not listed."""
@@ -36,11 +52,12 @@ class Capabilities:
     zero_copy_nbytes: int | None = None
     zero_copy_piece_nbytes: int | None = ZERO_COPY_PIECE_NBYTES
 
-    def zero_copy_from(self, ranks: int) -> int | None:
-        """Return how many bytes of an unsharded parameter make it travel alone; None: no number."""
+    def zero_copy(self, ranks: int) -> ZeroCopy | None:
+        """Return which unsharded parameters travel alone unless users choose; None: none does."""
         if self.zero_copy_nbytes is not None:
-            return self.zero_copy_nbytes
-        return None if self.zero_copy_piece_nbytes is None else self.zero_copy_piece_nbytes * ranks
+            return ZeroCopy(self.zero_copy_nbytes)
+        piece = self.zero_copy_piece_nbytes
+        return None if piece is None else ZeroCopy(piece * ranks, ROW_NBYTES)
 
 
 _KINDS = {

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2._base import torch_autograd, torch_comm
-from fsdp2._base.capabilities import ZERO_COPY_NBYTES
+from fsdp2._base.capabilities import ZERO_COPY_NBYTES, ZeroCopy
 from fsdp2._base.errors import StateError
 from fsdp2._base.events import IDLE
 from fsdp2._base.observing import Observable
@@ -120,7 +120,7 @@ class GroupMemoryReduceScatter(GroupMemory, DefaultReduceScatter):
 class Wire:
     """What one group sends over: an ``AllGather`` and a ``ReduceScatter``, or what acts as one.
 
-    ``zero_copy_nbytes``: see ``ZERO_COPY_NBYTES``; ``gradient_dtype``: what gradients travel in, if
+    ``zero_copy``: which parameters travel alone; ``gradient_dtype``: what gradients travel in, if
     not in the reduce dtype. Whoever changes a wire tells its group (``ParamGroup.rewire``).
     """
 
@@ -132,7 +132,7 @@ class Wire:
         self.uses_group_memory = False  # what a copy is told
         self.is_separate = False  # gradients are reduced over a process group of their own
         self.scatter_group: dist.ProcessGroup | None = None
-        self.zero_copy_nbytes: int | None = ZERO_COPY_NBYTES
+        self.zero_copy: ZeroCopy | None = ZeroCopy(ZERO_COPY_NBYTES)
         self.gradient_dtype: torch.dtype | None = None
         self.sum_replicas: Callable[[torch.Tensor, dist.ProcessGroup], None] | None = None
         self.keeps_landing = True  # on a host what is gathered may land in memory that is kept
@@ -140,8 +140,12 @@ class Wire:
     def __getstate__(self) -> dict[str, Any]:
         """Copies carry every choice; what hangs on a process group is made again by their group."""
         gather, scatter = self.custom
+        kept = {name: value for name, value in vars(self).items() if name != "zero_copy"}
+        nbytes, row_nbytes = self.zero_copy or (None, 1)
         return {
-            **vars(self),
+            **kept,
+            "zero_copy_nbytes": nbytes,  # as numbers: a pickle names as few classes as it can
+            "zero_copy_row_nbytes": row_nbytes,
             "gather": gather,
             "scatter": scatter,
             "scatter_group": None,
@@ -150,15 +154,17 @@ class Wire:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]  # not a new object
+        state = dict(state)
+        nbytes, row_nbytes = state.pop("zero_copy_nbytes"), state.pop("zero_copy_row_nbytes", 1)
         vars(self).update({name: value for name, value in state.items() if value is not None})
-        self.zero_copy_nbytes = state["zero_copy_nbytes"]
+        self.zero_copy = None if nbytes is None else ZeroCopy(nbytes, row_nbytes)
 
     def take_over(self, wire: Wire) -> None:
         """Have the collectives and the choices of another wire, in whose place this one is put."""
         self.gather, self.scatter, self.sum_replicas = wire.gather, wire.scatter, wire.sum_replicas
         self.is_separate, self.scatter_group = wire.is_separate, wire.scatter_group
         self.uses_group_memory = wire.uses_group_memory
-        self.zero_copy_nbytes, self.gradient_dtype = wire.zero_copy_nbytes, wire.gradient_dtype
+        self.zero_copy, self.gradient_dtype = wire.zero_copy, wire.gradient_dtype
 
     def use_group_memory(self, pg: dist.ProcessGroup | None) -> None:
         """Let buffers come from a process group's own allocator."""

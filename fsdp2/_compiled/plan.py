@@ -197,10 +197,10 @@ class TracedPlan:
         """Bytes from which on a parameter is a piece of its own."""
         device = capabilities(torch.device(self.device))
         total = sum(_nbytes(item) for item in items if not item.shard.is_replicated)
-        least = device.zero_copy_from(self.size)
-        if least is None:
+        rule = device.zero_copy(self.size)
+        if rule is None:
             return total + 1
-        return max(1, min(least, total // SMALL_SHARE)) if device.is_host else least
+        return max(1, min(rule.nbytes, total // SMALL_SHARE)) if device.is_host else rule.nbytes
 
 
 def _nbytes(item: GatherItem) -> int:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from fsdp2._base import torch_tensors
+from fsdp2._base.capabilities import ROW_NBYTES
 from fsdp2._base.errors import StateError
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.wire import InFlight, Wire
 from fsdp2._param_group import packing
-from fsdp2._param_group.layout import ROW_NBYTES, GatherLayout, Packed, align
+from fsdp2._param_group.layout import GatherLayout, Packed, align
 from fsdp2._param_group.param import Span
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from fsdp2._agreement.collective_ids import CollectiveIds
 from fsdp2._base import events, torch_dtensor
-from fsdp2._base.capabilities import capabilities
+from fsdp2._base.capabilities import ZeroCopy, capabilities
 from fsdp2._base.events import BACKWARD, IDLE
 from fsdp2._base.observing import Observable
 from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy, Residence, Settings
@@ -93,7 +93,7 @@ class ParamGroup(Observable):
         self.params: list[FSDPParam] = []
         self.ids = CollectiveIds(data, device)
         self.reducer = Reducer(self.params, data, self.residence, self.ids)
-        self.wire.zero_copy_nbytes = capabilities(device).zero_copy_from(data.shard.size)
+        self.wire.zero_copy = capabilities(device).zero_copy(data.shard.size)
         self.buffers = Buffers(self.params, data, policy, self.residence, self.ids)
         self.registration = Registration(self.params)
         self.early = EarlyRelease()
@@ -112,11 +112,11 @@ class ParamGroup(Observable):
         self.buffers.number(self.wire)
         self.reducer.planner.invalidate()
 
-    def send_zero_copy(self, nbytes: int | None) -> None:
-        """Let parameters of at least ``nbytes`` travel in a collective of their own."""
-        if nbytes != self.wire.zero_copy_nbytes:
+    def send_zero_copy(self, rule: ZeroCopy | None) -> None:
+        """Let parameters that fit a rule travel in a collective of their own; None: none does."""
+        if rule != self.wire.zero_copy:
             self.reshard()
-            self.wire.zero_copy_nbytes = nbytes
+            self.wire.zero_copy = rule
             self._plan(own_sources(self.params))
 
     def enroll(self, fqn: str) -> None:

@@ -22,15 +22,11 @@ from operator import itemgetter
 
 import torch
 
+from fsdp2._base.capabilities import ROW_NBYTES, ZeroCopy
+
 ALIGN_NBYTES = 16
 """Start of a dtype segment, and of every unsharded parameter, in its flat buffer."""
 
-ROW_NBYTES = 128
-"""What each rank sends is a multiple of it, so that the rows of all ranks begin at one too.
-
-NCCL reads and writes 16 bytes at a time only where every pointer of a collective allows that; a
-GPU's cache lines have 128 (horovod#3727, NVIDIA/nccl#413).
-"""
 
 MAX_SLOTTED_NUMEL = 16384
 """Elements that a replicated parameter may take in a row, with a slot for each rank."""
@@ -120,11 +116,13 @@ class ShardLayout:
         """True if all padded shards, one after another, are the tensor followed by padding."""
         return self.dim == 0 and self.stride == contiguous_stride(self.shape)
 
-    def goes_alone(self, dtype: torch.dtype, nbytes: int | None) -> bool:
-        """True if it is rank-major and has so many bytes that it may be zero-copy; None: never."""
-        if nbytes is None or self.size == 1 or not self.is_rank_major:
+    def goes_alone(self, dtype: torch.dtype, rule: ZeroCopy | None) -> bool:
+        """True if it is rank-major and large enough to be zero-copy; None: never."""
+        if rule is None or self.size == 1 or not self.is_rank_major:
             return False
-        return self.numel * dtype.itemsize >= max(1, nbytes)
+        if self.padded_numel * dtype.itemsize % rule.row_nbytes:
+            return False  # rows that lie where they are used cannot be filled up
+        return self.numel * dtype.itemsize >= max(1, rule.nbytes)
 
     def start(self, rank: int) -> int:
         """First row of a rank's shard."""
@@ -212,18 +210,18 @@ class GatherLayout:
         items: Sequence[GatherItem],
         size: int,
         full_sizes: Sequence[int] = (),
-        zero_copy_nbytes: int | None = None,
+        zero_copy: ZeroCopy | None = None,
     ) -> GatherLayout:
         """Place every item: packed, then zero-copy, then replicated; equal dtypes side by side.
 
         ``full_sizes`` are the sizes of other axes over which the same parameters are gathered into
-        the same full buffer: room is left for the padding of each. Rank-major parameters of at
-        least ``zero_copy_nbytes`` are zero-copy; None: none is.
+        the same full buffer: room is left for the padding of each. Rank-major parameters that
+        fit ``zero_copy`` travel alone; None: none does.
         """
         is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
 
         is_zero_copy = [
-            not item.is_tail and item.shard.goes_alone(item.compute_dtype, zero_copy_nbytes)
+            not item.is_tail and item.shard.goes_alone(item.compute_dtype, zero_copy)
             for item in items
         ]
 
@@ -294,23 +292,23 @@ class GatherLayout:
         size: int,
         numel: int,
         full_sizes: Sequence[int] = (),
-        zero_copy_nbytes: int | None = None,
+        zero_copy: ZeroCopy | None = None,
     ) -> GatherLayout:
         """The same with a tail of at least ``numel`` elements, which fills rows up.
 
         No tail where nothing is sent.
         """
-        layout = GatherLayout.plan(items, size, full_sizes, zero_copy_nbytes)
+        layout = GatherLayout.plan(items, size, full_sizes, zero_copy)
         tail = layout.tail_item(numel)
         if tail is None:
             return layout
-        found = GatherLayout.plan([*items, tail], size, full_sizes, zero_copy_nbytes)
+        found = GatherLayout.plan([*items, tail], size, full_sizes, zero_copy)
         missing = -found.packed_nbytes % ROW_NBYTES
         if not missing:  # of several segments, too: these end with a gap
             return found
         longer = layout.tail_item(numel + missing // tail.compute_dtype.itemsize)
         assert longer is not None
-        return GatherLayout.plan([*items, longer], size, full_sizes, zero_copy_nbytes)
+        return GatherLayout.plan([*items, longer], size, full_sizes, zero_copy)
 
     @cached_property
     def casts(self) -> bool:
@@ -447,28 +445,28 @@ class ReduceLayout:
         dtype: torch.dtype,
         tail_numel: int = 0,
         wire_dtype: torch.dtype | None = None,
-        zero_copy_nbytes: int | None = None,
+        zero_copy: ZeroCopy | None = None,
         row_nbytes: int = 1,
     ) -> ReduceLayout:
         """Place the trainable parameters ``members`` (indices into the group).
 
-        A row of the packed input is a multiple of ``row_nbytes``. Rank-major ones of at least
-        ``zero_copy_nbytes`` whose rows divide evenly are zero-copy; None: none is.
+        A row of the packed input is a multiple of ``row_nbytes``. Rank-major ones that fit
+        ``zero_copy``, and whose rows divide evenly, travel alone; None: none does.
         """
         sent_as = wire_dtype or dtype
 
-        zero_copy = [
+        alone = [
             position
             for position, shard in enumerate(shards)
-            if shard.goes_alone(sent_as, zero_copy_nbytes) and shard.shape[0] % size == 0
+            if shard.goes_alone(sent_as, zero_copy) and shard.shape[0] % size == 0
         ]
         offsets, slotted, end = [0] * len(shards), [False] * len(shards), 0
-        for position in zero_copy:
+        for position in alone:
             offsets[position] = end
             end += shards[position].padded_numel
         packed_start = end
         for position, shard in enumerate(shards):
-            if position in zero_copy:
+            if position in alone:
                 continue
             offsets[position] = end
             slotted[position] = shard.is_replicated and 1 < size <= MAX_SLOTTED_NUMEL // (
@@ -483,7 +481,7 @@ class ReduceLayout:
             shards=tuple(shards),
             offsets=tuple(offsets),
             slotted=tuple(slotted),
-            zero_copy=tuple(zero_copy),
+            zero_copy=tuple(alone),
             packed_start=packed_start,
             tail_start=end,
             tail_gap=0,

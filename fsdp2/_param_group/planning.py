@@ -291,7 +291,7 @@ def _with_stamp(
     items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None, wire: Wire
 ) -> GatherLayout:
     """Plan a layout with room for a stamp, if there is one, behind the parameters."""
-    zero_copy = wire.zero_copy_nbytes
+    zero_copy = wire.zero_copy
     if stamp is None:
         return GatherLayout.plan(items, size, others, zero_copy)
     return GatherLayout.plan_with_tail(items, size, stamp.numel, others, zero_copy)

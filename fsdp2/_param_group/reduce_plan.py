@@ -19,12 +19,13 @@ from torch.distributed import ReduceOp
 
 from fsdp2._agreement.collective_ids import CollectiveIds
 from fsdp2._agreement.operation_ids import Signature
+from fsdp2._base.capabilities import ROW_NBYTES
 from fsdp2._base.errors import StateError
 from fsdp2._base.policy import Residence, Settings
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import Wire
 from fsdp2._param_group import gradient_packing
-from fsdp2._param_group.layout import ROW_NBYTES, ReduceLayout
+from fsdp2._param_group.layout import ReduceLayout
 from fsdp2._param_group.param import FSDPParam
 
 
@@ -160,7 +161,7 @@ class ReducePlanner:
             dtype,
             len(members) + self._ids.reductions.numel,
             wire_dtype,
-            wire.zero_copy_nbytes if as_it_is and wire.scatters_zero_copy else None,
+            wire.zero_copy if as_it_is and wire.scatters_zero_copy else None,
             ROW_NBYTES,
         )
         is_renumbered = self._number(layout, wire)

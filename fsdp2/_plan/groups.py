@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from fsdp2._agreement.operation_ids import GATHER_STAMP_NUMEL, STAMP_NUMEL
 from fsdp2._base import torch_dtensor
+from fsdp2._base.capabilities import ROW_NBYTES
 from fsdp2._param_group.buffers import ShardBuffer
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.layout import ROW_NBYTES, GatherItem, GatherLayout
+from fsdp2._param_group.layout import GatherItem, GatherLayout
 from fsdp2._param_group.param import FSDPParam
 from fsdp2._plan.values import GroupPlan, ParamPlan
 
@@ -20,7 +21,7 @@ def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
     if buffer.tail is not None:
         return layout
     others = () if smaller is None else (smaller.shard.size,)
-    zero_copy = group.wire.zero_copy_nbytes
+    zero_copy = group.wire.zero_copy
     return GatherLayout.plan_with_tail(
         layout.items, layout.size, GATHER_STAMP_NUMEL, others, zero_copy
     )

@@ -71,7 +71,7 @@ class StepRun:
             group.rewire()
             if hardware is not None:
                 device = torch.device(hardware.device_type)
-                group.send_zero_copy(capabilities(device).zero_copy_from(group.data.shard.size))
+                group.send_zero_copy(capabilities(device).zero_copy(group.data.shard.size))
 
     def recompute(self) -> None:
         """Keep no activations of the units below the root: backward computes them again."""

@@ -118,7 +118,7 @@ def settings_of(model: Any) -> list[Any]:
             wire = group.wire
             settings = replace(unit.settings, forward_prefetch=None, backward_prefetch=None)
             found.append([name, settings, *ahead, type(wire.gather), type(wire.scatter)])
-            found[-1] += [wire.sum_replicas is None, wire.zero_copy_nbytes, wire.gradient_dtype]
+            found[-1] += [wire.sum_replicas is None, wire.zero_copy, wire.gradient_dtype]
             found[-1] += [
                 wire.is_separate,
                 group.reducer.hook,

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
+from fsdp2._base.capabilities import ZeroCopy
 from fsdp2._comm import gloo_p2p
 from fsdp2._engine.tree import unit_of
 from tests._local_sgd import LocalSGD
@@ -335,5 +336,5 @@ def test_copies_keep_the_choice() -> None:
     model.set_gradient_wire_dtype(torch.bfloat16)
     other = copy.deepcopy(model)
     unit = unit_of(other)
-    assert unit.own_groups[0].wire.zero_copy_nbytes == 1
+    assert unit.own_groups[0].wire.zero_copy == ZeroCopy(1)
     assert unit.own_groups[0].wire.gradient_dtype == torch.bfloat16

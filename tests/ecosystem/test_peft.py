@@ -12,9 +12,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp2._agreement.operation_ids import STAMP_NUMEL
+from fsdp2._base.capabilities import ROW_NBYTES
 from fsdp2._base.events import Event, listen
 from fsdp2._engine.tree import unit_of
-from fsdp2._param_group.layout import ROW_NBYTES, align
+from fsdp2._param_group.layout import align
 from tests._models import Case, seeded
 from tests._parity import assert_same, bits, names_of, whole
 from tests._pool import ranks

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2._base.capabilities import ZERO_COPY_NBYTES
+from fsdp2._base.capabilities import ZERO_COPY_NBYTES, ZeroCopy
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._comm.mesh import ABSENT_AXIS, DataMesh, MeshAxis
 from fsdp2._comm.wire import Streams, _joined
@@ -241,7 +241,7 @@ class LoopbackGroup:
         self.modules: list[nn.Module] = []
         self.groups: list[ParamGroup] = []
         comm = LoopbackComm()
-        comm.zero_copy_nbytes = zero_copy_nbytes
+        comm.zero_copy = None if zero_copy_nbytes is None else ZeroCopy(zero_copy_nbytes)
         for data in data_meshes(shard, replicate, device):
             own = copy.deepcopy(module)
             group = ParamGroup(data, policy, data.device)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fsdp2._base.capabilities import ZeroCopy
 from fsdp2._param_group.layout import GatherItem, ShardLayout, contiguous_stride
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -81,5 +82,7 @@ def specs(draw: st.DrawFn, *, differentiable: bool = False) -> Spec:
 
 groups_of_specs = st.lists(specs(), min_size=1, max_size=5)
 
-zero_copy_sizes = st.sampled_from([None, 1, 40, 400])
+zero_copy_rules = st.sampled_from(
+    [None, ZeroCopy(1), ZeroCopy(40), ZeroCopy(400), ZeroCopy(40, 16), ZeroCopy(1, 128)]
+)
 """Bytes from which a parameter travels by itself; None: none does."""

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp2._base.capabilities import ROW_NBYTES, ZeroCopy
 from fsdp2._param_group.layout import (
     ALIGN_NBYTES,
     MAX_SLOTTED_NUMEL,
-    ROW_NBYTES,
     GatherItem,
     GatherLayout,
     ReduceLayout,
@@ -23,7 +23,7 @@ from fsdp2._param_group.layout import (
     full_nbytes,
 )
 from tests.unit._loopback import chunk_of
-from tests.unit._strategies import Spec, groups_of_specs, rank_counts, specs, zero_copy_sizes
+from tests.unit._strategies import Spec, groups_of_specs, rank_counts, specs, zero_copy_rules
 
 
 def plain(shape: tuple[int, ...], size: int, dim: int | None = 0) -> ShardLayout:
@@ -104,9 +104,26 @@ def assert_disjoint(ranges: list[tuple[int, int]], nbytes: int) -> None:
     assert end <= nbytes, "a parameter ends behind the buffer"
 
 
-@given(groups_of_specs, rank_counts, zero_copy_sizes)
+@given(groups_of_specs, rank_counts, st.sampled_from([16, ROW_NBYTES]))
+def test_rows_that_travel_alone_are_multiples_where_asked(
+    group: list[Spec], size: int, row_nbytes: int
+) -> None:
+    """They cannot be filled up, so a parameter whose rows are none travels with others."""
+    items = [spec.item(size) for spec in group]
+    any_rows = GatherLayout.plan(items, size, (), ZeroCopy(1))
+    layout = GatherLayout.plan(items, size, (), ZeroCopy(1, row_nbytes))
+    fitting = {i for i in any_rows.zero_copy if any_rows.padded_nbytes(i) % row_nbytes == 0}
+    assert set(layout.zero_copy) == fitting
+    shards, dtype = [spec.over(size) for spec in group], torch.float32
+    reduced = ReduceLayout.plan(
+        range(len(group)), shards, size, dtype, 0, None, ZeroCopy(1, row_nbytes)
+    )
+    assert all(shards[p].padded_numel * 4 % row_nbytes == 0 for p in reduced.zero_copy)
+
+
+@given(groups_of_specs, rank_counts, zero_copy_rules)
 def test_offsets_are_aligned_disjoint_and_inside(
-    group: list[Spec], size: int, zero_copy: int | None
+    group: list[Spec], size: int, zero_copy: ZeroCopy | None
 ) -> None:
     items = [spec.item(size) for spec in group]
     layout = GatherLayout.plan(items, size, (), zero_copy)
@@ -132,9 +149,9 @@ def test_offsets_are_aligned_disjoint_and_inside(
     assert_disjoint(full, layout.full_nbytes)
 
 
-@given(groups_of_specs, rank_counts, zero_copy_sizes)
+@given(groups_of_specs, rank_counts, zero_copy_rules)
 def test_what_is_sent_divides_into_the_wires_elements(
-    group: list[Spec], size: int, zero_copy: int | None
+    group: list[Spec], size: int, zero_copy: ZeroCopy | None
 ) -> None:
     items = [spec.item(size) for spec in group]
     layout = GatherLayout.plan(items, size, (), zero_copy)
@@ -150,9 +167,9 @@ def test_what_is_sent_divides_into_the_wires_elements(
         assert layout.gather_nbytes == 0
 
 
-@given(groups_of_specs, rank_counts, zero_copy_sizes)
+@given(groups_of_specs, rank_counts, zero_copy_rules)
 def test_segments_cover_every_piece_once(
-    group: list[Spec], size: int, zero_copy: int | None
+    group: list[Spec], size: int, zero_copy: ZeroCopy | None
 ) -> None:
     items = [spec.item(size) for spec in group]
     layout = GatherLayout.plan(items, size, (), zero_copy)
@@ -262,9 +279,9 @@ def test_reduce_layout_places_members_behind_each_other(group: list[Spec], size:
 # --- rows of what is sent -------------------------------------------------------------------------
 
 
-@given(groups_of_specs, rank_counts, zero_copy_sizes, st.integers(1, 40))
+@given(groups_of_specs, rank_counts, zero_copy_rules, st.integers(1, 40))
 def test_packed_rows_of_a_gather_begin_at_cache_lines(
-    group: list[Spec], size: int, zero_copy: int | None, numel: int
+    group: list[Spec], size: int, zero_copy: ZeroCopy | None, numel: int
 ) -> None:
     items = [spec.item(size) for spec in group]
     layout = GatherLayout.plan_with_tail(items, size, numel, (), zero_copy)
@@ -308,9 +325,9 @@ def test_the_full_buffer_has_room_for_the_tails_of_two_axes(
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 
 
-@given(groups_of_specs, rank_counts, st.sampled_from(DTYPES), zero_copy_sizes, st.integers(0, 40))
+@given(groups_of_specs, rank_counts, st.sampled_from(DTYPES), zero_copy_rules, st.integers(0, 40))
 def test_packed_rows_of_a_reduction_begin_at_cache_lines(
-    group: list[Spec], size: int, dtype: torch.dtype, zero_copy: int | None, tail: int
+    group: list[Spec], size: int, dtype: torch.dtype, zero_copy: ZeroCopy | None, tail: int
 ) -> None:
     shards = [spec.over(size) for spec in group]
     plain = ReduceLayout.plan(range(len(group)), shards, size, dtype, tail, None, zero_copy)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fsdp2._base.capabilities import ZeroCopy
 from fsdp2._param_group import gradient_packing, packing
 from fsdp2._param_group.layout import GatherLayout, ReduceLayout
 from tests.unit._loopback import chunk_of, same_bits
@@ -19,7 +20,7 @@ from tests.unit._strategies import (
     rank_counts,
     specs,
     whole_numbers,
-    zero_copy_sizes,
+    zero_copy_rules,
 )
 
 CPU = torch.device("cpu")
@@ -70,9 +71,9 @@ def fill(full: Tensor, sends: list[Tensor], rank: int, layout: GatherLayout, apa
 # --- gather ---------------------------------------------------------------------------------------
 
 
-@given(groups_of_specs, rank_counts, st.integers(0, 99), zero_copy_sizes, st.booleans())
+@given(groups_of_specs, rank_counts, st.integers(0, 99), zero_copy_rules, st.booleans())
 def test_gathered_parameters_are_the_original_ones(
-    group: list[Spec], size: int, seed: int, zero_copy: int | None, apart: bool
+    group: list[Spec], size: int, seed: int, zero_copy: ZeroCopy | None, apart: bool
 ) -> None:
     """Values bit for bit, dtypes as computed, strides as they were, on every rank."""
     wholes = [spec.make(seed + index) for index, spec in enumerate(group)]
@@ -209,17 +210,17 @@ def reductions(
     return group, grad_dtype, reduce_dtype, size, present
 
 
-@given(reductions(), zero_copy_sizes)
+@given(reductions(), zero_copy_rules)
 def test_reduced_gradients_are_chunks_of_the_sum(
     drawn: tuple[list[Spec], torch.dtype, torch.dtype, int, list[list[bool]]],
-    zero_copy: int | None,
+    zero_copy: ZeroCopy | None,
 ) -> None:
     group, grad_dtype, reduce_dtype, size, present = drawn
     shards = [spec.over(size) for spec in group]
     members = range(len(group))
     zero_copy = zero_copy if grad_dtype == reduce_dtype else None
     layout = ReduceLayout.plan(
-        members, shards, size, reduce_dtype, len(members), zero_copy_nbytes=zero_copy
+        members, shards, size, reduce_dtype, len(members), zero_copy=zero_copy
     )
     grads = [
         [whole_numbers(spec.shape, grad_dtype, 100 * rank + i) for i, spec in enumerate(group)]
