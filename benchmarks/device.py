@@ -49,7 +49,7 @@ DEPTHS = (4, 8)
 WARMUP = (
     8  # after three steps parts of a root are known, and what ranks tell each other is learnt anew
 )
-LIBRARIES = ("plain", "torch", "torch tuned", "fsdp2", "fsdp2 split")
+VARIANTS = ("plain", "ddp", "torch", "torch tuned", "fsdp2", "fsdp2 split")
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,16 @@ def measure_case(case: Case, libraries: Sequence[str], costs: Costs) -> list[Fig
     return figures
 
 
+def _variants_of(case: Case, libraries: Sequence[str]) -> list[str]:
+    """Return the variants of chosen libraries that a case has: DDP replicates, and keeps all."""
+    plain = Case(case.shape, case.mesh, case.tokens) == case and len(case.mesh) == 1
+    return [
+        name
+        for name in VARIANTS
+        if name.removesuffix(" split") in libraries and (name != "ddp" or plain)
+    ]
+
+
 def measure(arguments: argparse.Namespace) -> Measured:
     if arguments.check:
         return check()
@@ -237,7 +247,7 @@ def measure(arguments: argparse.Namespace) -> Measured:
     figures: list[Figure] = []
     for case in all_cases():
         if not arguments.cases or any(part in case.name for part in arguments.cases):
-            figures += measure_case(case, arguments.variants, costs)
+            figures += measure_case(case, _variants_of(case, arguments.libraries), costs)
     settings = {
         "machine": MACHINE.name,
         "depths": list(DEPTHS),
@@ -249,9 +259,6 @@ def measure(arguments: argparse.Namespace) -> Measured:
 if __name__ == "__main__":
     parser = make_parser("device", __doc__)
     parser.add_argument("--cases", nargs="*", help="parts of the names of cases; all, if not given")
-    parser.add_argument(
-        "--variants", nargs="*", choices=LIBRARIES, default=list(LIBRARIES), help="libraries"
-    )
     parser.add_argument("--check", action="store_true", help="check the clock instead")
     parser.add_argument("--straggler-us", type=float, default=0.0, help="how late other ranks are")
     run("device", __doc__, measure, parser)

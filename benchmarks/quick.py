@@ -6,8 +6,9 @@
 
 A check ends with 1 if a gated figure is more than 10 % worse, and with 77 (skipped) where figures
 cannot be compared: another torch, or one for a GPU. Benchmarks that depend on the interpreter's
-build are left out where that differs, `host` where valgrind is missing. To accept a figure that
-became worse for a good reason, run --save and commit the results with that reason.
+build are left out where that differs, `host` where valgrind is missing, `device` without a C++
+compiler. To accept a figure that became worse for a good reason, run --save and commit the results
+with that reason.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from benchmarks import _callgrind
 from benchmarks._models import OURS
 from benchmarks._report import REPOSITORY, RESULTS, Result, find_origin
 from benchmarks.compare import TOLERANCE, compare, show
+from tests._sim._build import NoCompilerError, compiler
 
 # The longest first: two run at a time.
-BENCHMARKS = ("host", "scale", "peak", "link", "copies", "wire", "ops")
+BENCHMARKS = ("host", "scale", "device", "peak", "link", "copies", "wire", "ops")
 NEED_SAME_INTERPRETER = ("host", "scale")
 PARALLEL = 2
 SKIPPED = 77
@@ -125,6 +127,8 @@ def find_left_out(names: Sequence[str], *, is_check: bool) -> dict[str, str]:
         path = RESULTS / f"{name}.json"
         if name == "host" and (missing := _callgrind.find_missing_tools()):
             left_out[name] = f"{' and '.join(missing)} not found"
+        elif name == "device" and (reason := find_no_compiler()):
+            left_out[name] = reason
         elif is_check and not path.exists():
             left_out[name] = "no committed result"
         elif is_check and name in NEED_SAME_INTERPRETER:
@@ -132,6 +136,15 @@ def find_left_out(names: Sequence[str], *, is_check: bool) -> dict[str, str]:
             if committed != find_origin(name).interpreter:
                 left_out[name] = f"its figures are for another interpreter ({committed})"
     return left_out
+
+
+def find_no_compiler() -> str:
+    """Return why the simulated device cannot be built here; empty if it can."""
+    try:
+        compiler()
+    except NoCompilerError as reason:
+        return str(reason)
+    return ""
 
 
 def check(results: dict[str, Result]) -> list[str]:

@@ -15,6 +15,7 @@ POOL_ONLY = {
     "tests/behaviour/test_compiled_overlap.py": "too long; test_traced.py has an overlapped step",
     "tests/docs/test_site.py": "needs the generator; a stage of CI of its own",
     "tests/pages/test_browser.py": "needs a browser",
+    "tests/sim/test_clock.py": "plays whole models; test_device_clock.py has the rules",
 }
 REMEDY = "run scripts/choose, or write a line `seconds test` into tests/default.txt"
 

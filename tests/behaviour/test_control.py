@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp2
+from fsdp2._base.events import Event, listen
 from fsdp2._engine.tree import unit_of
 from tests._models import (
     CASES,
@@ -72,6 +73,26 @@ def test_a_list_gives_a_list_back() -> None:
     assert list(result) == [first, second]
     assert isinstance(first, fsdp2.FSDPModule)
     assert isinstance(second, fsdp2.FSDPModule)
+
+
+@ranks(2)
+def test_a_unit_of_several_modules_is_gathered_once_a_pass() -> None:
+    """It stays whole between its modules, in backward too, and is reduced once."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+    reference = copy.deepcopy(model)
+    fsdp2.fully_shard([model[1], model[2], model[3]])
+    fsdp2.fully_shard(model)
+    x = torch.randn(4, WIDTH)
+    heard: list[Event] = []
+    for _ in range(2):
+        model.zero_grad()
+        with listen(heard.append):
+            model(x).square().mean().backward()
+    reference(x).square().mean().backward()
+    assert_same_gradients(model, reference, 2e-6)
+    moves = [(e.kind, e.phase) for e in heard if e.fqn == "1" and e.nbytes]
+    assert moves.count(("unshard", "forward")) == moves.count(("unshard", "backward")) == 2
+    assert moves.count(("reduce", "backward")) == 2
 
 
 @ranks(2)

@@ -10,6 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import fsdp2
+from fsdp2._engine.tree import unit_of
 from tests import _sim
 from tests._meshes import shared_mesh
 from tests._models import WIDTH, Block, each_block
@@ -118,10 +119,15 @@ def without_copies_over_a_smaller_mesh(world: World) -> Values:
 
 
 class LargeRoot(nn.Module):
-    """An embedding and a head of a MiB each, which are parts of the root, and a small norm."""
+    """An embedding and a head of a MiB each, which are parts of the root, and a small norm.
 
-    def __init__(self, tied: bool = False) -> None:
+    ``reads_weight``: the forward takes the head's weight and never calls the head, as a loss does
+    that is fused with it.
+    """
+
+    def __init__(self, tied: bool = False, reads_weight: bool = False) -> None:
         super().__init__()
+        self.reads_weight = reads_weight
         self.embed = nn.Linear(WIDTH, 20480, bias=False)
         self.mix = nn.Linear(20480, WIDTH, bias=False)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
@@ -134,7 +140,8 @@ class LargeRoot(nn.Module):
         x = self.mix(self.embed(x)) / 100
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return nn.functional.linear(x, self.head.weight) if self.reads_weight else self.head(x)
 
 
 @scenario(2, tolerance=LONG)
@@ -152,6 +159,33 @@ def parts_of_a_root_with_little_memory(world: World) -> Values:
 def parts_of_a_root_kept(world: World) -> Values:
     set_up = operator.methodcaller("set_memory", "fast")
     return train(world, LargeRoot, steps=8, unsteady=LEARNT, set_up=set_up)
+
+
+@scenario(2, slow=True, tolerance=LONG)
+def parts_of_a_root_read_by_their_weights(world: World) -> Values:
+    """Nothing tells who reads the head: after a few steps ranks ask each other no more."""
+    return train(world, lambda: LargeRoot(reads_weight=True), steps=10, unsteady=LEARNT + 2)
+
+
+@scenario(2, slow=True)
+def gathered_memory_is_given_back(world: World) -> Values:
+    """Between forward and backward, and after a step, no lane holds what it gathered."""
+    run = training(world)
+    for step in run.steps():
+        loss = run.model(run.inputs[step]).square().sum()
+        assert not held_by_lanes(run.model)
+        loss.backward()
+        assert not held_by_lanes(run.model)
+        run.update()
+    return run.values()
+
+
+def held_by_lanes(model: nn.Module) -> list[Any]:
+    unit = unit_of(model)
+    assert unit is not None
+    assert unit.runtime is not None
+    retired = getattr(unit.runtime.context.streams, "_retired", {})
+    return [held for lane in retired.values() for held in lane]
 
 
 @scenario(2, slow=True, tolerance=LONG)
