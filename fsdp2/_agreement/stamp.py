@@ -65,7 +65,7 @@ class Stamp:
         self._row = torch.empty(0, dtype=torch.float32, device=HOST)
         self._width = 0
         self._landed = torch.empty(0, dtype=torch.uint8, device=HOST)
-        self._expected = b""
+        self._expected = b""  # of each rank
         self._dtype = torch.uint8
         self._agreement.members.add(self)
 
@@ -159,7 +159,7 @@ class Stamp:
         row = torch.zeros(numel, dtype=torch.float32, device=HOST)
         row[: len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
         self._row, self._dtype, self._width = row, dtype, numel
-        self._expected = bytes(row.to(dtype).view(torch.uint8).tolist()) * self.axis.size
+        self._expected = bytes(row.to(dtype).view(torch.uint8).tolist())
         if self.seen is not None:
             self._look_late()
 
@@ -183,21 +183,20 @@ class Stamp:
         Raises:
             StateError: another rank gathered something else.
         """
-        if self.seen is None and (
-            # a fifth of the instructions of torch.equal
-            string_at(self._landed.data_ptr(), len(self._expected)) != self._expected
-        ):
+        if self.seen is not None:
+            return
+        expected = self._expected * self.axis.size  # made here: of many ranks it is large
+        # a fifth of the instructions of torch.equal
+        if string_at(self._landed.data_ptr(), len(expected)) != expected:
             self.check(self._landed.view(self._dtype).view(self.axis.size, -1))
 
     def _look_late(self) -> Tensor:
         """Return where a device's gather leaves the stamps ``[W, numel]``; look at it later."""
-        dtype = self._dtype
-        expected = torch.zeros(self.axis.size, self._width, dtype=dtype, device=HOST)
-        expected[:, : len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
-        if self.seen is None or (self.seen.dtype, self.seen.shape) != (dtype, expected.shape):
-            self.seen = torch.empty_like(expected, device=self.device)
-        self.seen.copy_(expected)  # until a gather brings others
-        self._agreement.look_late().add(self, expected)
+        row, shape = self._row.to(self._dtype), (self.axis.size, self._width)
+        if self.seen is None or (self.seen.dtype, self.seen.shape) != (self._dtype, shape):
+            self.seen = torch.empty(shape, dtype=self._dtype, device=self.device)
+        self.seen.copy_(row.expand(shape))  # until a gather brings others
+        self._agreement.look_late().add(self, self._expected, self.axis.size)
         return self.seen
 
     def check(self, seen: Tensor) -> None:

@@ -36,20 +36,22 @@ class LateLook:
     count: ClassVar[int] = 0  # of those that were made: who collects them collects again
 
     def __init__(self) -> None:
-        self._expected: weakref.WeakKeyDictionary[Seen, bytes] = weakref.WeakKeyDictionary()
-        self._parts: list[tuple[weakref.ref[Seen], bytes]] = []  # of these stamps, as copied
+        # of each stamp the row that every rank sends, and how many ranks do
+        self._expected: weakref.WeakKeyDictionary[Seen, tuple[bytes, int]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._parts: list[tuple[weakref.ref[Seen], bytes, int]] = []  # of these, as copied
         self._slots: list[Tensor] = []  # what a device leaves for each, as bytes
-        self._all = b""  # what is expected in all of them
-        self._is_known = False  # the last three are those of the stamps that live
+        self._is_known = False  # the last two are those of the stamps that live
         self._copied: Tensor | None = None  # in pinned memory
         self._event: torch.Event | None = None  # of the copy that nobody has looked at
         self._sum: tuple[Seen, int, Tensor] | None = None  # of the last reduction; holds its memory
         self._copied_sum: tuple[Seen, int, Tensor] | None = None
         LateLook.count += 1
 
-    def add(self, stamp: Seen, expected: Tensor) -> None:
-        """Look at what a device leaves in ``stamp.seen``."""
-        self._expected[stamp] = bytes(expected.view(torch.uint8).flatten().tolist())
+    def add(self, stamp: Seen, row: bytes, ranks: int) -> None:
+        """Look at what a device leaves in ``stamp.seen``: a row of each of so many ranks."""
+        self._expected[stamp] = row, ranks
         self._is_known, self._event = False, None
 
     def see_sum(self, stamp: Seen, number: int, total: Tensor) -> None:
@@ -64,13 +66,11 @@ class LateLook:
         if self._event is not None:
             return
         if not self._is_known or len(self._slots) != len(self._expected):
-            self._parts = [(weakref.ref(stamp), part) for stamp, part in self._expected.items()]
+            self._parts = [(weakref.ref(stamp), *part) for stamp, part in self._expected.items()]
             slots = [stamp.seen for stamp in self._expected]
             self._slots = [slot.view(-1).view(torch.uint8) for slot in slots if slot is not None]
-            self._all = b"".join(part for _, part in self._parts)
-            self._copied = torch.empty(
-                len(self._all), dtype=torch.uint8, device="cpu", pin_memory=True
-            )
+            nbytes = sum(len(row) * ranks for _, row, ranks in self._parts)
+            self._copied = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._is_known = True
         if self._copied is not None and self._slots:
             self._copied.copy_(torch.cat(self._slots), non_blocking=True)
@@ -96,11 +96,15 @@ class LateLook:
             reduced, number, total = self._copied_sum
             reduced.check_sum(total, number)
         copied = self._copied
-        if copied is None or string_at(copied.data_ptr(), len(self._all)) == self._all:
+        if copied is None:
             return
-        begin = 0
-        for known, expected in self._parts:
-            rows, stamp = copied[begin : begin + len(expected)], known()
-            begin += len(expected)
-            if stamp is not None and stamp.seen is not None and bytes(rows.tolist()) != expected:
+        begin, address = 0, copied.data_ptr()
+        for known, row, ranks in self._parts:
+            nbytes = len(row) * ranks
+            at, begin = begin, begin + nbytes
+            if string_at(address + at, nbytes) == row * ranks:  # held for no longer: it is large
+                continue
+            stamp = known()
+            if stamp is not None and stamp.seen is not None:
+                rows = copied[at:begin]
                 stamp.check(rows.view(stamp.seen.dtype).view(stamp.seen.shape))
