@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp2._base import capabilities
-from fsdp2._base.capabilities import Capabilities
+from fsdp2._base.capabilities import Capabilities, ZeroCopy
 from fsdp2._base.policy import CPUOffloadPolicy, Residence
 from fsdp2._comm.device_streams import streams_for
 from fsdp2._comm.wire import Streams
@@ -37,6 +37,18 @@ def test_a_row_changes_what_is_done_on_a_kind(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(capabilities._KINDS, KIND, Capabilities(pins=False))
     assert residence().is_away
     assert not residence().is_pinned
+
+
+def test_a_parameter_travels_alone_by_what_each_rank_has_of_it() -> None:
+    """On a device the bound grows with the ranks, and rows are aligned; on a host it does neither."""
+    piece = capabilities.ZERO_COPY_PIECE_NBYTES
+    device, host = (capabilities.capabilities(torch.device(kind)) for kind in (KIND, "cpu"))
+    for ranks in (1, 8, 512):
+        assert device.zero_copy(ranks) == ZeroCopy(piece * ranks, capabilities.ROW_NBYTES)
+        assert host.zero_copy(ranks) == ZeroCopy(capabilities.ZERO_COPY_NBYTES)
+    # a backend that takes one collective at a time, or none
+    for kind in ("mps", "meta"):
+        assert capabilities.capabilities(torch.device(kind)).zero_copy(8) is None
 
 
 def test_a_kind_with_one_stream_has_no_priorities() -> None:

@@ -162,6 +162,30 @@ def test_a_lane_of_the_users_is_found_by_its_number(compute: StandInStream) -> N
     assert (seen[0].stream_id, seen[0].device_index) == (theirs.stream_id, 3)
 
 
+def test_a_gather_waits_for_the_unpacking_before_the_last_one(compute: StandInStream) -> None:
+    """It runs beside the last one. Nothing is held once a pass is over."""
+    streams = DeviceStreams(torch.device("cpu"))
+    lane = streams._lanes["gather"].stream_id
+    held: list[list[bool]] = []
+
+    def gather() -> InFlight:
+        buffer = torch.zeros(3)
+        StandInEvent.watched.append(StorageWeakRef(buffer.untyped_storage()))
+        return InFlight((buffer,))
+
+    def step() -> None:
+        streams.retire("gather", streams.launch("gather", gather).buffers)
+        held.append([not buffer.expired() for buffer in StandInEvent.watched])
+
+    for _ in range(3):
+        step()
+    assert StandInStream.log == [f"{lane} waits for {compute.stream_id}: alive alive"]
+    assert held == [[True], [True, True], [False, True, True]]
+    streams.drain("gather")
+    assert len(StandInStream.log) == 3
+    assert all(buffer.expired() for buffer in StandInEvent.watched)
+
+
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
     """Let meshes of two simulated ranks exist."""
