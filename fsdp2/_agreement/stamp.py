@@ -192,7 +192,10 @@ class Stamp:
 
     def _look_late(self) -> Tensor:
         """Return where a device's gather leaves the stamps ``[W, numel]``; look at it later."""
-        row, shape = self._row.to(self._dtype), (self.axis.size, self._width)
+        shape = self.axis.size, self._width
+        # from the host, which waits until it is there: gathers may be under way in a lane
+        row = torch.zeros(self._width, dtype=self._dtype, device=HOST)
+        row[: len(self.code)] = torch.tensor(self.code, dtype=torch.float32, device=HOST)
         if self.seen is None or (self.seen.dtype, self.seen.shape) != (self._dtype, shape):
             self.seen = torch.empty(shape, dtype=self._dtype, device=self.device)
         self.seen.copy_(row.expand(shape))  # until a gather brings others

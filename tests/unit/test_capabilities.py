@@ -40,7 +40,7 @@ def test_a_row_changes_what_is_done_on_a_kind(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_parameter_travels_alone_by_what_each_rank_has_of_it() -> None:
-    """On a device the bound grows with the ranks, and rows are aligned; on a host it does neither."""
+    """On a device the bound grows with the ranks, and rows are aligned."""
     piece = capabilities.ZERO_COPY_PIECE_NBYTES
     device, host = (capabilities.capabilities(torch.device(kind)) for kind in (KIND, "cpu"))
     for ranks in (1, 8, 512):
