@@ -121,6 +121,8 @@ def _to_send(piece: GatherPiece, flats: Sequence[Tensor], device: str) -> Tensor
         flats[run.segment][run.start : run.start + run.numel].to(device, piece.dtype)
         for run in piece.runs
     ]
+    if piece.gap:
+        parts.append(parts[0].new_zeros(piece.gap))
     sent = parts[0] if len(parts) == 1 else torch.cat(parts)
     return sent if sent.dtype == piece.wire_dtype else sent.view(piece.wire_dtype)
 
@@ -239,6 +241,8 @@ def _pack(
         for position, place in enumerate(piece.positions)
     ]
     columns = [column for column in columns if column.shape[1]]
+    if piece.layout.tail_gap:  # behind the gradients, which fills a row up
+        columns.append(like.new_zeros((plan.size, piece.layout.tail_gap), dtype=plan.reduce_dtype))
     if piece.counts:
         extra = _nothing(like) if not plan.bucketed and not piece.positions else None
         columns += _counts([grad is not None for grad in grads], plan, like, extra)

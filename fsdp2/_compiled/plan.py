@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp2._base.capabilities import capabilities
+from fsdp2._base.capabilities import ROW_NBYTES, capabilities
 from fsdp2._base.policy import Overlap
 from fsdp2._param_group.layout import GatherItem, GatherLayout, ReduceLayout, ShardLayout
 
@@ -49,6 +49,7 @@ class GatherPiece:
     dtype: torch.dtype
     runs: tuple[Run, ...]
     indices: tuple[int, ...]  # of the items
+    gap: int  # elements behind them, which fill a row up
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
@@ -158,18 +159,11 @@ class TracedPlan:
                 if index >= count or start == end:
                     continue
                 piece = [(index, Run(position, start, end - start))]
-                if _nbytes(item) >= least or not self.bucketed:
+                if self._goes_alone(item, least) or not self.bucketed:
                     pieces.append(piece)
                 else:
                     small.setdefault(segment.compute_dtype, []).extend(piece)
-        return tuple(
-            GatherPiece(
-                layout.items[piece[0][0]].compute_dtype,
-                _joined([run for _, run in piece]),
-                tuple(index for index, _ in piece),
-            )
-            for piece in [*small.values(), *pieces]
-        )
+        return tuple(map(self._gather_piece, [*small.values(), *pieces]))
 
     @cached_property
     def reduces(self) -> tuple[ReducePiece, ...]:
@@ -178,7 +172,9 @@ class TracedPlan:
         least = self._least_nbytes(items)
         counts = len(items) if self.counts_used else 0
         small = [
-            p for p, one in enumerate(items) if one.shard.is_replicated or _nbytes(one) < least
+            position
+            for position, item in enumerate(items)
+            if item.shard.is_replicated or not self._goes_alone(item, least)
         ]
         if not self.bucketed:
             small = small[:1] if counts else []  # the one that counts travel with
@@ -188,10 +184,28 @@ class TracedPlan:
             pieces.insert(0, self._reduce_piece(tuple(small), counts))
         return tuple(pieces)
 
+    def _gather_piece(self, placed: Sequence[tuple[int, Run]]) -> GatherPiece:
+        indices = tuple(index for index, _ in placed)
+        dtype = self.layout.items[indices[0]].compute_dtype
+        nbytes = sum(run.numel for _, run in placed) * dtype.itemsize
+        gap = -nbytes % self._row_nbytes // dtype.itemsize
+        return GatherPiece(dtype, _joined([run for _, run in placed]), indices, gap)
+
     def _reduce_piece(self, positions: tuple[int, ...], counts: int) -> ReducePiece:
         shards = [self.shards[position] for position in positions]
-        layout = ReduceLayout.plan(positions, shards, self.size, self.reduce_dtype, len(positions))
+        layout = ReduceLayout.plan(
+            positions, shards, self.size, self.reduce_dtype, counts, row_nbytes=self._row_nbytes
+        )
         return ReducePiece(layout, positions, counts)
+
+    @property
+    def _row_nbytes(self) -> int:
+        """Bytes that a row is a multiple of, as in eager mode: a host has no use for it."""
+        return 1 if capabilities(torch.device(self.device)).is_host else ROW_NBYTES
+
+    def _goes_alone(self, item: GatherItem, least: int) -> bool:
+        row_nbytes = item.shard.padded_numel * item.compute_dtype.itemsize
+        return _nbytes(item) >= least and row_nbytes % self._row_nbytes == 0
 
     def _least_nbytes(self, items: Sequence[GatherItem]) -> int:
         """Bytes from which on a parameter is a piece of its own."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from fsdp2._base.capabilities import ROW_NBYTES
 from fsdp2._base.policy import Overlap
 from fsdp2._compiled.plan import TracedPlan
 from fsdp2._param_group.layout import GatherItem, GatherLayout, ShardLayout, contiguous_stride
@@ -14,8 +17,11 @@ BLOCK = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)
 COUNT = len(BLOCK)
 
 
-def plan(device: str, size: int) -> TracedPlan:
-    shards = [ShardLayout(shape, contiguous_stride(shape), 0, size) for shape in BLOCK]
+def plan(
+    device: str, size: int, shapes: Sequence[tuple[int, ...]] = BLOCK, counts_used: bool = False
+) -> TracedPlan:
+    shards = [ShardLayout(shape, contiguous_stride(shape), 0, size) for shape in shapes]
+    count = len(shapes)
     items = [GatherItem(shard, torch.float32, torch.bfloat16) for shard in shards]
     return TracedPlan(
         layout=GatherLayout.plan(items, size),
@@ -25,16 +31,33 @@ def plan(device: str, size: int) -> TracedPlan:
         replicate_group="",
         neighbours=None,
         recompute=False,
-        trainable=(True,) * COUNT,
-        widened=(None,) * COUNT,
+        trainable=(True,) * count,
+        widened=(None,) * count,
         reduce_dtype=torch.float32,
         gradient_wire_dtype=torch.float32,
-        grad_dtypes=(torch.bfloat16,) * COUNT,
+        grad_dtypes=(torch.bfloat16,) * count,
         scale=(1.0, 1.0),
         op="avg",
-        counts_used=False,
+        counts_used=counts_used,
         overlap=Overlap(),
     )
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("counts_used", [False, True])
+def test_rows_of_a_device_are_filled_up(size: int, counts_used: bool) -> None:
+    """Of odd shapes and two dtypes, alone or together; on a host no byte is added."""
+    shapes = [(13, 29), (1,), (7, 5), (4096, 1024), (4099, 1031)]
+    for device, row_nbytes in (("cuda", ROW_NBYTES), ("cpu", 1)):
+        found = plan(device, size, shapes, counts_used)
+        for piece in found.gathers:
+            sent = sum(run.numel for run in piece.runs)
+            assert (sent + piece.gap) * piece.dtype.itemsize % row_nbytes == 0
+            assert piece.gap * piece.dtype.itemsize < row_nbytes
+        for reduced in found.reduces:
+            assert reduced.numel * 4 % row_nbytes == 0
+            assert reduced.counts in (0, len(shapes))
+        assert sorted(i for piece in found.gathers for i in piece.indices) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
