@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fsdp2._agreement.agreement import GAVE_UP, RENEWED, Agreement, Operation, Over, Sent
+from fsdp2._agreement.agreement import (
+    GAVE_UP,
+    RENEWED,
+    Agreement,
+    Follower,
+    Operation,
+    Over,
+    Sent,
+)
 from fsdp2._agreement.operation_ids import DTYPES as SENT
 from fsdp2._agreement.operation_ids import (
     GATHER_STAMP_NUMEL,
@@ -444,3 +453,19 @@ def test_rows_may_become_longer_where_a_device_looks_later() -> None:
         assert seen.shape == (2, numel)
         assert seen[:, : len(stamp.code)].tolist() == [stamp.code] * 2
         assert not seen[:, len(stamp.code) :].any()
+
+
+def test_a_follower_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on device 0: without a word it would make a context there."""
+    chosen: list[tuple[int, bool]] = []
+    caller = threading.get_ident()
+
+    def choose(index: int) -> None:
+        chosen.append((index, threading.get_ident() != caller))
+
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", choose)
+    nobody: Any = None
+    follower = Follower(nobody, iter([None]), 0, torch.device("cuda"))
+    follower.finish()
+    assert chosen == [(3, True)]
