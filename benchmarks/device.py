@@ -2,6 +2,7 @@
 
     scripts/bench device                         the whole table, in three minutes
     scripts/bench device --cases "8B, 8 ranks"   those whose names contain this
+    scripts/bench device --pages FOLDER          a page with the time line of each library, a case
     scripts/bench device --check                 the clock itself: delays that are planted in it
 
 No kernel runs: shapes are computed, streams and events are the simulated device's, and time is what
@@ -28,8 +29,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +42,11 @@ from benchmarks._device import COMPUTE, Played
 from benchmarks._device_check import check
 from benchmarks._llama import SHAPES, Shape, Variant, build, make_step
 from benchmarks._report import Figure, Measured, make_parser, run
+from fsdp2._pages.content import COMPUTE as COMPUTE_LANE
+from fsdp2._pages.content import GATHER as GATHER_LANE
+from fsdp2._pages.content import REDUCE as REDUCE_LANE
+from fsdp2._pages.content import Page, Span, TimeLine
+from fsdp2._pages.page import write_page
 from fsdp2._plan.costs import Costs, sustained
 from fsdp2._plan.device_clock import Ran
 from fsdp2._plan.hardware import HARDWARE
@@ -46,6 +54,7 @@ from fsdp2._plan.hardware import HARDWARE
 BF16 = torch.bfloat16
 MACHINE = HARDWARE["h100-nvlink-ib"]
 DEPTHS = (4, 8)
+JOINED_S = 5e-6  # kernels so near to each other are drawn as one
 WARMUP = (
     8  # after three steps parts of a root are known, and what ranks tell each other is learnt anew
 )
@@ -156,8 +165,10 @@ def numbers_of(played: Played, peak: int) -> Numbers:
     )
 
 
-def play_case(case: Case, library: str, depth: int, mesh: DeviceMesh, costs: Costs) -> Numbers:
-    """Return the numbers of a steady step."""
+def play_case(
+    case: Case, library: str, depth: int, mesh: DeviceMesh, costs: Costs
+) -> tuple[Played, int]:
+    """Play a steady step; return it, and the most bytes above its start."""
     loaded = _device.simulator()
     gc.collect()
     model = build(library, case.shape, depth, mesh, case.variant)
@@ -172,7 +183,41 @@ def play_case(case: Case, library: str, depth: int, mesh: DeviceMesh, costs: Cos
     strides = {}
     if len(case.mesh) == 2:
         strides[_device.group_number(mesh.get_group("replicate"))] = case.mesh[1]
-    return numbers_of(_device.play(steps, costs, strides), peak)
+    return _device.play(steps, costs, strides), peak
+
+
+def write_time_lines(case: Case, played: dict[str, Played], folder: Path) -> None:
+    """Draw what ran when in steps of a few blocks: a page that a browser shows."""
+    lines = tuple(
+        TimeLine(name, (COMPUTE_LANE, GATHER_LANE, REDUCE_LANE), tuple(_spans_of(one)))
+        for name, one in played.items()
+    )
+    page = Page(
+        title=case.name,
+        subtitle=f"steps of {DEPTHS[0]} blocks on a simulated device, a model of {MACHINE.name}",
+        time_lines=lines,
+        notes=("No kernel ran: times are those of a table of costs.",),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_page(folder / f"{re.sub('[^0-9a-z]+', '-', case.name.lower())}.html", page)
+
+
+def _spans_of(played: Played) -> Iterator[Span]:
+    """Join kernels of compute that follow each other, and leave tiny ones of other streams out."""
+    kernels = sorted((r for r in played.ran if r.stream == COMPUTE), key=lambda r: r.start)
+    begin, end, label, count = 0.0, 0.0, "", 0
+    for one in [*kernels, None]:
+        if one is not None and one.label == label and one.start - end < JOINED_S:
+            end, count = one.end, count + 1
+            continue
+        if count:
+            yield Span(COMPUTE_LANE, f"{label}, {count} kernels", begin, end)
+        if one is not None:
+            begin, end, label, count = one.start, one.end, one.label, 1
+    for ran in played.ran:
+        if ran.group >= 0:
+            lane = GATHER_LANE if "gather" in ran.name else REDUCE_LANE
+            yield Span(lane, f"{ran.label}, {ran.name}", ran.start, ran.end, ran.nbytes)
 
 
 def least_communication(case: Case, costs: Costs) -> float:
@@ -198,12 +243,19 @@ def _block_numel(case: Case) -> int:
         return sum(p.numel() for p in Block(case.shape, experts=True).parameters())
 
 
-def measure_case(case: Case, libraries: Sequence[str], costs: Costs) -> list[Figure]:
+def measure_case(
+    case: Case, libraries: Sequence[str], costs: Costs, pages: Path | None
+) -> list[Figure]:
     found: dict[str, Numbers] = {}
+    shallow: dict[str, Played] = {}
     with _device.ranks(case.mesh) as mesh:
         for library in libraries:
             both = [play_case(case, library, depth, mesh, costs) for depth in DEPTHS]
-            found[library] = both[0].along(both[1], DEPTHS, case.shape.blocks)
+            shallow[library] = both[0][0]
+            low, high = (numbers_of(*one) for one in both)
+            found[library] = low.along(high, DEPTHS, case.shape.blocks)
+    if pages is not None:
+        write_time_lines(case, shallow, pages)
     least = max(found["plain"].busy, least_communication(case, costs))
     tuned = found.get("torch tuned")
     figures = []
@@ -247,7 +299,8 @@ def measure(arguments: argparse.Namespace) -> Measured:
     figures: list[Figure] = []
     for case in all_cases():
         if not arguments.cases or any(part in case.name for part in arguments.cases):
-            figures += measure_case(case, _variants_of(case, arguments.libraries), costs)
+            libraries = _variants_of(case, arguments.libraries)
+            figures += measure_case(case, libraries, costs, arguments.pages)
     settings = {
         "machine": MACHINE.name,
         "depths": list(DEPTHS),
@@ -259,6 +312,7 @@ def measure(arguments: argparse.Namespace) -> Measured:
 if __name__ == "__main__":
     parser = make_parser("device", __doc__)
     parser.add_argument("--cases", nargs="*", help="parts of the names of cases; all, if not given")
+    parser.add_argument("--pages", type=Path, help="a folder for pages with time lines")
     parser.add_argument("--check", action="store_true", help="check the clock instead")
     parser.add_argument("--straggler-us", type=float, default=0.0, help="how late other ranks are")
     run("device", __doc__, measure, parser)
