@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch._meta_registrations  # shapes of what kernels make that do not run
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._plan import costs as figures
@@ -27,10 +28,6 @@ from tests import _sim
 
 KERNEL, COPY, COLLECTIVE, RECORD, BLOCK, WAIT, LABEL = range(7)
 COMPUTE = 0  # the stream that a program begins in
-COPIES = {"to device": -1, "to host": -2}
-"""The engines that copy: each is a stream's equal, and does one copy at a time."""
-DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16)
-DTYPES += (torch.float32, torch.float64)
 BF16 = 15  # c10::ScalarType
 
 
@@ -94,6 +91,20 @@ def trace(step: Callable[[], None]) -> list[tuple[Any, ...]]:
     finally:
         steps: list[tuple[Any, ...]] = loaded.end_trace()
     return steps
+
+
+def steady(
+    model: nn.Module, step: Callable[[], None], warmup: int
+) -> tuple[list[tuple[Any, ...]], int]:
+    """Return the trace of a step after so many others, and its peak: bytes above its start."""
+    for _ in range(warmup):
+        step()
+    model.zero_grad(set_to_none=True)
+    loaded = simulator()
+    before = loaded.counts()[2]
+    loaded.reset_peak()
+    steps = trace(step)
+    return steps, loaded.counts()[3] - before
 
 
 @dataclass(frozen=True)

@@ -221,13 +221,7 @@ def compare_with_plans() -> list[Figure]:
         with _device.ranks(mesh) as ranks:
             model = build_llama(OURS, shape, DEPTH, ranks, variant)
             step = make_llama_step(model, shape, tokens, torch.device("sim"), loaded.label)
-            for _ in range(WARMUP):
-                step()
-            model.zero_grad(set_to_none=True)
-            before = loaded.counts()[2]
-            loaded.reset_peak()
-            steps = _device.trace(step)
-            peak = loaded.counts()[3] - before
+            steps, peak = _device.steady(model, step, WARMUP)
             strides = {}
             if len(mesh) == 2:
                 strides[_device.group_number(ranks.get_group("replicate"))] = mesh[1]

@@ -1,6 +1,6 @@
 """A training step on the clock of the simulated device: Llama's shapes, up to 512 ranks.
 
-    scripts/bench device                         the whole table, in three minutes
+    scripts/bench device                         the whole table, in four minutes
     scripts/bench device --cases "8B, 8 ranks"   those whose names contain this
     scripts/bench device --pages FOLDER          a page with the time line of each library, a case
     scripts/bench device --check                 the clock itself: delays that are planted in it
@@ -55,9 +55,9 @@ BF16 = torch.bfloat16
 MACHINE = HARDWARE["h100-nvlink-ib"]
 DEPTHS = (4, 8)
 JOINED_S = 5e-6  # kernels so near to each other are drawn as one
-WARMUP = (
-    8  # after three steps parts of a root are known, and what ranks tell each other is learnt anew
-)
+WARMUP = 8
+"""Steps before one is steady: after three the parts of a root are known, and then ranks learn anew
+in which order they send."""
 VARIANTS = ("plain", "ddp", "torch", "torch tuned", "fsdp2", "fsdp2 split")
 
 
@@ -173,13 +173,7 @@ def play_case(
     gc.collect()
     model = build(library, case.shape, depth, mesh, case.variant)
     step = make_step(model, case.shape, case.tokens, torch.device("sim"), loaded.label)
-    for _ in range(WARMUP):
-        step()
-    model.zero_grad(set_to_none=True)
-    before = loaded.counts()[2]
-    loaded.reset_peak()
-    steps = _device.trace(step)
-    peak = loaded.counts()[3] - before
+    steps, peak = _device.steady(model, step, WARMUP)
     strides = {}
     if len(case.mesh) == 2:
         strides[_device.group_number(mesh.get_group("replicate"))] = case.mesh[1]

@@ -695,7 +695,7 @@ class ReductionQueue:
         """Reduce a group's gradients, or accumulate them; return whether a reduction has begun."""
         while self._is_full_for(owner, settings):  # before it packs gradients
             self._complete_oldest()
-        if any(reduction.owner is owner for reduction in self._returned):
+        if self._returned and any(reduction.owner is owner for reduction in self._returned):
             self.settle()
         reduction = owner.reduce(settings, self._context, with_graph)
         if reduction is None:
@@ -735,7 +735,8 @@ class ReductionQueue:
             if reduction.holds_sum and not reduction.needs_host and len(self._returned) > 1:
                 self._returned.popleft().wait()
             return
-        self.settle()
+        if self._returned:
+            self.settle()
         reduction.wait()
 
     def settle(self) -> None:

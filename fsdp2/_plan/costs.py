@@ -1,7 +1,7 @@
 """What each thing that a device or its host does costs: the one table that clocks read.
 
-Owns figures, each with its source, and the time of one kernel, copy, collective or call. It must
-not know what happens when: ``device_clock`` does.
+Owns figures, each with its source or the word "assumed", and the time of one kernel, copy,
+collective or call. It must not know what happens when: ``device_clock`` does.
 
 Figures are of one H100 (or of what its sources measured) where a machine's description has none.
 They say how things compare, not what a cluster takes: measure that (``scripts/bench gpu``).
@@ -16,20 +16,16 @@ import torch
 from fsdp2._plan.hardware import Hardware, flops_of, seconds_of
 
 SHORTEST_KERNEL = 2e-6
-"""Seconds that a kernel takes at least: it starts, and ends. Public traces show 1.5 to 3 us."""
+"""Seconds that a kernel takes at least, to start and to end. Assumed."""
 SHARE_OF_PRODUCTS = 0.70
-"""What large products of matrices reach of a data sheet's peak.
-
-On an H100 cuBLAS reaches 600 to 750 of 989 TFLOP/s in bf16: 700 W do not feed all units at full
-clock (public measurements, 2023 to 2025).
-"""
+"""What large products of matrices reach of a data sheet's peak. Assumed, for an H100 in bf16."""
 SHARE_OF_MEMORY = 0.867
 """What copies reach of a data sheet's bandwidth: 2,903 of 3,350 GB/s on an H100.
 
 Source: aigatech/vpbenchmarking, "GPU D2D (HBM3)", 4 nodes of 8 H100, NCCL 2.24.3.
 """
 SHARE_OF_LINKS = 0.80
-"""What large all-gathers reach of a link. nccl-tests of public clusters show 0.75 to 0.85."""
+"""What large collectives reach of a link. Assumed."""
 HOST_LINK = 50e9
 """Bytes a second between the host's pinned memory and a device: PCIe 5.0 x16.
 
@@ -44,24 +40,20 @@ NCCL moves packs of 16 bytes only then (nccl#413). Horovod saw 2 ms become 7 for
 ALIGNMENT_NBYTES = 16
 
 LAUNCH = 4e-6
-"""Host seconds of one operation: dispatch, autograd's node, the launch. Public profiles: 3 to 6."""
+"""Host seconds of one operation: dispatch, autograd's node, the launch. Assumed."""
 LAUNCH_COLLECTIVE = 15e-6
-"""Host seconds of one collective: c10d's checks and records, and NCCL's own launch."""
+"""Host seconds of one collective: c10d's checks and records, and NCCL's own launch. Assumed."""
 EVENT = 0.7e-6
-"""Host seconds of recording an event, or of letting a stream wait for one."""
+"""Host seconds of recording an event, or of letting a stream wait for one. Assumed."""
 CALL = 0.12e-6
-"""Host seconds of one call that Python makes, its own or of C: what an interpreter adds.
-
-CPython 3.11 runs 400 to 700 instructions a call in a training step (callgrind, ``scripts/bench
-host``), five a nanosecond.
-"""
+"""Host seconds of one call that Python makes, of its own or of C functions. Assumed."""
 
 
 @dataclass(frozen=True)
 class Costs:
     """A machine's times, in seconds.
 
-    ``machine`` has peaks as data sheets do; ``is_peak`` says to take them as they are.
+    The figures of ``machine`` are taken as they are: ``sustained`` says what steps reach of peaks.
     ``straggler``: seconds by which other ranks are late in every collective.
     """
 

@@ -40,7 +40,6 @@ class LaneClock:
         self.stream = KERNELS
         self._costs = Costs(hardware)
         self._groups: dict[tuple[Any, ...], int] = {}  # a number for each communicator
-        self._labels: list[str] = []
         self.restart()
 
     def restart(self) -> None:

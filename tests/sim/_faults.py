@@ -690,7 +690,8 @@ FAULTS = [
             ...
         elif reduction.can_end_later:
             ...
-        self.settle()
+        if self._returned:
+            self.settle()
         reduction.wait()
         """,
         "",
@@ -813,8 +814,8 @@ FAULTS = [
         "late-look-into-pageable-memory",
         "fsdp2/_comm/late_look.py",
         "LateLook.note",
-        'torch.empty(len(self._all), dtype=torch.uint8, device="cpu", pin_memory=True)',
-        'torch.empty(len(self._all), dtype=torch.uint8, device="cpu")',
+        'torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)',
+        'torch.empty(nbytes, dtype=torch.uint8, device="cpu")',
         "The same, because a copy to pageable memory is waited for.",
         scenario="fp32",
         expected="WAIT",
