@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, cast
@@ -42,9 +43,20 @@ def make_spec(
     stride: Sequence[int],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    """Build the metadata that ``new_dtensor`` takes, once for many tensors."""
-    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    """Build the metadata that ``new_dtensor`` takes, once for all tensors that are alike."""
+    placements, shape, stride = tuple(placements), tuple(shape), tuple(stride)
+    # a spec keeps its mesh alive, so that no other mesh has the id while the spec is known; equal
+    # meshes will not do: one of them may have been destroyed
+    key = id(mesh), placements, shape, stride, dtype
+    spec = _specs.get(key)
+    if spec is None:
+        meta = TensorMeta(torch.Size(shape), stride, dtype)
+        spec = _specs[key] = DTensorSpec(mesh, placements, tensor_meta=meta)
+    return spec
+
+
+# The blocks of a model are alike: of 3,200 parameters two have a spec of their own.
+_specs: weakref.WeakValueDictionary[object, DTensorSpec] = weakref.WeakValueDictionary()
 
 
 def new_dtensor(

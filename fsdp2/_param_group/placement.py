@@ -8,6 +8,7 @@ were named, keep their places. It must not know groups, states or collectives.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,28 @@ def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> Par
     """
     named = () if data.dims is None else (*data.dims.shard_names, *data.dims.replicate_names)
     annotation = torch_spmd.annotation_of(param, fqn, data.full, named)
+    if annotation is not None or isinstance(param, DTensor):
+        return _place(param, fqn, data, dim, annotation)
+    # the placement keeps its mesh alive, so that no other has the id while it is known
+    axes = id(data.mesh), data.roles, data.shard.size
+    key = (*axes, tuple(param.shape), param.stride(), dim)
+    placement = _plain.get(key)
+    if placement is None:
+        placement = _plain[key] = _place(param, fqn, data, dim, None)
+    return placement
+
+
+# Of plain parameters: the blocks of a model are alike.
+_plain: weakref.WeakValueDictionary[object, ParamPlacement] = weakref.WeakValueDictionary()
+
+
+def _place(
+    param: torch.Tensor,
+    fqn: str,
+    data: DataMesh,
+    dim: int | None,
+    annotation: torch_spmd.Annotation | None,
+) -> ParamPlacement:
     if annotation is not None:
         param = annotation.placed(param)
     local, own = torch_dtensor.local_part(param), _own_axes(param, fqn, data)

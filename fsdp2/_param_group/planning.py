@@ -15,6 +15,7 @@ buffer and the unsharded parameters stay if dtypes allow, because a recorded gra
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -24,6 +25,7 @@ from fsdp2._agreement.collective_ids import CollectiveIds
 from fsdp2._agreement.operation_ids import Signature
 from fsdp2._agreement.stamp import Stamp
 from fsdp2._base import torch_dtensor, torch_tensors
+from fsdp2._base.capabilities import ZeroCopy
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.policy import MixedPrecisionPolicy, Residence
 from fsdp2._comm.mesh import DataMesh
@@ -121,7 +123,13 @@ class Buffers:
         ]
         smaller, stamp = self.post_forward.mesh, self._ids.gather
         others = () if smaller is None else (smaller.shard.size,)
-        layout = _with_stamp(items, self._data.shard.size, others, stamp, wire)
+        layout = _with_stamp(
+            tuple(items),
+            self._data.shard.size,
+            others,
+            None if stamp is None else stamp.numel,
+            wire.zero_copy,
+        )
         if self.home is None or not layout.has_full_of(self.home.layout):
             self.full = self.post_forward.buffer = None
         device, residence = devices.pop(), self._residence
@@ -231,7 +239,13 @@ class Buffers:
             for placement, param in zip(placements, self._params, strict=True)
         ]
         stamp, others = self._ids.gather_smaller, (self._data.shard.size,)
-        layout = _with_stamp(items, smaller.shard.size, others, stamp, wire)
+        layout = _with_stamp(
+            tuple(items),
+            smaller.shard.size,
+            others,
+            None if stamp is None else stamp.numel,
+            wire.zero_copy,
+        )
         tail = stamp if len(layout.items) > len(items) else None
         device = self._residence.compute
         buffer = ShardBuffer(layout, smaller.shard, device, is_freed=True, tail=tail)
@@ -287,11 +301,15 @@ def refuse_smaller(extended: Sequence[FSDPParam]) -> None:
         raise ConfigError("FS211", smaller_mesh_refused(extended[0].fqn))
 
 
+@functools.lru_cache(maxsize=64)  # the blocks of a model are alike
 def _with_stamp(
-    items: list[GatherItem], size: int, others: Sequence[int], stamp: Stamp | None, wire: Wire
+    items: tuple[GatherItem, ...],
+    size: int,
+    others: tuple[int, ...],
+    numel: int | None,
+    zero_copy: ZeroCopy | None,
 ) -> GatherLayout:
-    """Plan a layout with room for a stamp, if there is one, behind the parameters."""
-    zero_copy = wire.zero_copy
-    if stamp is None:
+    """Plan a layout with room for a stamp of ``numel``, if there is one, behind the parameters."""
+    if numel is None:
         return GatherLayout.plan(items, size, others, zero_copy)
-    return GatherLayout.plan_with_tail(items, size, stamp.numel, others, zero_copy)
+    return GatherLayout.plan_with_tail(items, size, numel, others, zero_copy)

@@ -63,6 +63,21 @@ def test_a_plain_parameter(line: DataMesh) -> None:
     assert placement.unsharded_spec(torch.bfloat16) is None
 
 
+def test_parameters_that_are_alike_share_their_placement_on_one_mesh(line: DataMesh) -> None:
+    """Not on an equal mesh: that may be of process groups that were destroyed."""
+    one = place(torch.empty(13, 29), "weight", line, 0)
+    assert place(torch.empty(13, 29), "other", line, 0) is one
+    assert one.sharded_spec(torch.float32) is one.sharded_spec(torch.float32)
+    assert one.sharded_spec(torch.float32) is not one.sharded_spec(torch.bfloat16)
+    for other in (torch.empty(29, 13), torch.empty(29, 13).T):
+        assert place(other, "weight", line, 0) is not one
+    assert place(torch.empty(13, 29), "weight", line, 1) is not one
+    again = DataMesh.of(init_device_mesh("cpu", (WORLD,)))
+    assert again.mesh == line.mesh
+    there = place(torch.empty(13, 29), "weight", again, 0)
+    assert there.mesh is there.sharded_spec(torch.float32).mesh is again.mesh
+
+
 @pytest.mark.parametrize(("dim", "split"), [(0, Shard(0)), (1, Shard(1)), (None, Replicate())])
 def test_a_second_axis_replicates(root: DeviceMesh, dim: int | None, split: Placement) -> None:
     data = DataMesh.of(root["replicate", "shard"])
