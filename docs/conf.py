@@ -71,6 +71,7 @@ NAVIGATION = {
             "guides/parallelism",
             "guides/activation-checkpointing",
             "guides/lora",
+            "guides/muon",
             "guides/experts",
             "guides/reinforcement-learning",
             "guides/evaluation",

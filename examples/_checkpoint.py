@@ -42,10 +42,13 @@ class Manifest:
     batch_size: int
     seed: int
     corpus_fingerprint: str
+    optimizer: str = "adamw"
 
     def differences(self, other: Manifest) -> Iterator[Difference]:
         """Yield what keeps `other` from going on here; a position may differ."""
-        for name in ("size", "sequence_length", "batch_size", "seed", "corpus_fingerprint"):
+        for name in (
+            *("size", "sequence_length", "batch_size", "seed", "corpus_fingerprint", "optimizer"),
+        ):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 yield Difference(name, mine, theirs)

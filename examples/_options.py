@@ -53,6 +53,7 @@ class Options:
     stop_at: int
     batch_size: int
     learning_rate: float
+    optimizer: str
     warmup_steps: int
     weight_decay: float
     clip_norm: float
@@ -81,6 +82,7 @@ class Options:
             batch_size=self.batch_size,
             seed=self.seed,
             corpus_fingerprint=self.corpus.fingerprint,
+            optimizer=self.optimizer,
         )
 
 
@@ -136,6 +138,12 @@ def _build_parser() -> _Parser:
     what("--batch-size", type=int, help="sequences a step, over all ranks")
     what("--sequence-length", type=int)
     what("--lr", type=float, help="peak learning rate")
+    what(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="muon: Muon for the matrices of blocks, AdamW for the rest",
+    )
     what("--warmup-steps", type=int, help="default: a twentieth of the steps")
     what("--weight-decay", type=float, default=0.1)
     what("--clip-norm", type=float, default=1.0)
@@ -203,6 +211,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         stop_at=min(given.stop_at or given.steps, given.steps),
         batch_size=given.batch_size,
         learning_rate=given.lr if given.lr is not None else preset.learning_rate,
+        optimizer=given.optimizer,
         warmup_steps=given.warmup_steps if given.warmup_steps is not None else given.steps // 20,
         weight_decay=given.weight_decay,
         clip_norm=given.clip_norm,

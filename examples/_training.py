@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 import _checkpoint
 import _interrupt
@@ -31,6 +31,7 @@ from fsdp2 import (
     MixedPrecisionPolicy,
     compile,  # noqa: A004  # torch's name for it
     fully_shard,
+    optim,
     register_fsdp_forward_method,
 )
 
@@ -104,13 +105,23 @@ def print_plan(model: nn.Module) -> None:
     )
 
 
-def build_optimizer(model: nn.Module, options: Options) -> Optimizer:
+def build_optimizer(model: Transformer, options: Options) -> Optimizer:
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    if options.optimizer == "muon":  # for what lies between embedding and head
+        inner = [parameter for parameter in model.blocks.parameters() if parameter.dim() == 2]
+        for group in groups:
+            group["params"] = [p for p in group["params"] if all(p is not one for one in inner)]
+            group |= {"cls": AdamW, "betas": (0.9, 0.95), "lr": options.learning_rate}
+        # updates as large as AdamW's, so that both go by one learning rate
+        muon = {"params": inner, "adjust_lr_fn": "match_rms_adamw", "lr": options.learning_rate}
+        groups.append({**muon, "weight_decay": options.weight_decay})
+        optimizer: Optimizer = optim.whole(Muon, groups)
+        return optimizer
     return AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
 
 

@@ -117,7 +117,12 @@ debug.UnitInfo
 debug.check_order
 debug.without_communication
 optim.EMA
+optim.Owners
+optim.from_owners
 optim.local
+optim.plan_owners
+optim.to_owners
+optim.whole
 plans.Advice
 plans.Collective
 plans.GroupPlan

@@ -232,9 +232,9 @@ class Grid:
 
     def any_is(self, flag: bool) -> bool:
         """True if the flag is set on some rank: one number for each axis travels."""
-        return bool(self._highest(int(flag))[0])
+        return bool(self.highest(int(flag))[0])
 
-    def _highest(self, *numbers: int) -> list[int]:
+    def highest(self, *numbers: int) -> list[int]:
         """Return the highest of all ranks for each number."""
         highest = list(numbers)
         for axis in self.axes:
@@ -274,7 +274,7 @@ class Grid:
         """Return the first rank's error, if any has one; or in what their arguments differ."""
         given = {name: _compared(value) for name, value in same.items()}
         digest = zlib.crc32(repr(given).encode())
-        failed, most, least = self._highest(int(error is not None), digest, -digest)
+        failed, most, least = self.highest(int(error is not None), digest, -digest)
         if not failed:
             return None if most == -least else self._difference(what, given)
         mine = None

@@ -96,7 +96,7 @@ class Grids:
         # as a method of the DTensor, detach would be planned first
         local = torch_dtensor.local_tensor(tensor).detach()
         _refuse_odd(name, local)
-        blocks = _blocks_of(name, tensor)
+        blocks = blocks_of(name, tensor)
         axes = self._axes_of_main(grid)
         if axes is not None:
             cuts = tuple((axes[axis], dim) for axis, dim in blocks.cuts if grid.counts[axis] > 1)
@@ -180,7 +180,7 @@ def _refuse_odd(name: str, tensor: Tensor) -> None:
         )
 
 
-def _blocks_of(name: str, tensor: DTensor) -> Blocks:
+def blocks_of(name: str, tensor: DTensor) -> Blocks:
     """Read placements: cuts from left to right, strided ones last and from right to left."""
     plain: list[tuple[int, int]] = []
     strided: list[tuple[int, int]] = []

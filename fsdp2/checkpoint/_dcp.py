@@ -43,7 +43,7 @@ from fsdp2.checkpoint._change import StateManifest
 from fsdp2.checkpoint._checksums import DamagedError, said
 from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed, unpacked
 from fsdp2.checkpoint._load import Source, load_full
-from fsdp2.checkpoint._optimizer_state import map_state, named_state, rekey
+from fsdp2.checkpoint._optimizer_state import map_state, named_state, rekey, settle_state
 from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbours, sync
 from fsdp2.checkpoint._reading import Reader
 from fsdp2.checkpoint._saved import METADATA, Entry, Saved, read
@@ -106,6 +106,7 @@ def save(
     state["model"] = {k: v for k, v in state["model"].items() if v is not None}
     grids = Grids([*state["model"].values()])
     main = grids.main
+    settle_state(optimizer)
     with main.together("save"):  # a rank may have states that the others have not
         if optimizer is not None:
             state["optimizer"] = named = named_state(model, optimizer)

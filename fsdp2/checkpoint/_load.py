@@ -40,7 +40,7 @@ from fsdp2.checkpoint._change import (
     tell,
     with_memory,
 )
-from fsdp2.checkpoint._optimizer_state import map_state
+from fsdp2.checkpoint._optimizer_state import map_state, settle_state
 from fsdp2.checkpoint._state import MAX_BYTES, check, is_extra, model_tensors
 
 PLAIN_DICTS = (dict, OrderedDict)
@@ -170,6 +170,7 @@ def load_full(
     max_bytes: int = MAX_BYTES,
 ) -> IncompatibleKeys:
     """Load what the first rank has, or every rank. See [Note: all or nothing]."""
+    settle_state(optimizer)
     with original_buffers(require_idle(model, what)):
         tensors, extra = model_tensors(model)
         grids = Grids([*tensors.values()])
@@ -327,6 +328,7 @@ def _load_parts(
 
     ``is_local``: they are plain tensors, which lie where the state's layout says.
     """
+    settle_state(optimizer)
     with original_buffers(require_idle(model, what)):
         tensors, extra = model_tensors(model)
         grids = Grids([*tensors.values()])

@@ -184,6 +184,16 @@ def map_state(
     }
 
 
+def settle_state(optimizer: Optimizer | None) -> None:
+    """Let an optimizer of owners (``fsdp2.optim.whole``) have its state in shards. Collective.
+
+    Its ``state_dict`` sends nothing after that, so that ranks may meet errors of their own in it.
+    """
+    settle = getattr(optimizer, "gather_state", None)
+    if settle is not None:
+        settle()
+
+
 def named_state(
     model: nn.Module, optimizer: Optimizer, *, is_local: bool = False
 ) -> dict[str, Any]:

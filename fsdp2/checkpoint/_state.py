@@ -24,7 +24,14 @@ from fsdp2._base.names import cleaned
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._transfer.redistribute import Grids, Target, checked_together, gather
-from fsdp2.checkpoint._optimizer_state import Keys, check_keys, map_state, named_state, rekey
+from fsdp2.checkpoint._optimizer_state import (
+    Keys,
+    check_keys,
+    map_state,
+    named_state,
+    rekey,
+    settle_state,
+)
 
 MAX_BYTES = 256 << 20
 """Default cap on what a rank holds beside its shards while tensors travel."""
@@ -107,6 +114,7 @@ def full_state(
     given = [*tensors.items()]
     named: dict[str, Any] = {}
     if optimizer is not None:
+        settle_state(optimizer)
         with Grids([*tensors.values()]).main.together("full_state"):
             named = named_state(model, optimizer)  # a rank may have states that others have not
 
@@ -163,7 +171,8 @@ def sharded_state(
 ) -> dict[str, Any]:
     """Return the state as it lies on the ranks: DTensors that share memory with the model.
 
-    The dict has ``"model"``, and ``"optimizer"`` if one was given. Nothing is sent.
+    The dict has ``"model"``, and ``"optimizer"`` if one was given. Nothing is sent, but the states
+    of an optimizer of owners (``fsdp2.optim.whole``).
 
     Args:
         optimizer: one over the model's parameters.
@@ -178,6 +187,7 @@ def sharded_state(
     require_idle(model, "sharded_state")
     state: dict[str, Any] = {"model": cleaned(model.state_dict())}
     if optimizer is not None:
+        settle_state(optimizer)
         state["optimizer"] = named_state(model, optimizer)
         if optim_keys == "id":
             state["optimizer"] = rekey(state["optimizer"], "id", model=model, optimizer=optimizer)
@@ -213,6 +223,7 @@ def local_state(model: nn.Module, optimizer: Optimizer | None = None) -> dict[st
         "model": {name: cut(name, value) for name, value in state["model"].items()}
     }
     if optimizer is not None:
+        settle_state(optimizer)
         named = named_state(model, optimizer, is_local=True)
         values = map_state(lambda name, key, t: cut(f"{name}.{key}", t), named["state"])
         result["optimizer"] = {**named, "state": values}

@@ -1,6 +1,8 @@
-"""``fsdp2.optim``: optimizers that step on local shards, and averages of shards."""
+"""``fsdp2.optim``: optimizers on local shards and on whole matrices, and averages of shards."""
 
 from fsdp2.optim._ema import EMA
 from fsdp2.optim._local import local
+from fsdp2.optim._owners import Owners, from_owners, plan_owners, to_owners
+from fsdp2.optim._whole import whole
 
-__all__ = ["EMA", "local"]
+__all__ = ["EMA", "Owners", "from_owners", "local", "plan_owners", "to_owners", "whole"]

@@ -19,11 +19,12 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_compiler, torch_dtensor, torch_tensors
+from fsdp2._base import torch_compiler, torch_dtensor
 from fsdp2._base.arguments import check_flag, check_function, translated, wrong_type
 from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
 from fsdp2.optim._fused import VARIANTS, FusedAdam
 from fsdp2.optim._runs import Granule, StepPlan, Table
+from fsdp2.optim._zero import zero_gradients
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -295,34 +296,12 @@ class LocalOptimizer:
         """Return ``state_dict()`` with what is this rank's own, which loads on this rank only."""
         return cast(Any, super()).state_dict()  # type: ignore[no-any-return]  # of the class
 
-    @torch_compiler.always_eager
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients: set them to None, or to zero where they lie.
-
-        Torch's own gives all gradients to one kernel, which takes no mixture of sharded and plain
-        ones; here it is given local tensors.
-        """
-        check_flag("zero_grad", "set_to_none", set_to_none)
-        if set_to_none:
+        """Clear the gradients: set them to None, or to zero where they lie."""
+        if set_to_none is True:
             cast(Any, super()).zero_grad(True)
-            return
-        strided: list[Tensor] = []
-        for param in itertools.chain.from_iterable(g["params"] for g in self.param_groups):
-            grad = param.grad
-            if grad is None:
-                continue
-            if grad.grad_fn is not None:
-                grad.detach_()
-            else:
-                grad.requires_grad_(False)
-            local = torch_dtensor.local_part(grad)
-            if local.layout is torch.strided:
-                strided.append(local)
-            else:
-                local.zero_()
-        with torch.no_grad():
-            for alike in torch_tensors.by_kind(strided).values():
-                torch_tensors.zero_all_(alike)
+        else:
+            zero_gradients(self.param_groups, set_to_none)
 
     def _step_with(self, plans: list[StepPlan], groups: Groups, grads: list[Tensor]) -> None:
         """Run the class's own step on local tensors that have these gradients."""

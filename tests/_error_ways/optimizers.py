@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -176,4 +177,62 @@ def _(mended: bool) -> None:
         model(x()).sum().backward()
     if mended:
         model(x()).sum().backward()
+    optimizer.step()
+
+
+@way("FS711", "LBFGS", "all parameters at once")
+def _(mended: bool) -> None:
+    model = build()
+    cls = torch.optim.Adafactor if mended else torch.optim.LBFGS
+    optimizer = fsdp2.optim.whole(cls, model.parameters())
+    model(x()).sum().backward()
+    optimizer.step()
+
+
+class Assigns(torch.optim.SGD):
+    """Puts other memory into a parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data = param.data.clone()
+
+
+@way("FS712", "Assigns", "replaced or resized")
+def _(mended: bool) -> None:
+    model = build()
+    cls = torch.optim.SGD if mended else Assigns
+    optimizer = fsdp2.optim.whole(cls, model.parameters(), lr=0.1)
+    model(x()).sum().backward()
+    optimizer.step()
+
+
+@way("FS713", "cannot be pickled", "state_dict()")
+def _(mended: bool) -> None:
+    model = build()
+    optimizer = fsdp2.optim.whole(torch.optim.Adafactor, model.parameters())
+    model(x()).sum().backward()
+    optimizer.step()
+    if mended:
+        optimizer.load_state_dict(optimizer.state_dict())
+    else:
+        copy.deepcopy(optimizer)
+
+
+class Adapts(torch.optim.SGD):
+    """Keeps the norm of all parameters of a group."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            group["norm"] = sum(float(param.detach().norm()) for param in group["params"])
+
+
+@way("FS714", "Adapts", "norm of param group 0")
+def _(mended: bool) -> None:
+    model = build()
+    cls = torch.optim.SGD if mended else Adapts
+    optimizer = fsdp2.optim.whole(cls, model.parameters(), lr=0.1)
+    model(x()).sum().backward()
     optimizer.step()

@@ -1,0 +1,319 @@
+"""What an owner has of a matrix, and the two forms of its state.
+
+Owns ``Owned``, and the ways from the form of checkpoints to the owners (``bring``) and back
+(``give_back``). It must not know when an optimizer steps.
+
+[Note: states of owners]
+An owner's optimizer keeps for a matrix what it likes: tensors of its shape (momentum), of other
+shapes (Shampoo's factors), numbers, in any containers. For checkpoints a tensor becomes a DTensor
+on the parameter's mesh. One of the parameter's shape lies as the parameter does, any other one in
+rows over the first axis along which the parameter is sharded, so that no rank has more than its
+share of either. 0-dim tensors and everything else is the same on every rank. Of a batch, the states
+of its matrices are stacked. What is loaded may also be plain tensors, which every rank has whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.optim import Optimizer
+
+from fsdp2._base import torch_dtensor
+from fsdp2._base.containers import map_tensors
+from fsdp2._param_group.layout import contiguous_stride
+from fsdp2._param_group.param import OwnerMark, own_attributes
+from fsdp2._transfer.crew import Crew, part_of, stream
+from fsdp2._transfer.owners import Cargo
+from fsdp2.optim._runs import Table, placed_part
+
+Held = Sequence[tuple["Owned", Optimizer | None]]
+"""Matrices with the optimizers of their rounds."""
+
+
+@dataclass(eq=False)
+class Owned:
+    """A matrix: a parameter, or with ``lead`` one of the batch that its first dim counts.
+
+    ``whole`` is the copy of its owner; None on other ranks.
+    """
+
+    name: str
+    param: Tensor
+    group: int
+    lead: int | None
+    cargo: Cargo
+    whole: nn.Parameter | None = None
+    printed: Tensor | None = None  # of this rank's part, when it was last what the owner has
+    _cargos: dict[int, Cargo] = field(default_factory=dict)
+
+    def make_whole(self) -> nn.Parameter:
+        """Make room for the owner's copy, laid out as the whole parameter is."""
+        skip = 0 if self.lead is None else 1
+        local = torch_dtensor.local_part(self.param)
+        made = torch.empty_strided(
+            self.cargo.cut.shape,
+            self.param.stride()[skip:],
+            dtype=self.param.dtype,
+            device=local.device,
+        )
+        self.whole = nn.Parameter(made, requires_grad=self.param.requires_grad)
+        owner = OwnerMark.owner_of(self.param)
+        if owner is not None:
+            vars(self.whole).update(owner.attributes)
+        elif isinstance(self.param, nn.Parameter) and not isinstance(self.param, DTensor):
+            vars(self.whole).update(own_attributes(self.param))
+        return self.whole
+
+    def part(self, rank: int, tensor: Tensor | None = None) -> Tensor:
+        """Return this rank's part of the parameter, or of a tensor that lies as it does."""
+        return part_of(self.cargo.cut, self.param if tensor is None else tensor, rank)
+
+    def gradient(self, who: str) -> Tensor:
+        """Return the local gradient of the parameter. Collective if it lies in another way."""
+        assert self.param.grad is not None
+        return placed_part(self.param, self.param.grad, who).detach()
+
+    def whole_gradient(self) -> Tensor:
+        """Return the owner's gradient, which is made if there is none."""
+        assert self.whole is not None
+        assert self.param.grad is not None
+        if self.whole.grad is None:
+            dtype = self.param.grad.dtype
+            if self.whole.grad_dtype is not dtype:  # the user chose one for the parameter
+                self.whole.grad_dtype = dtype
+            self.whole.grad = torch.empty_like(self.whole, dtype=dtype, requires_grad=False)
+        return self.whole.grad
+
+    def cargo_of(self, dtype: torch.dtype) -> Cargo:
+        """Return what travels if its elements do in a dtype."""
+        itemsize = dtype.itemsize
+        if itemsize == self.cargo.itemsize:
+            return self.cargo
+        if itemsize not in self._cargos:
+            self._cargos[itemsize] = Cargo(self.cargo.cut, self.cargo.owner, itemsize)
+        return self._cargos[itemsize]
+
+    def drop_gradient(self) -> None:
+        if self.whole is not None:
+            self.whole.grad = None
+
+    def shard_print(self, rank: int) -> Tensor:
+        """Return sums of the bits of this rank's part, ``[3]``: others for almost any other bits.
+
+        Of all elements, and of all weighted by their row and by their column, of integers that wrap
+        around.
+        """
+        return bit_sums(self.part(rank))
+
+    def identity(self) -> tuple[object, ...]:
+        """Return what stays the same if a step writes to the owner's copy where it is."""
+        assert self.whole is not None
+        return self.whole.data_ptr(), tuple(self.whole.shape), self.whole.dtype
+
+
+_INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COLUMNS = 1024
+
+
+def bit_sums(part: Tensor) -> Tensor:
+    """Return three sums over the bits of a tensor, read as integers. See ``Owned.shard_print``."""
+    flat = part.reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    bits = flat.view(_INTS[flat.dtype.itemsize])
+    full = bits.numel() // _COLUMNS * _COLUMNS
+    total = torch.zeros(3, dtype=torch.int64, device=part.device)
+    for piece in (bits[:full].view(-1, _COLUMNS), bits[full:].view(1, -1)):
+        if piece.numel():
+            for place, dim in ((1, 1), (2, 0)):
+                sums = piece.sum(dim)
+                total[place] += (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+                total[0] += sums.sum()
+    return total
+
+
+# --- The two forms of a state.
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Stands for a tensor of some dims in what an owner tells of a state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def bring(crew: Crew, held: Held, table: Table, limit: int) -> None:
+    """Let owners have the states of a table. Collective, if there are any."""
+    if not any(table.get(one.param) for one, _ in held):
+        return
+    cargos: list[Cargo] = []
+    sources: list[tuple[Owned, DTensor]] = []
+    arrived: dict[int, Tensor] = {}
+    slots: dict[tuple[int, int], int] = {}
+
+    def leaves(entry: Any, visit: Callable[[Tensor], Tensor]) -> Any:
+        return {key: map_tensors(visit, value) for key, value in entry.items()}
+
+    for one, _ in held:
+
+        def note(value: Tensor, one: Owned = one) -> Tensor:
+            if isinstance(value, DTensor) and value.dim():
+                cut = crew.cut(one.name, value, one.lead)
+                slots[id(one), id(value)] = len(cargos)
+                cargos.append(Cargo(cut, one.cargo.owner, value.dtype.itemsize))
+                sources.append((one, value))
+            return value
+
+        leaves(table.get(one.param, {}), note)
+    if cargos:
+        flights = stream(
+            crew,
+            cargos,
+            [value.dtype for _, value in sources],
+            lambda place: part_of(cargos[place].cut, sources[place][1], crew.me),
+            torch_dtensor.local_tensor(sources[0][1]).device,
+            limit,
+            to_owners=True,
+        )
+        for numbers, parts in flights:
+            for place in numbers:
+                if cargos[place].owner == crew.me:
+                    arrived[place] = _room(*sources[place])
+            for place, part, value in parts:
+                arrived[place][part.region.slices].copy_(value)
+    for one, inner in held:
+        if one.whole is None or inner is None or not table.get(one.param):
+            continue
+
+        def take(value: Tensor, one: Owned = one) -> Tensor:
+            place = slots.get((id(one), id(value)))
+            if place is not None:
+                return arrived[place]
+            own = torch_dtensor.local_part(value)
+            is_stacked = one.lead is not None and own.dim() and len(own) == len(one.param)
+            return own[one.lead].clone() if is_stacked else own.clone()
+
+        inner.state[one.whole] = leaves(table[one.param], take)
+
+
+def _room(one: Owned, value: DTensor) -> Tensor:
+    """Return room for a whole state: laid out as the matrix, if it has its shape."""
+    assert one.whole is not None
+    skip = 0 if one.lead is None else 1
+    shape, device = tuple(value.shape[skip:]), torch_dtensor.local_tensor(value).device
+    if shape == tuple(one.whole.shape):
+        return torch.empty_like(one.whole, dtype=value.dtype, device=device, requires_grad=False)
+    return torch.empty(shape, dtype=value.dtype, device=device)
+
+
+def give_back(crew: Crew, held: Held, table: Table, limit: int) -> None:
+    """Move the states of owners to a table. Collective."""
+    told: dict[int, dict[str, Any]] = {}
+    values: dict[tuple[int, int], Tensor] = {}
+    for number, (one, inner) in enumerate(held):
+        if one.whole is None or inner is None or one.whole not in inner.state:
+            continue
+
+        def describe(value: Tensor, number: int = number) -> Any:
+            if not value.dim():
+                return value.detach().cpu()
+            place = sum(1 for known, _ in values if known == number)
+            values[number, place] = value.detach()
+            return _Leaf(tuple(value.shape), value.dtype)
+
+        entry = inner.state[one.whole]
+        told[number] = {key: map_tensors(describe, value) for key, value in entry.items()}
+    everywhere: dict[int, dict[str, Any]] = {}
+    for some in crew.grid.collect(told):
+        everywhere.update(some)
+    by_param: dict[int, list[int]] = {}
+    for number in sorted(everywhere):
+        by_param.setdefault(id(held[number][0].param), []).append(number)
+    cargos: list[Cargo] = []
+    dtypes: list[torch.dtype] = []
+    targets: list[Tensor] = []
+    owners_values: list[Tensor | None] = []
+    for numbers in by_param.values():
+        one = held[numbers[0]][0]
+        made: dict[int, Tensor] = {}
+
+        def target(
+            leaf: _Leaf, place: int, one: Owned = one, made: dict[int, Tensor] = made
+        ) -> Tensor:
+            if place not in made:
+                made[place] = _empty_like_state(one, leaf)
+            return made[place]
+
+        for number in numbers:
+            owned = held[number][0]
+            place = -1
+
+            def build(value: Any, owned: Owned = owned, number: int = number) -> Any:
+                nonlocal place
+                if not isinstance(value, _Leaf):
+                    return value
+                place += 1
+                tensor = target(value, place)
+                cut = crew.cut(owned.name, tensor, owned.lead)
+                cargos.append(Cargo(cut, owned.cargo.owner, value.dtype.itemsize))
+                dtypes.append(value.dtype)
+                targets.append(tensor)
+                owners_values.append(values.get((number, place)))
+                return tensor
+
+            fields = everywhere[number].items()
+            table[one.param] = {key: _map_leaves(build, value) for key, value in fields}
+    if not cargos:
+        return
+
+    def own(place: int) -> Tensor:
+        value = owners_values[place]
+        assert value is not None
+        return value
+
+    device = torch_dtensor.local_part(targets[0]).device
+    for _, parts in stream(crew, cargos, dtypes, own, device, limit, to_owners=False):
+        for place, _, value in parts:
+            part_of(cargos[place].cut, targets[place], crew.me).copy_(value)
+
+
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Replace what stands for tensors, in containers too."""
+    if isinstance(value, dict):
+        return {key: _map_leaves(function, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_map_leaves(function, item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return function(value)
+
+
+def _empty_like_state(one: Owned, leaf: _Leaf) -> Tensor:
+    """Return room for a state, placed as [Note: states of owners] says."""
+    param = one.param
+    shape = leaf.shape if one.lead is None else (len(param), *leaf.shape)
+    local = torch_dtensor.local_part(param)
+    if not isinstance(param, DTensor):
+        return torch.empty(shape, dtype=leaf.dtype, device=local.device)
+    if shape == tuple(param.shape):
+        return torch_dtensor.placed_like(
+            param, torch.empty_like(local, dtype=leaf.dtype, requires_grad=False)
+        )
+    mesh, count = param.device_mesh, shape[0]
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    for axis, placement in enumerate(param.placements):
+        if not placement.is_replicate():
+            placements[axis] = Shard(0)
+            size, rank = mesh.size(axis), mesh.get_local_rank(axis)
+            chunk = -(-count // size)
+            count = max(0, min(chunk, count - rank * chunk))
+            break
+    spec = torch_dtensor.make_spec(mesh, placements, shape, contiguous_stride(shape), leaf.dtype)
+    made = torch.empty((count, *shape[1:]), dtype=leaf.dtype, device=local.device)
+    return torch_dtensor.new_dtensor(made, spec)

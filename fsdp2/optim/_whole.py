@@ -1,0 +1,757 @@
+"""Optimizers that step on whole matrices, each once, on the rank that owns it.
+
+Owns ``whole``, what a step of it does and in which order, and what it refuses. Who owns what is in
+``_transfer.owners``, what travels in ``_transfer.crew``, and the two forms of the state in
+``_owned_state``.
+
+[Note: a step of owners]
+1. Ranks agree that all of them are here, on which parameters have gradients, and on the options.
+   Owners keep a copy of each matrix from step to step. Parameters that somebody wrote to since the
+   last step are sent to their owners again. Versions do not tell that (torch's kernels write to
+   DTensors, and ``.data`` writes to anything, without counting one), so each rank compares sums of
+   the bits of its shards with those after the last step.
+2. Gradients go to owners, a round after the other; the class's own ``step`` runs on the matrices of
+   a round while the next round is on its way. It writes to the owners' copies alone.
+3. Ranks agree that no one failed. Up to here no parameter was changed; if one failed, all raise,
+   and owners' copies are thrown away.
+4. Rows of the copies go back to the shards.
+
+Each round has an optimizer of the class for the matrices that this rank owns in it, with one
+parameter for each and the options of the param groups. So the class sees what it sees in one
+process, but fewer parameters; what it keeps for a whole param group must not depend on these.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp2._base import torch_compiler, torch_dtensor
+from fsdp2._base.arguments import (
+    check_count,
+    check_dtype,
+    check_function,
+    translated,
+    wrong_type,
+    wrong_value,
+)
+from fsdp2._base.errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._comm.process_mesh import Grid, operation
+from fsdp2._param_group.param import OwnerMark
+from fsdp2._transfer.crew import Crew, stream
+from fsdp2._transfer.owners import Cargo, assign, newton_schulz_flops, rounds
+from fsdp2.optim._local import ELEMENTWISE, local
+from fsdp2.optim._owned_state import Owned, bring, give_back
+from fsdp2.optim._runs import Table
+from fsdp2.optim._several import Several
+from fsdp2.optim._zero import zero_gradients
+
+WHO = "fsdp2.optim.whole"
+
+MAX_BYTES = 256 << 20
+"""Default cap on the buffers of the rounds that are in memory at a time."""
+
+NEEDS_ALL: frozenset[str] = frozenset(
+    {
+        *("LBFGS", "Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptSGD", "DAdaptAdan"),
+        *("DAdaptLion", "DAdaptAdanIP", "SAM", "GSAM", "WSAM", "BSAM", "LookSAM", "FriendlySAM"),
+    }
+)
+"""Classes, of torch and of known libraries, that compute something of all parameters at once."""
+
+COUNTS_ELEMENTS = frozenset({"heavyball"})
+"""Libraries that note in a param group, as ``param_count``, how many elements it has, once."""
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+Cost = Callable[[tuple[int, ...]], float]
+Groups = list[dict[str, Any]]
+
+
+def whole(
+    cls: type[Optimizer],
+    params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+    *,
+    owners: str | Cost = "balanced",
+    wire_dtype: torch.dtype | None = None,
+    max_bytes: int | None = None,
+    batches: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Make an optimizer of class ``cls`` that steps on whole matrices, each on one rank.
+
+    For optimizers that need all of a matrix (Muon, Shampoo, SOAP, Adafactor, LAMB), unmodified.
+    Every parameter has an owner among the ranks that hold its parts, replicas and tensor-parallel
+    ranks included. Its gradient goes there in a batch with others, ``cls`` steps the whole
+    parameter once, and each rank gets its rows back. It computes what ``cls`` computes in one
+    process that has the same gradients.
+
+    It is an instance of ``cls``, with param groups and hooks, so learning rate schedulers and
+    ``GradScaler`` take it. Before a step, gradients are shards as ever: clip them. The owner keeps
+    a copy of its parameters and their states: as much as a shard of each. If a step fails on some
+    rank, all ranks raise, and parameters are as they were (states of matrices that had stepped are
+    ahead by that step: load them again, or go on).
+
+    ``step``, ``state_dict`` and functions of ``fsdp2.checkpoint`` are collective. ``state`` has on
+    each rank what that rank owns, and an empty dict for what it does not. ``state_dict()`` moves
+    states into DTensors, where they lie as the parameters do (those of other shapes along their
+    first dim), and the next step moves them back.
+
+    Args:
+        cls: a subclass of ``torch.optim.Optimizer``, of torch or of a library.
+        params: as ``cls`` takes them; sharded, tensor-parallel and plain parameters of any dtype. A
+            param group may have a ``"cls"`` of its own (AdamW for embeddings and vectors): then the
+            result is one optimizer for all of them. Element-wise classes step on local shards.
+        owners: ``"balanced"``, by the FLOPs of Newton-Schulz steps, or a function of a matrix's
+            shape that returns its cost. Bytes decide between equals.
+        wire_dtype: floating-point gradients travel in it; None: in their own. Parameters come back
+            as they are.
+        max_bytes: bytes of the buffers that gradients and parameters travel in, and of the whole
+            gradients; 256 MiB by default. The largest matrix travels in any case.
+        batches: a parameter of three dims or more is a batch of matrices, which its first dim
+            counts: each has an owner, and is a parameter of ``cls`` by itself. None: True for
+            ``torch.optim.Muon``, which takes nothing else.
+        kwargs: the arguments of ``cls``.
+
+    Raises:
+        ConfigError: a class that needs all parameters at once; what ``cls`` refuses.
+        UnsupportedError: a class whose ``step`` must be given a closure; a parameter that wraps
+            other tensors, or is a partial sum.
+
+    Source: ``cls``; the choice of one owner a matrix follows DistributedShampoo and the
+    distributed Muon of Moonlight (arXiv 2502.16982).
+    """
+    _check_class(cls)
+    if owners != "balanced" and not callable(owners):
+        raise wrong_value(WHO, "owners", "'balanced' or a function of a shape", owners)
+    check_dtype(WHO, "wire_dtype", wire_dtype)
+    check_count(WHO, "max_bytes", MAX_BYTES if max_bytes is None else max_bytes)
+    how = _How(
+        newton_schulz_flops if owners == "balanced" else cast(Cost, owners),
+        wire_dtype,
+        MAX_BYTES if max_bytes is None else max_bytes,
+        _takes_batches(cls) if batches is None else batches,
+    )
+    given = list(cast(Any, params)) if not isinstance(params, Tensor) else params
+    if isinstance(given, list) and any(isinstance(g, Mapping) and "cls" in g for g in given):
+        return _several(cls, given, how, kwargs)
+    return _make(cls, given, how, kwargs)
+
+
+def _several(cls: type[Optimizer], groups: list[Any], how: _How, kwargs: Any) -> Any:
+    """Make one optimizer of several classes, each with the groups that name it."""
+    by_class: dict[type[Optimizer], list[int]] = {}
+    for place, group in enumerate(groups):
+        own = group.get("cls", cls)
+        _check_class(own)
+        by_class.setdefault(own, []).append(place)
+    members: list[tuple[Any, list[int]]] = []
+    for own, places in by_class.items():
+        its = [{k: v for k, v in groups[place].items() if k != "cls"} for place in places]
+        if own is cls:
+            members.append((_make(own, its, how, kwargs), places))
+        elif own in ELEMENTWISE:
+            members.append((local(own, its), places))
+        else:
+            its_how = replace(how, batches=_takes_batches(own))
+            members.append((_make(own, its, its_how, {}), places))
+    return Several(members, step_together)
+
+
+def _takes_batches(cls: type[Optimizer]) -> bool:
+    """True for a class of matrices alone: parameters of more dims are batches of them."""
+    return issubclass(cls, torch.optim.Muon)
+
+
+def _check_class(cls: object) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise wrong_type(WHO, "cls", "a subclass of torch.optim.Optimizer", cls)
+    needs_all = next((c.__name__ for c in cls.__mro__ if c.__name__ in NEEDS_ALL), None)
+    if needs_all is not None:
+        raise ConfigError(
+            "FS711",
+            f"{WHO}: {needs_all} computes something of all parameters at once, and an owner has "
+            "its own ones only. Use a class that steps each parameter by itself.",
+        )
+    closure = [*inspect.signature(cls.step).parameters.values()][1:2]
+    if closure and closure[0].default is closure[0].empty and closure[0].kind in POSITIONAL:
+        raise UnsupportedError(
+            "FS703",
+            f"{WHO}: {cls.__name__}.step must be given a closure, so it computes the loss in the "
+            "middle of a step, and owners take gradients that are there before it. Use a class "
+            "whose step needs none.",
+        )
+
+
+@dataclass(frozen=True)
+class _How:
+    """The arguments of ``whole``."""
+
+    cost: Cost
+    wire: torch.dtype | None
+    limit: int
+    batches: bool
+
+
+def _make(cls: type[Optimizer], params: Any, how: _How, kwargs: dict[str, Any]) -> Any:
+    """Make the optimizer; ``cls`` sees stand-ins on meta, which cost nothing."""
+    known: dict[int, list[nn.Parameter]] = {}
+
+    def stand_in(param: Any) -> Any:
+        if not isinstance(param, Tensor):
+            raise wrong_type(WHO, "params", "tensors, or dicts of them", param)
+        shapes = [tuple(param.shape)]
+        if how.batches and param.dim() > 2:
+            shapes = [tuple(param.shape[1:])]
+        made = nn.Parameter(
+            torch.empty(shapes[0], dtype=param.dtype, device="meta"),
+            requires_grad=param.requires_grad,
+        )
+        real[id(made)] = param
+        known.setdefault(id(param), []).append(made)
+        return known[id(param)][0]
+
+    def replaced(given: Any) -> Any:
+        if isinstance(given, Tensor):
+            return stand_in(given)
+        if isinstance(given, Mapping):
+            inner = given["params"]
+            single = isinstance(inner, Tensor)
+            return {**given, "params": replaced(inner) if single else [replaced(p) for p in inner]}
+        if isinstance(given, tuple) and len(given) == 2:
+            return (given[0], replaced(given[1]))
+        return stand_in(given)
+
+    real: dict[int, Tensor] = {}
+    try:
+        stands = params if isinstance(params, Tensor) else [replaced(one) for one in params]
+        optimizer = _whole_class(cls)(stands, **kwargs)
+    except FSDPError:
+        raise
+    except Exception as error:
+        raise translated(f"{WHO}: {cls.__name__} refused its arguments", error) from error
+    for group in optimizer.param_groups:
+        group["params"] = [real[id(stand)] for stand in group["params"]]
+    optimizer._begin(how, kwargs)
+    return optimizer
+
+
+@dataclass(eq=False)
+class Round:
+    """Matrices that travel together. ``inner`` steps this rank's; None: it owns none of them."""
+
+    indices: list[int]
+    inner: Optimizer | None = None
+
+
+@dataclass(eq=False)
+class Fleet:
+    """Parameters whose ranks are the same: their matrices, in the order of the param groups."""
+
+    crew: Crew
+    owned: list[Owned] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def cargos(self) -> list[Cargo]:
+        return [one.cargo for one in self.owned]
+
+
+class WholeOptimizer:
+    """What ``whole`` puts in front of an optimizer class.
+
+    The state has two forms: on the owners, in the optimizers of the rounds (``_is_out``), or in the
+    table, by parameter, as ``state_dict`` tells it. See ``_owned_state``.
+    """
+
+    _plain_class: type[Optimizer]
+    _how: _How
+    _kwargs: dict[str, Any]
+    _table: Table
+    _is_out: bool
+    _fleets: list[Fleet]
+    _planned_for: list[tuple[Tensor, object]]
+    _stepped: list[tuple[Fleet, list[int]]]
+    param_groups: Groups
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> WholeOptimizer:
+        self = object.__new__(cls)
+        self._table = defaultdict(dict)
+        self._is_out = False
+        self._fleets, self._planned_for, self._stepped = [], [], []
+        return self
+
+    def _begin(self, how: _How, kwargs: dict[str, Any]) -> None:
+        self._how, self._kwargs = how, kwargs
+        self._table = defaultdict(dict)  # what the class made for stand-ins
+        if getattr(self, "_step_supports_amp_scaling", False):
+            self._step_supports_amp_scaling = False  # GradScaler unscales shards itself
+        for name, param in self._named():
+            if isinstance(param, DTensor) and any(p.is_partial() for p in param.placements):
+                raise UnsupportedError(
+                    "FS624",
+                    f"{WHO}: {name} is a partial sum. Redistribute it to Shard or Replicate.",
+                )
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters with names for messages."""
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for place, param in enumerate(group["params"]):
+                owner = OwnerMark.owner_of(param)
+                name = f"parameter {place} of param group {number}"
+                if names is not None:
+                    name = names[place]
+                elif owner is not None:
+                    name = owner.fqn
+                yield name, param
+
+    # --- The state.
+
+    @property
+    def state(self) -> Table:
+        """States by parameter: what this rank owns, or what ``state_dict`` tells."""
+        if not self._is_out:
+            return self._table
+        table: Table = defaultdict(dict)
+        for fleet in self._fleets:
+            for round_ in fleet.rounds:
+                for index in round_.indices:
+                    one = fleet.owned[index]
+                    table[one.param]
+                    if round_.inner is not None and one.lead is None and one.whole is not None:
+                        table[one.param] = round_.inner.state.get(one.whole, {})
+        return table
+
+    @state.setter
+    def state(self, table: Table) -> None:
+        self._table = table if isinstance(table, defaultdict) else defaultdict(dict, table)
+        self._forget_states()
+
+    def _forget_states(self) -> None:
+        self._is_out = False
+        for fleet in self._fleets:
+            for round_ in fleet.rounds:
+                if round_.inner is not None:
+                    round_.inner.state.clear()
+
+    def gather_state(self) -> None:
+        """Move states from their owners to DTensors. Collective; ``state_dict`` calls it.
+
+        Raises:
+            StateError: the ranks do not agree.
+        """
+        if not self._is_out:
+            return
+        with operation(f"{WHO}({self._plain_class.__name__}).state_dict"):
+            for fleet in self._fleets:
+                give_back(fleet.crew, _held(fleet), self._table, self._how.limit)
+        order = [p for group in self.param_groups for p in group["params"] if p in self._table]
+        self._table = defaultdict(dict, {param: self._table[param] for param in order})
+        self._forget_states()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the plain optimizer's ``state_dict`` returns, with DTensors. Collective."""
+        self.gather_state()
+        return cast(Any, super()).state_dict()  # type: ignore[no-any-return]  # of the class
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients: set them to None, or to zero where they lie."""
+        zero_gradients(self.param_groups, set_to_none)
+
+    # --- A step.
+
+    @torch_compiler.always_eager
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step. ``closure`` computes the loss again, with gradients; its result is returned.
+
+        Collective over the ranks of the parameters' meshes. See [Note: a step of owners].
+
+        Raises:
+            StateError: a rank failed, or ranks differ in which parameters have gradients or in an
+                option. Parameters are as they were.
+        """
+        loss = None
+        check_function("step", "closure", closure)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        step_together([self])
+        return loss
+
+    @property
+    def _who(self) -> str:
+        return f"{WHO}({self._plain_class.__name__}).step"
+
+    def _plan(self) -> None:
+        """Choose owners again if parameters, or where they lie, are others than before."""
+        now = [(p, _lies(p)) for group in self.param_groups for p in group["params"]]
+        if len(now) == len(self._planned_for) and all(
+            one is other and lies is lay
+            for (one, lies), (other, lay) in zip(now, self._planned_for, strict=True)
+        ):
+            return
+        self.gather_state()
+        self._note_facts()
+        crews: dict[tuple[int, ...], Fleet] = {}
+        names = [name for name, _ in self._named()]
+        place = 0
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                crew = Crew.of(param.device_mesh) if isinstance(param, DTensor) else Crew.alone()
+                fleet = crews.setdefault(crew.ranks, Fleet(crew))
+                leads: list[int | None] = [None]
+                if self._how.batches and param.dim() > 2:
+                    leads = list(range(param.shape[0]))
+                for lead in leads:
+                    cut = fleet.crew.cut(names[place], param, lead)
+                    cargo = Cargo(cut, 0, param.dtype.itemsize)
+                    fleet.owned.append(Owned(names[place], param, number, lead, cargo))
+                place += 1
+        self._fleets, self._planned_for = list(crews.values()), now
+        for fleet in self._fleets:
+            self._share_out(fleet)
+
+    def _note_facts(self) -> None:
+        """Set what a library counts of a param group's parameters, if it is not set yet."""
+        if self._plain_class.__module__.split(".")[0] not in COUNTS_ELEMENTS:
+            return
+        for group in self.param_groups:
+            group.setdefault("param_count", sum(param.numel() for param in group["params"]))
+
+    def _share_out(self, fleet: Fleet) -> None:
+        """Choose owners, rounds, and make the optimizers of the rounds."""
+        cuts = [one.cargo.cut for one in fleet.owned]
+        costs = [float(self._how.cost(cut.shape)) for cut in cuts]
+        sizes = [one.cargo.cut.numel * one.cargo.itemsize for one in fleet.owned]
+        for one, owner in zip(fleet.owned, assign(cuts, costs, sizes), strict=True):
+            one.cargo = Cargo(one.cargo.cut, owner, one.cargo.itemsize)
+        limit = self._how.limit // 2  # the next round is on its way meanwhile
+        fleet.rounds = [Round(batch) for batch in rounds(fleet.cargos, fleet.crew.size, limit)]
+        with fleet.crew.grid.together(self._who):  # the class may refuse what an owner has
+            for round_ in fleet.rounds:
+                self._make_inner(fleet, round_)
+
+    def _make_inner(self, fleet: Fleet, round_: Round) -> None:
+        mine = [i for i in round_.indices if fleet.owned[i].cargo.owner == fleet.crew.me]
+        if not mine:
+            return
+        groups = []
+        for number, group in enumerate(self.param_groups):
+            own = [fleet.owned[i] for i in mine if fleet.owned[i].group == number]
+            groups.append({**_options(group), "params": [one.make_whole() for one in own]})
+        round_.inner = self._plain_class(groups, **self._kwargs)
+
+    def _agree(self, fleet: Fleet) -> tuple[list[int], list[int]]:
+        """Return which matrices have gradients, and which of these their owners have to get."""
+        present: list[int] = []
+        changed = [0] * len(fleet.owned)
+        with fleet.crew.grid.together(self._who) as same:
+            dtypes = []
+            for index, one in enumerate(fleet.owned):
+                if one.param.grad is not None:
+                    present.append(index)
+                    dtypes.append((one.name, str(one.param.grad.dtype)))
+            same["parameters with gradients"] = _short(dtypes)
+            for number, group in enumerate(self.param_groups):
+                same[f"options of param group {number}"] = _short(_told(group))
+            prints = [fleet.owned[i].shard_print(fleet.crew.me) for i in present]
+            for index, is_same in zip(present, _same(fleet.owned, present, prints), strict=True):
+                changed[index] = int(not is_same)
+        if fleet.crew.size > 1 and present:
+            changed = fleet.crew.grid.highest(*changed)
+        return present, [index for index in present if changed[index]]
+
+    def _compute(self) -> BaseException | None:
+        """Step every owned matrix; return what failed on this rank. Collective."""
+        self._plan()
+        if not self._is_out:
+            for fleet in self._fleets:
+                self._check_table(fleet)
+                bring(fleet.crew, _held(fleet), self._table, self._how.limit)
+            self._table = defaultdict(dict)
+            self._is_out = True
+        self._stepped = []
+        failed: BaseException | None = None
+        for fleet in self._fleets:
+            present, wanted = self._agree(fleet)
+            if not present:
+                continue
+            self._stepped.append((fleet, present))
+            self._bring_parameters(fleet, wanted)
+            error = self._step_rounds(fleet, set(present))
+            failed = failed or error
+        return failed
+
+    def _check_table(self, fleet: Fleet) -> None:
+        """Raise on every rank if ranks were given states that do not go together."""
+        with fleet.crew.grid.together(self._who) as same:
+            same["states that were loaded"] = _short(
+                [
+                    sorted((str(key), isinstance(value, DTensor)) for key, value in entry.items())
+                    for entry in (self._table.get(one.param, {}) for one in fleet.owned)
+                ]
+            )
+
+    def _bring_parameters(self, fleet: Fleet, wanted: Sequence[int]) -> None:
+        """Let owners have the parameters that are not as they left them."""
+        if not wanted:
+            return
+        owned = [fleet.owned[index] for index in wanted]
+        flights = stream(
+            fleet.crew,
+            [one.cargo for one in owned],
+            [one.param.dtype for one in owned],
+            lambda place: owned[place].part(fleet.crew.me),
+            _device_of(owned[0].param),
+            self._how.limit,
+            to_owners=True,
+        )
+        for _, parts in flights:
+            for place, part, value in parts:
+                kept = owned[place].whole
+                assert kept is not None
+                kept.data[part.region.slices].copy_(value)
+
+    def _step_rounds(self, fleet: Fleet, present: set[int]) -> BaseException | None:
+        """Bring gradients to owners and step their matrices, a round after the other."""
+        batches = [[i for i in round_.indices if i in present] for round_ in fleet.rounds]
+        of_round = [r for r, batch in zip(fleet.rounds, batches, strict=True) if batch]
+        owned = fleet.owned
+        grads = {index: owned[index].gradient(self._who) for index in sorted(present)}
+        wires = [self._wire_of(one) for one in owned]
+        flights = stream(
+            fleet.crew,
+            [one.cargo_of(wire) for one, wire in zip(owned, wires, strict=True)],
+            wires,
+            lambda index: owned[index].part(fleet.crew.me, grads[index]),
+            _device_of(owned[0].param),
+            self._how.limit,
+            to_owners=True,
+            batches=[batch for batch in batches if batch],
+        )
+        failed: BaseException | None = None
+        for round_, (numbers, parts) in zip(of_round, flights, strict=True):
+            try:
+                for index in numbers:
+                    if owned[index].whole is not None:
+                        owned[index].whole_gradient()
+                for index, part, value in parts:
+                    owned[index].whole_gradient()[part.region.slices].copy_(value)
+                if round_.inner is not None and failed is None:
+                    self._step_inner(fleet, round_, round_.inner)
+            except Exception as error:
+                failed = failed or error
+            finally:
+                for index in round_.indices:
+                    owned[index].drop_gradient()
+        return failed
+
+    def _wire_of(self, one: Owned) -> torch.dtype:
+        grad = one.param.grad
+        dtype = one.param.dtype if grad is None else grad.dtype
+        is_real = dtype.is_floating_point and self._how.wire is not None
+        return self._how.wire if is_real and self._how.wire is not None else dtype
+
+    def _step_inner(self, fleet: Fleet, round_: Round, inner: Optimizer) -> None:
+        for own, group in zip(inner.param_groups, self.param_groups, strict=True):
+            own.update(_options(group))
+        held = [fleet.owned[i] for i in round_.indices if fleet.owned[i].whole is not None]
+        before = [one.identity() for one in held]
+        step: Any = self._plain_class.step
+        if getattr(step, "hooked", False):  # hooks run around our own step
+            step = step.__wrapped__
+        step(inner)
+        for one, was in zip(held, before, strict=True):
+            if one.identity() != was:
+                raise UnsupportedError(
+                    "FS712",
+                    f"{self._who}: {self._plain_class.__name__} replaced or resized {one.name}, "
+                    f"which had shape {one.cargo.cut.shape}, and its shards cannot follow. Use a "
+                    "class that writes to parameters where they are.",
+                )
+
+    def _options_after(self) -> list[dict[str, Any]]:
+        """Return the options that the class has changed, of each param group."""
+        found: list[dict[str, Any]] = [{} for _ in self.param_groups]
+        for fleet, present in self._stepped:
+            stepped = set(present)
+            for round_ in fleet.rounds:
+                if round_.inner is None or not stepped.intersection(round_.indices):
+                    continue
+                for place, own in enumerate(round_.inner.param_groups):
+                    if own["params"]:
+                        now = _changed(self.param_groups[place], own)
+                        found[place].update(now)
+        return found
+
+    def _take_options(self, grid: Grid) -> None:
+        """Take over the options that the class has changed, as all ranks have them. Collective.
+
+        Raises:
+            StateError: ranks with different parameters have different ones.
+        """
+        found = self._options_after()
+        if not grid.any_is(any(found)):
+            return
+        told: list[dict[str, Any]] = [{} for _ in self.param_groups]
+        for other in grid.collect(found):
+            for place, options in enumerate(other):
+                for key, value in options.items():
+                    known = told[place].setdefault(key, value)
+                    if repr(known) != repr(value):
+                        raise StateError(
+                            "FS714",
+                            f"{self._who}: {self._plain_class.__name__} made {key} of param group "
+                            f"{place} of all parameters of the group: {known!r} on one rank, "
+                            f"{value!r} on another, of the matrices that they own. Use a class "
+                            "that steps each parameter by itself. Parameters are as they were.",
+                        )
+        for group, options in zip(self.param_groups, told, strict=True):
+            group.update(options)
+
+    def _write(self) -> None:
+        """Give rows of the owners' copies to the shards. Collective."""
+        for fleet, present in self._stepped:
+            owned = [fleet.owned[index] for index in present]
+            flights = stream(
+                fleet.crew,
+                [one.cargo for one in owned],
+                [one.param.dtype for one in owned],
+                functools.partial(_whole_of, owned),
+                _device_of(owned[0].param),
+                self._how.limit,
+                to_owners=False,
+            )
+            for _, parts in flights:
+                for place, _, value in parts:
+                    owned[place].part(fleet.crew.me).copy_(value)
+            for one in owned:
+                one.printed = one.shard_print(fleet.crew.me)
+        self._stepped = []
+
+    def _forget_copies(self) -> None:
+        """Let owners get all parameters again: a step failed, and nothing was written."""
+        for fleet in self._fleets:
+            for one in fleet.owned:
+                one.printed = None
+        self._stepped = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "state" in state:
+            self.state = state.pop("state")
+        cast(Any, super()).__setstate__(state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UnsupportedError(
+            "FS713",
+            f"{WHO}({self._plain_class.__name__}): cannot be pickled or copied, because each rank "
+            "has states of its own matrices only. Use state_dict() and load_state_dict().",
+        )
+
+
+def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
+    """Step some optimizers, all of them or none. See [Note: a step of owners]."""
+    with torch.no_grad(), operation(optimizers[0]._who):
+        failed: BaseException | None = None
+        try:
+            for one in optimizers:
+                failed = one._compute() or failed
+            grids = {
+                fleet.crew.ranks: fleet.crew.grid for one in optimizers for fleet in one._fleets
+            }
+            in_order = sorted(grids.values(), key=lambda grid: grid.size)
+            for grid in in_order:  # the largest last: it hears of the others' failures
+                try:
+                    grid.raise_together(failed, optimizers[0]._who)
+                except FSDPError as error:
+                    if grid is in_order[-1]:
+                        raise
+                    failed = failed or error
+            for one in optimizers:
+                one._take_options(in_order[-1])
+        except BaseException:
+            for one in optimizers:
+                one._forget_copies()
+            raise
+        for one in optimizers:
+            one._write()
+
+
+def _whole_of(owned: Sequence[Owned], place: int) -> Tensor:
+    kept = owned[place].whole
+    assert kept is not None
+    return kept.detach()
+
+
+def _held(fleet: Fleet) -> list[tuple[Owned, Optimizer | None]]:
+    return [(fleet.owned[i], r.inner) for r in fleet.rounds for i in r.indices]
+
+
+def _same(owned: Sequence[Owned], present: Sequence[int], prints: Sequence[Tensor]) -> list[bool]:
+    """Say which parts are as the last step left them: one look, whatever there are of them."""
+    known = [owned[index].printed for index in present]
+    if not prints or any(one is None for one in known):
+        return [False] * len(prints)
+    before = torch.stack([one for one in known if one is not None])
+    flags: list[bool] = (before == torch.stack(list(prints))).all(1).tolist()
+    return flags
+
+
+def _lies(param: Tensor) -> object:
+    """Return an object that stays the same as long as a parameter lies as it does."""
+    return torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
+
+
+def _device_of(param: Tensor) -> torch.device:
+    return torch_dtensor.local_part(param).device
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _told(group: Mapping[str, Any]) -> list[str]:
+    """Return a param group's options for comparison; tensors (a learning rate) by their kind."""
+    return [
+        f"{key}={value.dtype if isinstance(value, Tensor) else value!r}"
+        for key, value in sorted(_options(group).items())
+    ]
+
+
+def _short(value: object) -> str:
+    """Return a text that is compared over ranks, and shown where it differs."""
+    text = repr(value)
+    return text if len(text) < 400 else f"{text[:200]}... ({zlib.crc32(text.encode()):x})"
+
+
+def _changed(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that a step has changed, among them new ones."""
+    return {
+        key: value
+        for key, value in _options(own).items()
+        if key not in group or (group[key] is not value and repr(group[key]) != repr(value))
+    }
+
+
+_classes: dict[type[Optimizer], Any] = {}
+
+
+def _whole_class(cls: type[Optimizer]) -> Any:
+    """Return the class that ``whole`` makes instances of."""
+    if cls not in _classes:
+        names = {"_plain_class": cls, "__doc__": cls.__doc__, "__module__": __name__}
+        _classes[cls] = type(f"Whole{cls.__name__}", (WholeOptimizer, cls), names)
+    return _classes[cls]
