@@ -30,7 +30,12 @@ TAKES_NOTHING = {  # memory is taken, and not written
 }
 READS_ROWS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
 """These read as much as they make, whatever lies beside it."""
-LANES = {"all_gather": GATHER, "reduce_scatter": REDUCE, "all_reduce": REDUCE}
+LANES = {
+    "all_gather": GATHER,
+    "reduce_scatter": REDUCE,
+    "all_reduce": REDUCE,
+    "all_to_all": REDUCE,
+}
 
 
 class Clock:

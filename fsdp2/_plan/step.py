@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -33,8 +33,10 @@ from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import Nowhere, groups_of
 from fsdp2._plan.lanes import ImaginedLanes, LaneClock
+from fsdp2._plan.owned import imagine_crews
 from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, StepPlan
 from fsdp2._plan.watch import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryWatch
+from fsdp2.optim._whole import WholeOptimizer
 
 STEPS, MOST_STEPS = 2, 5
 """What is predicted is the last of so many: in the first one the engine learns, and in a few more
@@ -85,7 +87,7 @@ class StepRun:
         """Run the steps; tell the last one."""
         args, kwargs = given
         watch, clock = self.watch, self.clock
-        stepped = None
+        stepped: list[_Stepped] = []
         with watch.following_resizes(), self._following_units():
             self._tag_kept()
             for number in itertools.count():
@@ -107,8 +109,8 @@ class StepRun:
             if clock is not None:
                 clock.finish()
             peak = max(point.peak_nbytes for point, _ in self._points)
-            highest = 0 if stepped is None else self._step_optimizer(stepped)
-        return self._told(start, peak, highest, 0 if stepped is None else stepped.nbytes)
+            highest = self._step_optimizer(stepped) if stepped else 0
+        return self._told(start, peak, highest, sum(one.nbytes for one in stepped))
 
     def _told(self, start: int, peak: int, optimizer_peak: int, state_nbytes: int) -> StepPlan:
         if self.clock is not None:
@@ -128,10 +130,19 @@ class StepRun:
             spans=() if self.clock is None else tuple(self.clock.spans),
         )
 
-    def _prepare(self, optimizer: MakeOptimizer) -> _LocalOptimizer:
+    def _prepare(self, optimizer: MakeOptimizer) -> list[_Stepped]:
+        """Make the optimizer, and let it step once; its members, if it is several."""
         is_away = any(self._keeps_away(group) for group in self.groups)
         is_on_device = self.clock is not None and self.clock.hardware.device_type != "cpu"
-        return _LocalOptimizer(optimizer, self.model, self.watch, is_away, is_on_device)
+        made = _make(optimizer, self.model.parameters())
+        stepped: list[_Stepped] = []
+        for member in getattr(made, "_members", None) or [(made, [])]:
+            if isinstance(member[0], WholeOptimizer):
+                imagine_crews(member[0], self.watch, self.clock)
+                stepped.append(_OwnedOptimizer(member[0], self.watch, is_away))
+            else:
+                stepped.append(_LocalOptimizer(member[0], self.watch, is_away, is_on_device))
+        return stepped
 
     # What is seen.
 
@@ -284,8 +295,8 @@ class StepRun:
                 "tensor, a tuple of arguments or a dict of keywords.",
             ) from error
 
-    def _step_optimizer(self, stepped: _LocalOptimizer) -> int:
-        """Run an optimizer's step on this rank's shards; return the most bytes in it."""
+    def _step_optimizer(self, stepped: list[_Stepped]) -> int:
+        """Run an optimizer's step on what this rank steps; return the most bytes in it."""
         clock = self.clock
         if clock is not None:
             clock.label = "optimizer"
@@ -293,7 +304,8 @@ class StepRun:
             if clock is not None:
                 modes.enter_context(ComputeTime(clock))
             modes.enter_context(self.watch)
-            stepped.step()
+            for one in stepped:
+                one.step()
         if clock is not None:
             clock.finish()
         self._see("the optimizer's step")
@@ -304,18 +316,55 @@ def _clock_for(hardware: Hardware) -> Clock | LaneClock:
     return Clock(hardware) if hardware.device_type == "cpu" else LaneClock(hardware)
 
 
-class _LocalOptimizer:
+class _Stepped:
+    """An optimizer in a plan. ``nbytes``: what it keeps, its state and copies of parameters."""
+
+    nbytes = 0
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        """Step once.
+
+        Raises:
+            ConfigError: it needs values.
+        """
+        try:
+            self._optimizer.step()
+        except FSDPError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                "FS904",
+                f"plan: a step of {type(self._optimizer).__name__} failed on tensors that have no "
+                f"values ({type(error).__name__}: {error}). Plan without optimizer, and add what "
+                "its state takes.",
+            ) from error
+
+    def _keep(self, kept: object, watch: MemoryWatch, is_away: bool) -> None:
+        """Count what an optimizer keeps between steps."""
+        tensors: list[Tensor] = []
+        visit_tensors(tensors.append, kept)
+        for tensor in tensors:
+            if is_away:
+                watch.leave_out(tensor)
+            else:
+                watch.tag(tensor, OPTIMIZER)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+
+
+class _LocalOptimizer(_Stepped):
     """An optimizer of a rank's own parts: plans of DTensor's operations take no memory there."""
 
     def __init__(
         self,
-        make: MakeOptimizer,
-        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
         watch: MemoryWatch,
         is_away: bool,
         is_on_device: bool,
     ) -> None:
-        optimizer = _make(make, model.parameters())
+        super().__init__(optimizer)
         self._locals = [
             (param, torch_dtensor.local_part(param).detach())
             for group in optimizer.param_groups
@@ -326,31 +375,24 @@ class _LocalOptimizer:
             group["params"] = [local_of[param] for param in group["params"]]
             if is_on_device and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch chooses there, and takes more memory
-        self._optimizer = optimizer
         self.step()  # the state is made in the first one
-        states: list[Tensor] = []
-        visit_tensors(states.append, [list(kept.values()) for kept in optimizer.state.values()])
-        for state in states:
-            if is_away:
-                watch.leave_out(state)
-            else:
-                watch.tag(state, OPTIMIZER)
-        self.nbytes = sum(state.nbytes for state in states)
+        self._keep([list(kept.values()) for kept in optimizer.state.values()], watch, is_away)
 
     def step(self) -> None:
         for param, local in self._locals:
             local.grad = None if param.grad is None else torch_dtensor.local_part(param.grad)
-        try:
-            self._optimizer.step()
-        except Exception as error:
-            raise ConfigError(
-                "FS904",
-                f"plan: a step of {type(self._optimizer).__name__} failed on tensors that have no "
-                f"values ({type(error).__name__}: {error}). Plan without optimizer, and add what "
-                "its state takes.",
-            ) from error
+        super().step()
         for _, local in self._locals:
             local.grad = None
+
+
+class _OwnedOptimizer(_Stepped):
+    """An optimizer of whole matrices, as the rank has it that is planned."""
+
+    def __init__(self, optimizer: WholeOptimizer, watch: MemoryWatch, is_away: bool) -> None:
+        super().__init__(cast(torch.optim.Optimizer, optimizer))
+        self.step()  # copies and states are made in the first one
+        self._keep(optimizer.kept_tensors(), watch, is_away)
 
 
 def _make(optimizer: MakeOptimizer, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:

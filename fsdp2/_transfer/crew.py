@@ -18,42 +18,40 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_comm, torch_dtensor
+from fsdp2._base import torch_comm, torch_dtensor, torch_modes
 from fsdp2._base.errors import UnsupportedError
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import Grid, carrying, wire_device
 from fsdp2._transfer.chunk_plan import Blocks
-from fsdp2._transfer.owners import Cargo, Cut, Part, rounds, route
+from fsdp2._transfer.owners import Cargo, Cut, Part, Route, rounds, route
 from fsdp2._transfer.redistribute import blocks_of
+
+Carry = Callable[[Tensor, Tensor, Route], Any]
+"""What stands for an all-to-all where there are no ranks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Crew:
-    """The ranks that share the matrices of some tensors, as one axis; this process alone: of one.
+    """The ranks that share the matrices of some tensors.
 
-    ``ranks`` are global ranks, in the order of the process group.
+    ``ranks`` are global ranks, in the order of the process group ``pg``, ``me`` this rank's place
+    among them; over ``grid`` they agree. Without a process group this process is alone, unless
+    ``carry`` imagines the others.
     """
 
     ranks: tuple[int, ...]
+    me: int
     grid: Grid
-
-    @property
-    def axis(self) -> MeshAxis | None:
-        return self.grid.axes[0] if self.grid.axes else None
+    pg: dist.ProcessGroup | None = None
+    carry: Carry | None = None
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    @property
-    def me(self) -> int:
-        """This rank's number among the crew's."""
-        return 0 if self.axis is None else self.axis.rank
-
     @staticmethod
     def alone() -> Crew:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return Crew((rank,), Grid(()))
+        return Crew((dist.get_rank() if dist.is_initialized() else 0,), 0, Grid(()))
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Crew:
@@ -65,8 +63,26 @@ class Crew:
         else:
             pg = _joint(sorted(mesh.mesh.flatten().tolist()), mesh.get_group(0))
         ranks = tuple(dist.get_process_group_ranks(pg))
-        axis = MeshAxis("owners", len(ranks), ranks.index(dist.get_rank()), pg)
-        return Crew(ranks, Grid((axis,), mesh.device_type))
+        me = ranks.index(dist.get_rank())
+        axis = MeshAxis("owners", len(ranks), me, pg)
+        return Crew(ranks, me, Grid((axis,), mesh.device_type), pg)
+
+    def exchange(self, received: Tensor, sent: Tensor, way: Route) -> Any:
+        """Issue the all-to-all of a round; return its work, or None if nothing is sent."""
+        if self.carry is not None:
+            return self.carry(received, sent, way)
+        if self.pg is None:
+            received.copy_(sent)
+            return None
+        with carrying():
+            return dist.all_to_all_single(
+                received,
+                sent,
+                way.received_nbytes,
+                way.sent_nbytes,
+                group=self.pg,
+                async_op=True,
+            )
 
     def cut(self, name: str, tensor: Tensor, lead: int | None = None) -> Cut:
         """Say how a tensor, or one matrix of its batch, lies on the crew's ranks.
@@ -88,7 +104,9 @@ class Crew:
         known = _places.setdefault(mesh, {})
         if self.ranks not in known:
             coordinates = itertools.product(*(range(mesh.size(dim)) for dim in range(mesh.ndim)))
-            of_rank = dict(zip(mesh.mesh.flatten().tolist(), coordinates, strict=True))
+            with torch_modes.hidden_from_modes():  # numbers of ranks are no fakes
+                ranks = mesh.mesh.flatten().tolist()
+            of_rank = dict(zip(ranks, coordinates, strict=True))
             known[self.ranks] = tuple(of_rank[rank] for rank in self.ranks)
         return known[self.ranks]
 
@@ -155,9 +173,8 @@ def fly(
     On the way to owners that is its part, on the way back the whole of an owned one. Collective
     over the crew: the same cargos and dtypes on every rank. Values are cast to what travels.
     """
-    me, axis = crew.me, crew.axis
-    way = route(me, crew.size, tuple(cargos), to_owners)
-    where = device if axis is None or axis.pg is None else wire_device(axis.pg, device)
+    way = route(crew.me, crew.size, tuple(cargos), to_owners)
+    where = device if crew.pg is None else wire_device(crew.pg, device)
     sent = torch.empty(sum(way.sent_nbytes), dtype=torch.uint8, device=where)
     for part in way.sent:
         dtype, region = dtypes[part.index], part.region
@@ -165,13 +182,8 @@ def fly(
         room = sent[part.start : part.start + nbytes].view(dtype).view(region.sizes)
         source = own(part.index)
         room.copy_(source if to_owners else source[region.slices])
-    if axis is None or axis.pg is None:
-        return Flight(cargos, dtypes, sent, way.received, None, sent)
     received = torch.empty(sum(way.received_nbytes), dtype=torch.uint8, device=where)
-    with carrying():
-        work = dist.all_to_all_single(
-            received, sent, way.received_nbytes, way.sent_nbytes, group=axis.pg, async_op=True
-        )
+    work = crew.exchange(received, sent, way)
     return Flight(cargos, dtypes, received, way.received, work, sent)
 
 

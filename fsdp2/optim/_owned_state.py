@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_dtensor
+from fsdp2._base import torch_dtensor, torch_tensors
 from fsdp2._base.containers import map_tensors
 from fsdp2._param_group.layout import contiguous_stride
 from fsdp2._param_group.param import OwnerMark, own_attributes
@@ -114,7 +114,8 @@ class Owned:
     def identity(self) -> tuple[object, ...]:
         """Return what stays the same if a step writes to the owner's copy where it is."""
         assert self.whole is not None
-        return self.whole.data_ptr(), tuple(self.whole.shape), self.whole.dtype
+        storage = torch_tensors.number_of(self.whole.untyped_storage())
+        return storage, tuple(self.whole.shape), self.whole.dtype
 
 
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_compiler, torch_dtensor
+from fsdp2._base import torch_compiler, torch_dtensor, torch_modes
 from fsdp2._base.arguments import (
     check_count,
     check_dtype,
@@ -50,7 +50,7 @@ from fsdp2._base.errors import ConfigError, FSDPError, StateError, UnsupportedEr
 from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._param_group.param import OwnerMark
 from fsdp2._transfer.crew import Crew, stream
-from fsdp2._transfer.owners import Cargo, assign, newton_schulz_flops, rounds
+from fsdp2._transfer.owners import Cargo, Part, assign, newton_schulz_flops, rounds
 from fsdp2.optim._local import ELEMENTWISE, local
 from fsdp2.optim._owned_state import Owned, bring, give_back
 from fsdp2.optim._runs import Table
@@ -283,6 +283,7 @@ class WholeOptimizer:
     _fleets: list[Fleet]
     _planned_for: list[tuple[Tensor, object]]
     _stepped: list[tuple[Fleet, list[int]]]
+    _crew_of: Callable[[Any], Crew]
     param_groups: Groups
 
     def __new__(cls, *args: Any, **kwargs: Any) -> WholeOptimizer:
@@ -290,6 +291,7 @@ class WholeOptimizer:
         self._table = defaultdict(dict)
         self._is_out = False
         self._fleets, self._planned_for, self._stepped = [], [], []
+        self._crew_of = Crew.of  # another one where ranks are imagined
         return self
 
     def _begin(self, how: _How, kwargs: dict[str, Any]) -> None:
@@ -338,6 +340,12 @@ class WholeOptimizer:
     def state(self, table: Table) -> None:
         self._table = table if isinstance(table, defaultdict) else defaultdict(dict, table)
         self._forget_states()
+
+    def kept_tensors(self) -> list[object]:
+        """Return what this rank keeps between steps: copies of parameters, and their states."""
+        inners = [r.inner for fleet in self._fleets for r in fleet.rounds if r.inner is not None]
+        copies = [one.whole for fleet in self._fleets for one in fleet.owned]
+        return [copies, [list(s.values()) for inner in inners for s in inner.state.values()]]
 
     def _forget_states(self) -> None:
         self._is_out = False
@@ -409,7 +417,8 @@ class WholeOptimizer:
         place = 0
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
-                crew = Crew.of(param.device_mesh) if isinstance(param, DTensor) else Crew.alone()
+                is_placed = isinstance(param, DTensor)
+                crew = self._crew_of(param.device_mesh) if is_placed else Crew.alone()
                 fleet = crews.setdefault(crew.ranks, Fleet(crew))
                 leads: list[int | None] = [None]
                 if self._how.batches and param.dim() > 2:
@@ -508,21 +517,32 @@ class WholeOptimizer:
         """Let owners have the parameters that are not as they left them."""
         if not wanted:
             return
-        owned = [fleet.owned[index] for index in wanted]
-        flights = stream(
-            fleet.crew,
-            [one.cargo for one in owned],
-            [one.param.dtype for one in owned],
-            lambda place: owned[place].part(fleet.crew.me),
-            _device_of(owned[0].param),
-            self._how.limit,
-            to_owners=True,
+        owned = fleet.owned
+        flights = self._stream(
+            fleet, wanted, lambda index: owned[index].part(fleet.crew.me), to_owners=True
         )
         for _, parts in flights:
-            for place, part, value in parts:
-                kept = owned[place].whole
+            for index, part, value in parts:
+                kept = owned[index].whole
                 assert kept is not None
                 kept.data[part.region.slices].copy_(value)
+
+    def _stream(
+        self, fleet: Fleet, which: Sequence[int], own: Callable[[int], Tensor], *, to_owners: bool
+    ) -> Iterator[tuple[list[int], Iterator[tuple[int, Part, Tensor]]]]:
+        """Send parameters, in their own dtypes, and in the rounds that there are."""
+        chosen = set(which)
+        batches = [[i for i in round_.indices if i in chosen] for round_ in fleet.rounds]
+        return stream(
+            fleet.crew,
+            fleet.cargos,
+            [one.param.dtype for one in fleet.owned],
+            own,
+            _device_of(fleet.owned[0].param),
+            self._how.limit,
+            to_owners=to_owners,
+            batches=[batch for batch in batches if batch],
+        )
 
     def _step_rounds(self, fleet: Fleet, present: set[int]) -> BaseException | None:
         """Bring gradients to owners and step their matrices, a round after the other."""
@@ -624,21 +644,15 @@ class WholeOptimizer:
     def _write(self) -> None:
         """Give rows of the owners' copies to the shards. Collective."""
         for fleet, present in self._stepped:
-            owned = [fleet.owned[index] for index in present]
-            flights = stream(
-                fleet.crew,
-                [one.cargo for one in owned],
-                [one.param.dtype for one in owned],
-                functools.partial(_whole_of, owned),
-                _device_of(owned[0].param),
-                self._how.limit,
-                to_owners=False,
+            owned = fleet.owned
+            flights = self._stream(
+                fleet, present, functools.partial(_whole_of, owned), to_owners=False
             )
             for _, parts in flights:
-                for place, _, value in parts:
-                    owned[place].part(fleet.crew.me).copy_(value)
-            for one in owned:
-                one.printed = one.shard_print(fleet.crew.me)
+                for index, _, value in parts:
+                    owned[index].part(fleet.crew.me).copy_(value)
+            for index in present:
+                owned[index].printed = owned[index].shard_print(fleet.crew.me)
         self._stepped = []
 
     def _forget_copies(self) -> None:
@@ -705,6 +719,8 @@ def _same(owned: Sequence[Owned], present: Sequence[int], prints: Sequence[Tenso
     known = [owned[index].printed for index in present]
     if not prints or any(one is None for one in known):
         return [False] * len(prints)
+    if not torch_modes.has_real_memory():  # a plan; nobody writes there
+        return [True] * len(prints)
     before = torch.stack([one for one in known if one is not None])
     flags: list[bool] = (before == torch.stack(list(prints))).all(1).tolist()
     return flags
