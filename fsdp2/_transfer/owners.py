@@ -127,6 +127,10 @@ class Cargo:
     owner: int
     itemsize: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.cut.numel * self.itemsize
+
 
 @dataclass(frozen=True)
 class Part:
@@ -184,11 +188,11 @@ def rounds(cargos: Sequence[Cargo], ranks: int, max_nbytes: int) -> Iterator[lis
     """Yield which cargos travel together, so that no rank has more than ``max_nbytes`` of a round.
 
     That is what it sends, what it receives, and what that becomes; one cargo goes in any case.
-    Every round has something for each rank, as long as there is.
+    Every round has something for each rank, as long as there is: the large ones of all come first.
     """
     queues: list[list[int]] = [[] for _ in range(ranks)]
-    for index, cargo in enumerate(cargos):
-        queues[cargo.owner].append(index)
+    for index in sorted(range(len(cargos)), key=lambda i: -cargos[i].nbytes):
+        queues[cargos[index].owner].append(index)
     layers = max((len(queue) for queue in queues), default=0)
     order = [queue[layer] for layer in range(layers) for queue in queues if layer < len(queue)]
     used, batch = [0] * ranks, list[int]()
@@ -199,7 +203,7 @@ def rounds(cargos: Sequence[Cargo], ranks: int, max_nbytes: int) -> Iterator[lis
             if cargo.cut.sends(rank, cargo.owner):
                 region = cargo.cut.part(rank)
                 added[rank] += 0 if region is None else region.numel * cargo.itemsize
-        added[cargo.owner] += 2 * cargo.cut.numel * cargo.itemsize
+        added[cargo.owner] += 2 * cargo.nbytes
         total = [one + more for one, more in zip(used, added, strict=True)]
         if batch and max(total) > max_nbytes:
             yield batch

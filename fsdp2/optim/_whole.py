@@ -60,7 +60,10 @@ from fsdp2.optim._zero import zero_gradients
 WHO = "fsdp2.optim.whole"
 
 MAX_BYTES = 256 << 20
-"""Default cap on the buffers of the rounds that are in memory at a time."""
+"""Default cap on the buffers of the rounds that are in memory at a time, if that is enough."""
+
+OF_THE_LARGEST = 6
+"""Two rounds, in each of which a rank sends as much as a matrix, receives one, and has it whole."""
 
 NEEDS_ALL: frozenset[str] = frozenset(
     {
@@ -118,7 +121,8 @@ def whole(
         wire_dtype: floating-point gradients travel in it; None: in their own. Parameters come back
             as they are.
         max_bytes: bytes of the buffers that gradients and parameters travel in, and of the whole
-            gradients; 256 MiB by default. The largest matrix travels in any case.
+            gradients. One matrix travels in any case; so that each owner has one at a time, it
+            takes six times the largest. None: that, or 256 MiB if it is more.
         batches: a parameter of three dims or more is a batch of matrices, which its first dim
             counts: each has an owner, and is a parameter of ``cls`` by itself. None: True for
             ``torch.optim.Muon``, which takes nothing else.
@@ -140,7 +144,7 @@ def whole(
     how = _How(
         newton_schulz_flops if owners == "balanced" else cast(Cost, owners),
         wire_dtype,
-        MAX_BYTES if max_bytes is None else max_bytes,
+        max_bytes,
         _takes_batches(cls) if batches is None else batches,
     )
     given = list(cast(Any, params)) if not isinstance(params, Tensor) else params
@@ -200,7 +204,7 @@ class _How:
 
     cost: Cost
     wire: torch.dtype | None
-    limit: int
+    limit: int | None
     batches: bool
 
 
@@ -262,6 +266,7 @@ class Fleet:
     crew: Crew
     owned: list[Owned] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
+    limit: int = MAX_BYTES
 
     @property
     def cargos(self) -> list[Cargo]:
@@ -364,7 +369,7 @@ class WholeOptimizer:
             return
         with operation(f"{WHO}({self._plain_class.__name__}).state_dict"):
             for fleet in self._fleets:
-                give_back(fleet.crew, _held(fleet), self._table, self._how.limit)
+                give_back(fleet.crew, _held(fleet), self._table, fleet.limit)
         order = [p for group in self.param_groups for p in group["params"] if p in self._table]
         self._table = defaultdict(dict, {param: self._table[param] for param in order})
         self._forget_states()
@@ -446,7 +451,8 @@ class WholeOptimizer:
         sizes = [one.cargo.cut.numel * one.cargo.itemsize for one in fleet.owned]
         for one, owner in zip(fleet.owned, assign(cuts, costs, sizes), strict=True):
             one.cargo = Cargo(one.cargo.cut, owner, one.cargo.itemsize)
-        limit = self._how.limit // 2  # the next round is on its way meanwhile
+        fleet.limit = self._how.limit or max(MAX_BYTES, OF_THE_LARGEST * max(sizes, default=0))
+        limit = fleet.limit // 2  # the next round is on its way meanwhile
         fleet.rounds = [Round(batch) for batch in rounds(fleet.cargos, fleet.crew.size, limit)]
         with fleet.crew.grid.together(self._who):  # the class may refuse what an owner has
             for round_ in fleet.rounds:
@@ -488,7 +494,7 @@ class WholeOptimizer:
         if not self._is_out:
             for fleet in self._fleets:
                 self._check_table(fleet)
-                bring(fleet.crew, _held(fleet), self._table, self._how.limit)
+                bring(fleet.crew, _held(fleet), self._table, fleet.limit)
             self._table = defaultdict(dict)
             self._is_out = True
         self._stepped = []
@@ -539,7 +545,7 @@ class WholeOptimizer:
             [one.param.dtype for one in fleet.owned],
             own,
             _device_of(fleet.owned[0].param),
-            self._how.limit,
+            fleet.limit,
             to_owners=to_owners,
             batches=[batch for batch in batches if batch],
         )
@@ -557,7 +563,7 @@ class WholeOptimizer:
             wires,
             lambda index: owned[index].part(fleet.crew.me, grads[index]),
             _device_of(owned[0].param),
-            self._how.limit,
+            fleet.limit,
             to_owners=True,
             batches=[batch for batch in batches if batch],
         )
