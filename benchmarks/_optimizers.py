@@ -198,11 +198,21 @@ def _of_torchao() -> Iterator[Row]:
     yield Row("torchao.optim", "CPUOffloadOptimizer", offload, dtype=torch.float32)
 
 
+def _of_whole_matrices() -> Iterator[Row]:
+    """Yield optimizers that need all of a matrix, and some that do not, of two libraries."""
+    # SOAP's eigenvectors of zero follow the last bit of a gradient: a test compares from equal ones
+    for name in ("Shampoo", "ScalableShampoo", "Lamb", "CAME", "StableAdamW", "AdEMAMix"):
+        yield Row("pytorch_optimizer", name, {"lr": 0.01})
+    for name in ("AdamW", "LaProp"):
+        yield Row("heavyball", name, {"lr": 0.01}, dtype=torch.float32, within=1e-3)
+
+
 ROWS: tuple[Row, ...] = (
     *_of_torch(),
     *_of_schedulefree(),
     *_of_bitsandbytes(),
     *_of_torchao(),
+    *_of_whole_matrices(),
 )
 
 
@@ -216,10 +226,13 @@ class Way:
     name: str
     library: ModuleType | None
     is_local: bool = False
+    is_whole: bool = False
 
     def make(self, row: Row, params: list[Tensor]) -> Any:
         cls, options = row.find(), copy.deepcopy(row.options)
         assert cls is not None
+        if self.is_whole:
+            return fsdp2.optim.whole(cls, params, **options)
         if not self.is_local:
             return cls(params, **options)
         vouched = not row.package.startswith("torch.")
@@ -230,6 +243,7 @@ WHOLE = Way("whole", None)
 WAYS = (
     Way("fsdp2", fsdp2),
     Way("fsdp2.optim.local", fsdp2, is_local=True),
+    Way("fsdp2.optim.whole", fsdp2, is_whole=True),
     Way("torch", torch_fsdp),
 )
 

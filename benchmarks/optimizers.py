@@ -2,7 +2,7 @@
 
     python -m benchmarks.optimizers [--only NAME,...] [--ranks 2,3] [--save]
 
-Every row is an optimizer of torch, schedulefree, bitsandbytes or torchao (those that are installed)
+Every row is an optimizer of torch or of a library of `PACKAGES` (those that are installed), all
 on a model of odd sizes (13, 29, one row: a rank holds nothing of it), for five steps. A number is
 how far the largest difference from the whole model on the global batch is, of the way that its
 parameters went. `fsdp2` and `torch` are the optimizer itself on the parameters (`DTensor`s) that
@@ -24,7 +24,7 @@ from benchmarks._optimizers import ROWS, WAYS, Outcome, Row, compare
 from benchmarks._ranks import run_on_ranks
 from benchmarks._report import RESULTS, find_origin, show_number, to_table
 
-PACKAGES = ("torch", "schedulefree", "bitsandbytes", "torchao")
+PACKAGES = ("torch", "schedulefree", "bitsandbytes", "torchao", "pytorch_optimizer", "heavyball")
 Outcomes = dict[tuple[str, str, int], Outcome]  # by row, way, and number of ranks
 
 

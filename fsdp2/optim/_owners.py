@@ -6,6 +6,7 @@ Owns ``plan_owners``, ``to_owners`` and ``from_owners``. ``whole`` uses the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,18 @@ from fsdp2._transfer.owners import Cargo, Cut, assign, newton_schulz_flops
 MAX_BYTES = 256 << 20
 
 Cost = Callable[[tuple[int, ...]], float]
+
+
+def cost_of(who: str, cost: Cost, shape: tuple[int, ...]) -> float:
+    """Return what a matrix costs.
+
+    Raises:
+        ConfigError: the function returned no number, or a negative one.
+    """
+    found = cost(shape)
+    if not isinstance(found, int | float) or not 0 <= found < math.inf:
+        raise wrong_value(who, f"the cost of {shape}", "a number of at least 0", found)
+    return float(found)
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ def plan_owners(
 def _plan(
     cuts: Sequence[Cut], cost: Cost, itemsizes: Sequence[int], ranks: Sequence[int]
 ) -> Owners:
-    costs = [float(cost(cut.shape)) for cut in cuts]
+    costs = [cost_of("plan_owners", cost, cut.shape) for cut in cuts]
     sizes = [cut.numel * itemsize for cut, itemsize in zip(cuts, itemsizes, strict=True)]
     chosen = assign(cuts, costs, sizes)
     loads, held = [0.0] * len(ranks), [0] * len(ranks)

@@ -42,6 +42,7 @@ from fsdp2._base.arguments import (
     check_count,
     check_dtype,
     check_function,
+    described,
     translated,
     wrong_type,
     wrong_value,
@@ -53,6 +54,7 @@ from fsdp2._transfer.crew import Crew, stream
 from fsdp2._transfer.owners import Cargo, Part, assign, newton_schulz_flops, rounds
 from fsdp2.optim._local import ELEMENTWISE, local
 from fsdp2.optim._owned_state import Owned, bring, give_back
+from fsdp2.optim._owners import Cost, cost_of
 from fsdp2.optim._runs import Table
 from fsdp2.optim._several import Several
 from fsdp2.optim._zero import zero_gradients
@@ -78,7 +80,6 @@ COUNTS_ELEMENTS = frozenset({"heavyball"})
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-Cost = Callable[[tuple[int, ...]], float]
 Groups = list[dict[str, Any]]
 
 
@@ -379,6 +380,22 @@ class WholeOptimizer:
         self.gather_state()
         return cast(Any, super()).state_dict()  # type: ignore[no-any-return]  # of the class
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; owners are chosen again in the next step.
+
+        Raises:
+            ConfigError: it names another class.
+        """
+        group = dict(param_group)
+        if group.pop("cls", self._plain_class) is not self._plain_class:
+            raise ConfigError(
+                "FS711",
+                f"add_param_group: expected {self._plain_class.__name__}, the optimizer's class, "
+                f"as 'cls', found {described(param_group['cls'])}. Make the optimizer with a group "
+                "of that class.",
+            )
+        cast(Any, super()).add_param_group(group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: set them to None, or to zero where they lie."""
         zero_gradients(self.param_groups, set_to_none)
@@ -447,7 +464,7 @@ class WholeOptimizer:
     def _share_out(self, fleet: Fleet) -> None:
         """Choose owners, rounds, and make the optimizers of the rounds."""
         cuts = [one.cargo.cut for one in fleet.owned]
-        costs = [float(self._how.cost(cut.shape)) for cut in cuts]
+        costs = [cost_of(WHO, self._how.cost, cut.shape) for cut in cuts]
         sizes = [one.cargo.cut.numel * one.cargo.itemsize for one in fleet.owned]
         for one, owner in zip(fleet.owned, assign(cuts, costs, sizes), strict=True):
             one.cargo = Cargo(one.cargo.cut, owner, one.cargo.itemsize)
@@ -768,12 +785,31 @@ def _changed(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
+MODES = ("train", "eval")
+"""Methods by which a class (schedulefree's) exchanges parameters with others of its state."""
+
+
+def _on_shards(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of the class see parameters and states as shards, which the next step takes."""
+
+    @functools.wraps(method)
+    def switch(self: WholeOptimizer, *args: Any, **kwargs: Any) -> Any:
+        self.gather_state()
+        return method(self, *args, **kwargs)
+
+    return switch
+
+
 _classes: dict[type[Optimizer], Any] = {}
 
 
 def _whole_class(cls: type[Optimizer]) -> Any:
     """Return the class that ``whole`` makes instances of."""
     if cls not in _classes:
-        names = {"_plain_class": cls, "__doc__": cls.__doc__, "__module__": __name__}
+        names: dict[str, Any] = {"_plain_class": cls, "__module__": __name__}
+        names["__doc__"] = cls.__doc__
+        for name in MODES:
+            if callable(getattr(cls, name, None)):
+                names[name] = _on_shards(getattr(cls, name))
         _classes[cls] = type(f"Whole{cls.__name__}", (WholeOptimizer, cls), names)
     return _classes[cls]

@@ -48,6 +48,7 @@ def test_what_is_element_wise_trains_like_the_whole_model(label: str) -> None:
     outcomes = compare(row)
     local, ours, theirs = (outcomes[name] for name in ("fsdp2.optim.local", "fsdp2", "torch"))
     assert local.is_right(row), local
+    assert outcomes["fsdp2.optim.whole"].is_right(row)
     assert ours.is_right(row) == theirs.is_right(row), (ours, theirs)
     assert ours.is_right(row) or ours.error == theirs.error, (ours, theirs)
 
@@ -57,12 +58,15 @@ def test_what_is_element_wise_trains_like_the_whole_model(label: str) -> None:
 def test_what_mixes_elements_is_right_or_an_error(label: str) -> None:
     """Adafactor, Muon and LBFGS: `local` refuses; on `DTensor`s they are right, or say they cannot.
 
-    Both as torch's own: what it takes depends on its `DTensor` operators alone.
+    Both as torch's own: what it takes depends on its `DTensor` operators alone. Under `whole` the
+    first two are the whole model's, and LBFGS, which looks at all parameters, is refused.
     """
     row = OF_TORCH[label]
     outcomes = compare(row)
     ours, theirs = outcomes["fsdp2"], outcomes["torch"]
     assert "ConfigError" in outcomes["fsdp2.optim.local"].error
+    owned = outcomes["fsdp2.optim.whole"]
+    assert ("FS711" in owned.error) if row.cls == "LBFGS" else owned.is_right(row), owned
     assert ours.is_right(row) or ours.error, ours
     assert (ours.error, ours.is_right(row)) == (theirs.error, theirs.is_right(row))
 

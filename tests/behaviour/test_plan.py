@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import resource
 from typing import Any
@@ -22,6 +23,7 @@ from benchmarks.peak import DONE, FORWARD_DONE, STARTED, read
 from benchmarks.plan import WARM_UP, measure_step
 from fsdp2 import ConfigError, UnsupportedError
 from fsdp2._base import events
+from fsdp2._base.containers import visit_tensors
 from tests._meshes import shared_mesh
 from tests._models import CASES, seeded
 from tests._parity import shard
@@ -160,6 +162,45 @@ def test_an_optimizer_is_counted() -> None:
     if dist.get_rank() == 0:
         assert found.optimizer_nbytes == sum(s.nbytes for s in local)
     assert found.start_nbytes - plain.start_nbytes == found.optimizer_nbytes
+
+
+def on_owners(params: Any) -> Any:
+    """Make Muon for matrices and AdamW for the rest, behind one object."""
+    params = list(params)
+    groups = [
+        {"params": [p for p in params if p.dim() == 2]},
+        {"params": [p for p in params if p.dim() != 2], "cls": torch.optim.AdamW},
+    ]
+    return fsdp2.optim.whole(torch.optim.Muon, groups)
+
+
+@ranks(3)
+def test_an_optimizer_of_owners_is_planned() -> None:
+    """What each rank keeps is what it keeps in a run; on a machine its rounds take time."""
+    model, batch = seeded(Model), torch.zeros(2, LENGTH, dtype=torch.long)
+    plan = functools.partial(fsdp2.plan, model, mesh=3, policy={Block}, batch=batch)
+    found = plan(optimizer=on_owners, rank=dist.get_rank()).step
+    assert found is not None
+    with_time, without = (
+        plan(optimizer=make, hardware="h100-nvlink-ib").step for make in (on_owners, None)
+    )
+    assert with_time is not None
+    assert without is not None
+    sent = [span for span in with_time.spans if span.name.startswith("all_to_all")]
+    assert len(sent) >= 2
+    assert (with_time.seconds or 0.0) > (without.seconds or 0.0) + sum(
+        span.end - span.begin for span in sent[-1:]
+    )
+    fsdp2.wrap.shard_model(model, {Block})
+    optimizer = on_owners(model.parameters())
+    model(batch).mean().backward()
+    optimizer.step()
+    (muon, _), (adamw, _) = optimizer._members
+    kept: list[torch.Tensor] = []
+    visit_tensors(kept.append, muon.kept_tensors())
+    states = [s for entry in adamw.state.values() for s in entry.values()]
+    kept += [s.to_local() if hasattr(s, "to_local") else s for s in states]
+    assert found.optimizer_nbytes == sum(one.nbytes for one in kept)
 
 
 @ranks(2)

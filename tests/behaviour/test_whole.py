@@ -597,6 +597,12 @@ def test_what_a_class_must_not_do() -> None:
     assert optimizer.param_groups[0]["k"] == 2
     with pytest.raises(fsdp2.ConfigError, match="LBFGS computes something of all parameters"):
         fsdp2.optim.whole(torch.optim.LBFGS, model.parameters())
+    extra = {"params": [nn.Parameter(torch.ones(3))], "cls": torch.optim.AdamW}
+    with pytest.raises(fsdp2.ConfigError, match="expected Counts, the optimizer's class"):
+        optimizer.add_param_group(extra)
+    negative = fsdp2.optim.whole(Factors, model.parameters(), owners=lambda shape: -1.0)
+    with pytest.raises(fsdp2.ConfigError, match=r"the cost of \(.*at least 0, found -1.0"):
+        train_on(model, negative)
 
 
 # --- together with the rest -----------------------------------------------------------------------
