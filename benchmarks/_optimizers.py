@@ -202,7 +202,8 @@ def _of_whole_matrices() -> Iterator[Row]:
     """Yield optimizers that need all of a matrix, and some that do not, of two libraries."""
     # SOAP's eigenvectors of zero follow the last bit of a gradient: a test compares from equal ones
     for name in ("Shampoo", "ScalableShampoo", "Lamb", "CAME", "StableAdamW", "AdEMAMix"):
-        yield Row("pytorch_optimizer", name, {"lr": 0.01})
+        within = 1e-10 if "Shampoo" in name else 1e-12  # inverse roots of nearly singular sums
+        yield Row("pytorch_optimizer", name, {"lr": 0.01}, within=within)
     for name in ("AdamW", "LaProp"):
         yield Row("heavyball", name, {"lr": 0.01}, dtype=torch.float32, within=1e-3)
 
@@ -344,7 +345,8 @@ def _apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"
 
 
 class Bf16AsDouble(TorchFunctionMode):

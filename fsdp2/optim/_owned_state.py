@@ -14,6 +14,7 @@ of its matrices are stacked. What is loaded may also be plain tensors, which eve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 
 from fsdp2._base import torch_dtensor, torch_tensors
 from fsdp2._base.containers import map_tensors
-from fsdp2._param_group.layout import contiguous_stride
+from fsdp2._param_group.layout import chunk_of, dense_stride
 from fsdp2._param_group.param import OwnerMark, own_attributes
 from fsdp2._transfer.crew import Crew, part_of, stream
 from fsdp2._transfer.owners import Cargo
@@ -147,6 +148,7 @@ class _Leaf:
     """Stands for a tensor of some dims in what an owner tells of a state."""
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]  # a product of matrices rounds by it
     dtype: torch.dtype
 
 
@@ -205,13 +207,11 @@ def bring(crew: Crew, held: Held, table: Table, limit: int) -> None:
 
 
 def _room(one: Owned, value: DTensor) -> Tensor:
-    """Return room for a whole state: laid out as the matrix, if it has its shape."""
-    assert one.whole is not None
+    """Return room for a whole state, laid out as it was with its owner, if that is known."""
     skip = 0 if one.lead is None else 1
-    shape, device = tuple(value.shape[skip:]), torch_dtensor.local_tensor(value).device
-    if shape == tuple(one.whole.shape):
-        return torch.empty_like(one.whole, dtype=value.dtype, device=device, requires_grad=False)
-    return torch.empty(shape, dtype=value.dtype, device=device)
+    shape, stride = tuple(value.shape[skip:]), tuple(value.stride()[skip:])
+    device = torch_dtensor.local_tensor(value).device
+    return torch.empty_strided(shape, dense_stride(shape, stride), dtype=value.dtype, device=device)
 
 
 def give_back(crew: Crew, held: Held, table: Table, limit: int) -> None:
@@ -227,7 +227,8 @@ def give_back(crew: Crew, held: Held, table: Table, limit: int) -> None:
                 return value.detach().cpu()
             place = sum(1 for known, _ in values if known == number)
             values[number, place] = value.detach()
-            return _Leaf(tuple(value.shape), value.dtype)
+            stride = dense_stride(tuple(value.shape), value.stride())
+            return _Leaf(tuple(value.shape), stride, value.dtype)
 
         entry = inner.state[one.whole]
         told[number] = {key: map_tensors(describe, value) for key, value in entry.items()}
@@ -298,23 +299,23 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 def _empty_like_state(one: Owned, leaf: _Leaf) -> Tensor:
     """Return room for a state, placed as [Note: states of owners] says."""
     param = one.param
-    shape = leaf.shape if one.lead is None else (len(param), *leaf.shape)
+    shape, stride = leaf.shape, leaf.stride
+    if one.lead is not None:
+        shape, stride = (len(param), *shape), (max(math.prod(shape), 1), *stride)
     local = torch_dtensor.local_part(param)
     if not isinstance(param, DTensor):
-        return torch.empty(shape, dtype=leaf.dtype, device=local.device)
-    if shape == tuple(param.shape):
-        return torch_dtensor.placed_like(
-            param, torch.empty_like(local, dtype=leaf.dtype, requires_grad=False)
-        )
-    mesh, count = param.device_mesh, shape[0]
-    placements: list[Placement] = [Replicate()] * mesh.ndim
-    for axis, placement in enumerate(param.placements):
-        if not placement.is_replicate():
-            placements[axis] = Shard(0)
-            size, rank = mesh.size(axis), mesh.get_local_rank(axis)
-            chunk = -(-count // size)
-            count = max(0, min(chunk, count - rank * chunk))
-            break
-    spec = torch_dtensor.make_spec(mesh, placements, shape, contiguous_stride(shape), leaf.dtype)
-    made = torch.empty((count, *shape[1:]), dtype=leaf.dtype, device=local.device)
+        return torch.empty_strided(shape, stride, dtype=leaf.dtype, device=local.device)
+    mesh = param.device_mesh
+    placements: list[Placement] = list(param.placements)
+    sizes = tuple(local.shape)
+    if shape != tuple(param.shape):
+        placements, count = [Replicate()] * mesh.ndim, shape[0]
+        for axis, placement in enumerate(param.placements):
+            if not placement.is_replicate():
+                placements[axis] = Shard(0)
+                _, count = chunk_of(count, mesh.size(axis), mesh.get_local_rank(axis))
+                break
+        sizes = (count, *shape[1:])
+    spec = torch_dtensor.make_spec(mesh, placements, shape, stride, leaf.dtype)
+    made = torch.empty(sizes, dtype=leaf.dtype, device=local.device)
     return torch_dtensor.new_dtensor(made, spec)

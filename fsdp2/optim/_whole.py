@@ -23,6 +23,7 @@ process, but fewer parameters; what it keeps for a whole param group must not de
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import zlib
@@ -286,6 +287,7 @@ class WholeOptimizer:
     _kwargs: dict[str, Any]
     _table: Table
     _is_out: bool
+    _beside: dict[str, Any]  # of a state dict, next to the state and the param groups
     _fleets: list[Fleet]
     _planned_for: list[tuple[Tensor, object]]
     _stepped: list[tuple[Fleet, list[int]]]
@@ -296,6 +298,7 @@ class WholeOptimizer:
         self = object.__new__(cls)
         self._table = defaultdict(dict)
         self._is_out = False
+        self._beside = {}
         self._fleets, self._planned_for, self._stepped = [], [], []
         self._crew_of = Crew.of  # another one where ranks are imagined
         return self
@@ -371,6 +374,7 @@ class WholeOptimizer:
         with operation(f"{WHO}({self._plain_class.__name__}).state_dict"):
             for fleet in self._fleets:
                 give_back(fleet.crew, _held(fleet), self._table, fleet.limit)
+            self._note_beside()
         order = [p for group in self.param_groups for p in group["params"] if p in self._table]
         self._table = defaultdict(dict, {param: self._table[param] for param in order})
         self._forget_states()
@@ -378,7 +382,21 @@ class WholeOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return what the plain optimizer's ``state_dict`` returns, with DTensors. Collective."""
         self.gather_state()
-        return cast(Any, super()).state_dict()  # type: ignore[no-any-return]  # of the class
+        found: dict[str, Any] = cast(Any, super()).state_dict()
+        return {**found, **self._beside}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, or the plain optimizer's. The next step sends it."""
+        cast(Any, super()).load_state_dict(state_dict)
+        self._beside = _beside(state_dict)
+
+    def _note_beside(self) -> None:
+        """Keep what the class's hooks put beside the state: its own counters. Collective."""
+        inners = [r.inner for fleet in self._fleets for r in fleet.rounds if r.inner is not None]
+        own = _beside(inners[0].state_dict()) if inners else {}
+        grid = max((fleet.crew.grid for fleet in self._fleets), key=lambda grid: grid.size)
+        if grid.any_is(bool(own)):
+            self._beside = next(found for found in grid.collect(own) if found)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; owners are chosen again in the next step.
@@ -511,6 +529,7 @@ class WholeOptimizer:
         if not self._is_out:
             for fleet in self._fleets:
                 self._check_table(fleet)
+                self._give_beside(fleet)
                 bring(fleet.crew, _held(fleet), self._table, fleet.limit)
             self._table = defaultdict(dict)
             self._is_out = True
@@ -535,6 +554,16 @@ class WholeOptimizer:
                     for entry in (self._table.get(one.param, {}) for one in fleet.owned)
                 ]
             )
+
+    def _give_beside(self, fleet: Fleet) -> None:
+        """Let the optimizers of the rounds have what lies beside a state that was loaded."""
+        if not self._beside:
+            return
+        with fleet.crew.grid.together(self._who):
+            for round_ in fleet.rounds:
+                if round_.inner is not None:
+                    empty = {**round_.inner.state_dict(), "state": {}}
+                    round_.inner.load_state_dict({**empty, **copy.deepcopy(self._beside)})
 
     def _bring_parameters(self, fleet: Fleet, wanted: Sequence[int]) -> None:
         """Let owners have the parameters that are not as they left them."""
@@ -756,6 +785,10 @@ def _lies(param: Tensor) -> object:
 
 def _device_of(param: Tensor) -> torch.device:
     return torch_dtensor.local_part(param).device
+
+
+def _beside(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
