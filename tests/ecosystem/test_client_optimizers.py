@@ -33,7 +33,6 @@ from tests.ecosystem._clients import run_program
 pytestmark = pytest.mark.ecosystem
 
 LABELS = [row.label for row in ROWS if not row.package.startswith("torch.")]
-WHOLE_MATRICES = ("pytorch_optimizer", "heavyball")
 DEFAULT = [
     "schedulefree AdamWScheduleFree",
     "schedulefree RAdamScheduleFreeClosure",
@@ -103,8 +102,7 @@ def test_trains_like_the_whole_model_or_refuses(label: str) -> None:
     outcomes = compare(row)
     ours, local, owned, theirs = (outcomes[way.name] for way in WAYS)
     assert ours.error == theirs.error
-    if row.package not in WHOLE_MATRICES:
-        assert ours.error or ours.is_right(row), ours
+    assert ours.error or ours.is_right(row), ours
     if "CPUOffload" in label:
         assert "only supports CUDA" in local.error  # for one device, and no CPU is one
     elif row.with_closure:
@@ -113,7 +111,7 @@ def test_trains_like_the_whole_model_or_refuses(label: str) -> None:
         assert ours.is_right(row)
     else:
         assert owned.is_right(row), owned
-        if row.package not in WHOLE_MATRICES:  # for these nobody can vouch
+        if not row.needs_owners:
             assert local.is_right(row), local
     if row.package.startswith("bitsandbytes"):
         assert ours.error  # its kernels know no DTensor: `local` is the way
