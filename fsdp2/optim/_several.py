@@ -37,7 +37,9 @@ class Several(Optimizer):
         for member, places in members:
             for place, group in zip(places, member.param_groups, strict=True):
                 groups[place] = group
-        super().__init__([dict(group) for group in groups], dict(members[0][0].defaults))
+        first, *others = (member.defaults for member, _ in members)
+        common = {k: v for k, v in first.items() if all(k in other for other in others)}
+        super().__init__([dict(group) for group in groups], common)
         self.param_groups = groups  # the members' own, so that a scheduler sets both
         self._members = list(members)
         self._step_together = step_together

@@ -786,3 +786,23 @@ def test_tensors_go_to_owners_and_come_back() -> None:
         assert torch.equal(whole(param), value * 3.0)
     with pytest.raises(fsdp2.ConfigError, match="on its owner"):
         fsdp2.optim.from_owners([None] * len(params), params, plan)
+
+
+@ranks(2)
+def test_several_classes_go_through_files(tmp_path: Path) -> None:
+    """A checkpoint of two classes behind one object loads into another such, and trains on."""
+    case = CASES["few_rows"]
+
+    def make() -> tuple[nn.Module, Any]:
+        model = shard(seeded(case.build), case)
+        return model, fsdp2.optim.whole(torch.optim.Adafactor, mixed_groups(model))
+
+    model, optimizer = make()
+    train(model, optimizer, 2)
+    fsdp2.checkpoint.save(tmp_path / "saved", model, optimizer)
+    other, fresh = make()
+    fsdp2.checkpoint.load(tmp_path / "saved", other, fresh)
+    for one, its in ((model, optimizer), (other, fresh)):
+        train(one, its, 2)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(mine), whole(its))
