@@ -352,7 +352,7 @@ def _load_parts(
             if optimizer is not None:
                 named = optimizer_part(what, state, model, optimizer)
                 if is_local:
-                    named["state"] = _wrapped(what, model, named["state"], layout, grids)
+                    named["state"] = _wrapped(what, model, optimizer, named["state"], layout, grids)
                 check_optimizer(what, model, optimizer, named, strict)
             extras = {n: given[n] for n in told.extra if n in extra and is_extra(n)}
 
@@ -389,18 +389,23 @@ def _require_same_place(
 def _wrapped(
     what: str,
     model: nn.Module,
+    optimizer: Optimizer,
     state: Mapping[str, Any],
     layout: Mapping[str, Any],
     grids: Grids,
 ) -> dict[str, Any]:
     """Return what an optimizer's state has under names, with DTensors of this rank's parts."""
     params = named_parameters(model)
+    state_room = getattr(optimizer, "state_room", None)
 
     def wrap(name: str, key: str, value: Tensor) -> Tensor:
         full = f"{name}.{key}"
         if full not in layout:
             return value.clone()
         like: Tensor | None = params.get(name)
+        shape = tuple(layout[full][0])
+        if state_room is not None and like is not None and tuple(like.shape) != shape:
+            like = state_room(like, shape, value.dtype)
         if not isinstance(like, DTensor) or tuple(like.shape) != tuple(layout[full][0]):
             raise ConfigError(
                 "FS621",

@@ -108,7 +108,7 @@ def local(
     _check_class(cls, elementwise)
     try:
         optimizer = _local_class(cls)(params, **kwargs)
-        _check_groups(cls, optimizer.param_groups)
+        check_groups(cls, optimizer.param_groups)
     except FSDPError:
         raise
     except Exception as error:
@@ -251,7 +251,7 @@ class LocalOptimizer:
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
-        _check_groups(self._plain_class, groups)
+        check_groups(self._plain_class, groups)
         with torch.no_grad():
             plans, grads = self._plan(groups)
             if any(group.get("fused") for group in groups):
@@ -428,7 +428,7 @@ def rebuild_optimizer(cls: type[Optimizer]) -> Any:
 rebuild_optimizer.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
 
 
-def _check_groups(cls: type[Optimizer], groups: Groups) -> None:
+def check_groups(cls: type[Optimizer], groups: Groups) -> None:
     for group in groups:
         for flag in ("capturable", "differentiable"):
             if group.get(flag):

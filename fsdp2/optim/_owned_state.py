@@ -14,6 +14,7 @@ of its matrices are stacked. What is loaded may also be plain tensors, which eve
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -105,12 +106,8 @@ class Owned:
             self.whole.grad = None
 
     def shard_print(self, rank: int) -> Tensor:
-        """Return sums of the bits of this rank's part, ``[3]``: others for almost any other bits.
-
-        Of all elements, and of all weighted by their row and by their column, of integers that wrap
-        around.
-        """
-        return bit_sums(self.part(rank))
+        """Return what tells whether this rank's part was written to."""
+        return bit_sum(self.part(rank))
 
     def identity(self) -> tuple[object, ...]:
         """Return what stays the same if a step writes to the owner's copy where it is."""
@@ -120,23 +117,43 @@ class Owned:
 
 
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_COLUMNS = 1024
+_PERIOD = 1 << 16
+_ROWS_AT_A_TIME = 16  # of integers of 64 bits: 8 MiB
 
 
-def bit_sums(part: Tensor) -> Tensor:
-    """Return three sums over the bits of a tensor, read as integers. See ``Owned.shard_print``."""
+@functools.cache
+def _weights(device: torch.device, count: int, seed: int) -> Tensor:
+    """Return odd random integers, which multiply what is summed."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu")
+    return (2 * drawn + 1).to(device)
+
+
+def bit_sum(part: Tensor) -> Tensor:
+    """Return a sum over the bits of a tensor, ``[1]``: another one for other bits.
+
+    Read as integers, each is multiplied by a random one of 64 bits, of its place; products wrap
+    around. So two tensors of equal sums are found by nobody who does not look for them.
+    """
     flat = part.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     bits = flat.view(_INTS[flat.dtype.itemsize])
-    full = bits.numel() // _COLUMNS * _COLUMNS
-    total = torch.zeros(3, dtype=torch.int64, device=part.device)
-    for piece in (bits[:full].view(-1, _COLUMNS), bits[full:].view(1, -1)):
-        if piece.numel():
-            for place, dim in ((1, 1), (2, 0)):
-                sums = piece.sum(dim)
-                total[place] += (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
-                total[0] += sums.sum()
+    total = torch.zeros(1, dtype=torch.int64, device=part.device)
+    if not bits.numel():
+        return total
+    of_place = _weights(part.device, _PERIOD, 1)
+    of_block = _weights(part.device, 1024, 2)
+    full = bits.numel() // _PERIOD
+    rows = bits[: full * _PERIOD].view(full, _PERIOD)
+    for start in range(0, full, _ROWS_AT_A_TIME):
+        block = rows[start : start + _ROWS_AT_A_TIME]
+        weight = int(1 + 2 * (start // _ROWS_AT_A_TIME))
+        sums = (block * of_place).sum(1)
+        total += (sums * of_block[: len(sums)]).sum() * weight
+    rest = bits[full * _PERIOD :]
+    if rest.numel():
+        total += (rest * of_place[: rest.numel()]).sum() * 3
     return total
 
 
@@ -150,6 +167,41 @@ class _Leaf:
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # a product of matrices rounds by it
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Number:
+    """Stands for a 0-dim tensor: its value, and whether it was on the device."""
+
+    value: Tensor
+    is_on_device: bool
+
+
+EACH = "of each matrix"
+"""In the state of a batch: a field that is not alike for all its matrices, as a list."""
+
+
+def _of_matrix(entry: dict[str, Any], lead: int | None) -> dict[str, Any]:
+    """Return the state of one matrix, out of that of its parameter."""
+    if lead is None:
+        return entry
+    return {
+        key: value[EACH][lead] if isinstance(value, dict) and EACH in value else value
+        for key, value in entry.items()
+    }
+
+
+def _same_field(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or (not one.dim() and not other.dim() and torch.equal(one, other))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same_field(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_same_field(a, b) for a, b in pairs)
+    return bool(one == other)
 
 
 def bring(crew: Crew, held: Held, table: Table, limit: int) -> None:
@@ -174,7 +226,7 @@ def bring(crew: Crew, held: Held, table: Table, limit: int) -> None:
                 sources.append((one, value))
             return value
 
-        leaves(table.get(one.param, {}), note)
+        leaves(_of_matrix(table.get(one.param, {}), one.lead), note)
     if cargos:
         flights = stream(
             crew,
@@ -203,7 +255,7 @@ def bring(crew: Crew, held: Held, table: Table, limit: int) -> None:
             is_stacked = one.lead is not None and own.dim() and len(own) == len(one.param)
             return own[one.lead].clone() if is_stacked else own.clone()
 
-        inner.state[one.whole] = leaves(table[one.param], take)
+        inner.state[one.whole] = leaves(_of_matrix(table[one.param], one.lead), take)
 
 
 def _room(one: Owned, value: DTensor) -> Tensor:
@@ -224,7 +276,7 @@ def give_back(crew: Crew, held: Held, table: Table, limit: int) -> None:
 
         def describe(value: Tensor, number: int = number) -> Any:
             if not value.dim():
-                return value.detach().cpu()
+                return _Number(value.detach().cpu(), value.device.type != "cpu")
             place = sum(1 for known, _ in values if known == number)
             values[number, place] = value.detach()
             stride = dense_stride(tuple(value.shape), value.stride())
@@ -243,8 +295,10 @@ def give_back(crew: Crew, held: Held, table: Table, limit: int) -> None:
     targets: list[Tensor] = []
     owners_values: list[Tensor | None] = []
     for numbers in by_param.values():
+        numbers.sort(key=lambda number: held[number][0].lead or 0)
         one = held[numbers[0]][0]
         made: dict[int, Tensor] = {}
+        entries: list[dict[str, Any]] = []
 
         def target(
             leaf: _Leaf, place: int, one: Owned = one, made: dict[int, Tensor] = made
@@ -259,6 +313,9 @@ def give_back(crew: Crew, held: Held, table: Table, limit: int) -> None:
 
             def build(value: Any, owned: Owned = owned, number: int = number) -> Any:
                 nonlocal place
+                if isinstance(value, _Number):
+                    local = torch_dtensor.local_part(owned.param)
+                    return value.value.to(local.device) if value.is_on_device else value.value
                 if not isinstance(value, _Leaf):
                     return value
                 place += 1
@@ -271,7 +328,13 @@ def give_back(crew: Crew, held: Held, table: Table, limit: int) -> None:
                 return tensor
 
             fields = everywhere[number].items()
-            table[one.param] = {key: _map_leaves(build, value) for key, value in fields}
+            entries.append({key: _map_leaves(build, value) for key, value in fields})
+        table[one.param] = {
+            key: entries[0][key]
+            if all(_same_field(entry.get(key), entries[0][key]) for entry in entries)
+            else {EACH: [entry.get(key) for entry in entries]}
+            for key in entries[0]
+        }
     if not cargos:
         return
 
@@ -298,13 +361,19 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _empty_like_state(one: Owned, leaf: _Leaf) -> Tensor:
     """Return room for a state, placed as [Note: states of owners] says."""
-    param = one.param
     shape, stride = leaf.shape, leaf.stride
     if one.lead is not None:
-        shape, stride = (len(param), *shape), (max(math.prod(shape), 1), *stride)
+        shape, stride = (len(one.param), *shape), (max(math.prod(shape), 1), *stride)
+    return room_for_state(one.param, shape, stride, leaf.dtype)
+
+
+def room_for_state(
+    param: Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Return room for a state of some shape of a parameter."""
     local = torch_dtensor.local_part(param)
     if not isinstance(param, DTensor):
-        return torch.empty_strided(shape, stride, dtype=leaf.dtype, device=local.device)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=local.device)
     mesh = param.device_mesh
     placements: list[Placement] = list(param.placements)
     sizes = tuple(local.shape)
@@ -316,6 +385,6 @@ def _empty_like_state(one: Owned, leaf: _Leaf) -> Tensor:
                 _, count = chunk_of(count, mesh.size(axis), mesh.get_local_rank(axis))
                 break
         sizes = (count, *shape[1:])
-    spec = torch_dtensor.make_spec(mesh, placements, shape, stride, leaf.dtype)
-    made = torch.empty(sizes, dtype=leaf.dtype, device=local.device)
+    spec = torch_dtensor.make_spec(mesh, placements, shape, stride, dtype)
+    made = torch.empty(sizes, dtype=dtype, device=local.device)
     return torch_dtensor.new_dtensor(made, spec)

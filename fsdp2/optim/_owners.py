@@ -144,6 +144,15 @@ def _cargos(
         raise wrong_value(
             what, "owners", f"a plan of {len(tensors)} tensors", f"{len(owners.owners)} owners"
         )
+    foreign = [index for index in indices if owners.owners[index] not in crew.ranks]
+    if foreign:
+        raise wrong_value(
+            what,
+            "owners",
+            f"an owner of tensor {foreign[0]} among its ranks, {list(crew.ranks)}",
+            owners.owners[foreign[0]],
+            "Pass what plan_owners returned for these tensors.",
+        )
     return [
         Cargo(
             crew.cut(f"tensor {index}", tensors[index]),

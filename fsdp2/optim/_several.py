@@ -15,7 +15,11 @@ from torch.optim import Optimizer
 from fsdp2._base import torch_compiler
 from fsdp2._base.arguments import check_function
 from fsdp2._base.errors import ConfigError, UnsupportedError
+from fsdp2.optim._local import check_groups
 from fsdp2.optim._zero import zero_gradients
+
+BESIDE = "beside"
+"""In a state dict: what each member's class puts next to its state, by hooks."""
 
 Member = tuple[Any, list[int]]
 """An optimizer, and which of the param groups are its own."""
@@ -29,9 +33,13 @@ class Several(Optimizer):
     """
 
     def __init__(
-        self, members: Sequence[Member], step_together: Callable[[Sequence[Any]], None]
+        self,
+        main: type[Optimizer],
+        members: Sequence[Member],
+        step_together: Callable[[Sequence[Any]], None],
     ) -> None:
         self._members: list[Member] = []
+        self._main = main  # the class of groups that name none
         count = sum(len(places) for _, places in members)
         groups: list[dict[str, Any]] = [{} for _ in range(count)]
         for member, places in members:
@@ -73,7 +81,9 @@ class Several(Optimizer):
         """Return one state for all members, with DTensors. Collective."""
         self.gather_state()
         self._share_groups()
-        return super().state_dict()
+        found = super().state_dict()
+        beside = [dict(getattr(member, "_beside", {})) for member, _ in self._members]
+        return {**found, BESIDE: beside} if any(beside) else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned: each member its own groups."""
@@ -85,11 +95,13 @@ class Several(Optimizer):
                 f"{len(self.param_groups)}. Make it with the same groups.",
             )
         self._share_groups()
-        for member, places in self._members:
+        for number, (member, places) in enumerate(self._members):
             own = [groups[place] for place in places]
             ids = {number for group in own for number in group["params"]}
             states = {key: value for key, value in state_dict["state"].items() if key in ids}
-            member.load_state_dict({"state": states, "param_groups": own})
+            beside = state_dict.get(BESIDE)
+            its = beside[number] if beside else {}
+            member.load_state_dict({"state": states, "param_groups": own, **its})
             for place, group in zip(places, member.param_groups, strict=True):
                 self.param_groups[place] = group
 
@@ -99,7 +111,7 @@ class Several(Optimizer):
             super().add_param_group(param_group)
             return
         group = dict(param_group)
-        wanted = group.pop("cls", self._members[0][0]._plain_class)
+        wanted = group.pop("cls", self._main)
         for member, places in self._members:
             if member._plain_class is wanted:
                 self._share_groups()
@@ -113,6 +125,12 @@ class Several(Optimizer):
             f"add_param_group: expected one of this optimizer's classes as 'cls', {known}, found "
             f"{getattr(wanted, '__name__', wanted)}. Make an optimizer with a group of that class.",
         )
+
+    @property
+    def state_room(self) -> Any:
+        """As of an optimizer of owners; members on shards have no states of other shapes."""
+        rooms = [m.state_room for m, _ in self._members if hasattr(m, "state_room")]
+        return rooms[0] if rooms else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: set them to None, or to zero where they lie."""
@@ -131,6 +149,9 @@ class Several(Optimizer):
                 loss = closure()
         self._share_groups()
         wholes = [member for member, _ in self._members if hasattr(member, "gather_state")]
+        for member, _ in self._members:
+            if member not in wholes:  # before anything is written
+                check_groups(member._plain_class, member.param_groups)
         self._step_together(wholes)
         for member, _ in self._members:
             if member not in wholes:

@@ -8,8 +8,8 @@ Owns ``whole``, what a step of it does and in which order, and what it refuses. 
 1. Ranks agree that all of them are here, on which parameters have gradients, and on the options.
    Owners keep a copy of each matrix from step to step. Parameters that somebody wrote to since the
    last step are sent to their owners again. Versions do not tell that (torch's kernels write to
-   DTensors, and ``.data`` writes to anything, without counting one), so each rank compares sums of
-   the bits of its shards with those after the last step.
+   DTensors, and ``.data`` writes to anything, without counting one), so each rank compares a sum
+   over the bits of its shards with that after the last step.
 2. Gradients go to owners, a round after the other; the class's own ``step`` runs on the matrices of
    a round while the next round is on its way. It writes to the owners' copies alone.
 3. Ranks agree that no one failed. Up to here no parameter was changed; if one failed, all raise,
@@ -42,6 +42,7 @@ from fsdp2._base import torch_compiler, torch_dtensor, torch_modes
 from fsdp2._base.arguments import (
     check_count,
     check_dtype,
+    check_flag,
     check_function,
     described,
     translated,
@@ -50,11 +51,12 @@ from fsdp2._base.arguments import (
 )
 from fsdp2._base.errors import ConfigError, FSDPError, StateError, UnsupportedError
 from fsdp2._comm.process_mesh import Grid, operation
+from fsdp2._param_group.layout import contiguous_stride
 from fsdp2._param_group.param import OwnerMark
 from fsdp2._transfer.crew import Crew, stream
 from fsdp2._transfer.owners import Cargo, Part, assign, newton_schulz_flops, rounds
 from fsdp2.optim._local import ELEMENTWISE, local
-from fsdp2.optim._owned_state import Owned, bring, give_back
+from fsdp2.optim._owned_state import Owned, bring, give_back, room_for_state
 from fsdp2.optim._owners import Cost, cost_of
 from fsdp2.optim._runs import Table
 from fsdp2.optim._several import Several
@@ -71,10 +73,24 @@ OF_THE_LARGEST = 6
 NEEDS_ALL: frozenset[str] = frozenset(
     {
         *("LBFGS", "Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptSGD", "DAdaptAdan"),
-        *("DAdaptLion", "DAdaptAdanIP", "SAM", "GSAM", "WSAM", "BSAM", "LookSAM", "FriendlySAM"),
+        *(
+            "AdaGC",
+            "Adai",
+            "DAdaptLion",
+            "DAdaptAdanIP",
+            "SAM",
+            "GSAM",
+            "WSAM",
+            "BSAM",
+            "LookSAM",
+            "FriendlySAM",
+        ),
     }
 )
 """Classes, of torch and of known libraries, that compute something of all parameters at once."""
+
+NORMS_OF_ALL = ("max_grad_norm", "pre_norm")
+"""Options of known libraries that, if they are set, take a norm of all gradients."""
 
 COUNTS_ELEMENTS = frozenset({"heavyball"})
 """Libraries that note in a param group, as ``param_count``, how many elements it has, once."""
@@ -109,7 +125,7 @@ def whole(
     ahead by that step: load them again, or go on).
 
     ``step``, ``state_dict`` and functions of ``fsdp2.checkpoint`` are collective. ``state`` has on
-    each rank what that rank owns, and an empty dict for what it does not. ``state_dict()`` moves
+    each rank what that rank owns, and names alone of what it does not. ``state_dict()`` moves
     states into DTensors, where they lie as the parameters do (those of other shapes along their
     first dim), and the next step moves them back.
 
@@ -128,10 +144,11 @@ def whole(
         batches: a parameter of three dims or more is a batch of matrices, which its first dim
             counts: each has an owner, and is a parameter of ``cls`` by itself. None: True for
             ``torch.optim.Muon``, which takes nothing else.
-        kwargs: the arguments of ``cls``.
+        kwargs: the arguments of ``cls``, for the groups that name no other class.
 
     Raises:
-        ConfigError: a class that needs all parameters at once; what ``cls`` refuses.
+        ConfigError: a class or an option that needs all parameters at once, as far as it is known;
+            what ``cls`` refuses.
         UnsupportedError: a class whose ``step`` must be given a closure; a parameter that wraps
             other tensors, or is a partial sum.
 
@@ -149,8 +166,15 @@ def whole(
         max_bytes,
         _takes_batches(cls) if batches is None else batches,
     )
-    given = list(cast(Any, params)) if not isinstance(params, Tensor) else params
+    if batches is not None:
+        check_flag(WHO, "batches", batches)
+    if not isinstance(params, Iterable):
+        raise wrong_type(WHO, "params", "tensors, or dicts of them", params)
+    given = params if isinstance(params, Tensor) else list(cast(Any, params))
     if isinstance(given, list) and any(isinstance(g, Mapping) and "cls" in g for g in given):
+        odd = [g for g in given if not isinstance(g, Mapping)]
+        if odd:
+            raise wrong_type(WHO, "params", "dicts, if one of them has 'cls'", odd[0])
         return _several(cls, given, how, kwargs)
     return _make(cls, given, how, kwargs)
 
@@ -172,7 +196,7 @@ def _several(cls: type[Optimizer], groups: list[Any], how: _How, kwargs: Any) ->
         else:
             its_how = replace(how, batches=_takes_batches(own))
             members.append((_make(own, its, its_how, {}), places))
-    return Several(members, step_together)
+    return Several(cls, members, step_together)
 
 
 def _takes_batches(cls: type[Optimizer]) -> bool:
@@ -217,6 +241,8 @@ def _make(cls: type[Optimizer], params: Any, how: _How, kwargs: dict[str, Any]) 
     def stand_in(param: Any) -> Any:
         if not isinstance(param, Tensor):
             raise wrong_type(WHO, "params", "tensors, or dicts of them", param)
+        if not (param.is_leaf or param.retains_grad):
+            raise wrong_value(WHO, "params", "parameters", "the result of an operation")
         shapes = [tuple(param.shape)]
         if how.batches and param.dim() > 2:
             shapes = [tuple(param.shape[1:])]
@@ -249,7 +275,9 @@ def _make(cls: type[Optimizer], params: Any, how: _How, kwargs: dict[str, Any]) 
         raise translated(f"{WHO}: {cls.__name__} refused its arguments", error) from error
     for group in optimizer.param_groups:
         group["params"] = [real[id(stand)] for stand in group["params"]]
-    optimizer._begin(how, kwargs)
+    is_grouped = isinstance(params, list) and any(isinstance(one, Mapping) for one in params)
+    given = [_options(one) for one in params] if is_grouped else None
+    optimizer._begin(how, kwargs, given)
     return optimizer
 
 
@@ -259,6 +287,7 @@ class Round:
 
     indices: list[int]
     inner: Optimizer | None = None
+    groups: list[int] = field(default_factory=list)  # which param groups those of ``inner`` are
 
 
 @dataclass(eq=False)
@@ -269,10 +298,26 @@ class Fleet:
     owned: list[Owned] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     limit: int = MAX_BYTES
+    # of the step that runs: which matrices have gradients, and whose parts were written to
+    present: list[int] = field(default_factory=list)
+    changed: list[int] = field(default_factory=list)
+    fields: dict[int, list[str]] = field(default_factory=dict)  # names in each matrix' state
 
     @property
     def cargos(self) -> list[Cargo]:
         return [one.cargo for one in self.owned]
+
+
+class _Seen(defaultdict[Any, Any]):
+    """States as they are seen between steps; to clear them clears the owners'."""
+
+    def __init__(self, optimizer: WholeOptimizer) -> None:
+        super().__init__(dict)
+        self._optimizer = optimizer
+
+    def clear(self) -> None:
+        super().clear()
+        self._optimizer.state = defaultdict(dict)
 
 
 class WholeOptimizer:
@@ -285,6 +330,8 @@ class WholeOptimizer:
     _plain_class: type[Optimizer]
     _how: _How
     _kwargs: dict[str, Any]
+    _given: list[dict[str, Any]] | None  # options of param groups as users gave them
+    _counters: dict[str, Any]  # numbers that the class keeps in the optimizer itself
     _table: Table
     _is_out: bool
     _beside: dict[str, Any]  # of a state dict, next to the state and the param groups
@@ -298,16 +345,25 @@ class WholeOptimizer:
         self = object.__new__(cls)
         self._table = defaultdict(dict)
         self._is_out = False
-        self._beside = {}
+        self._beside, self._counters, self._given = {}, {}, None
         self._fleets, self._planned_for, self._stepped = [], [], []
         self._crew_of = Crew.of  # another one where ranks are imagined
         return self
 
-    def _begin(self, how: _How, kwargs: dict[str, Any]) -> None:
-        self._how, self._kwargs = how, kwargs
+    def _begin(self, how: _How, kwargs: dict[str, Any], given: list[dict[str, Any]] | None) -> None:
+        self._how, self._kwargs, self._given = how, kwargs, given
         self._table = defaultdict(dict)  # what the class made for stand-ins
         if getattr(self, "_step_supports_amp_scaling", False):
             self._step_supports_amp_scaling = False  # GradScaler unscales shards itself
+        for number, group in enumerate(self.param_groups):
+            wanted = [key for key in NORMS_OF_ALL if group.get(key)]
+            if wanted:
+                raise ConfigError(
+                    "FS711",
+                    f"{WHO}: {wanted[0]}={group[wanted[0]]!r} of param group {number} takes a norm "
+                    "of all gradients, and an owner has its own ones only. Leave it out, and call "
+                    "fsdp2.clip_grad_norm_ before the step.",
+                )
         for name, param in self._named():
             if isinstance(param, DTensor) and any(p.is_partial() for p in param.placements):
                 raise UnsupportedError(
@@ -332,15 +388,18 @@ class WholeOptimizer:
 
     @property
     def state(self) -> Table:
-        """States by parameter: what this rank owns, or what ``state_dict`` tells."""
+        """States by parameter: what ``state_dict`` told, or what this rank owns now.
+
+        Of what other ranks own, the names of the fields, with None. Only ``clear()`` changes it.
+        """
         if not self._is_out:
             return self._table
-        table: Table = defaultdict(dict)
+        table: Table = _Seen(self)
         for fleet in self._fleets:
             for round_ in fleet.rounds:
                 for index in round_.indices:
                     one = fleet.owned[index]
-                    table[one.param]
+                    table[one.param] = dict.fromkeys(fleet.fields.get(index, ()))
                     if round_.inner is not None and one.lead is None and one.whole is not None:
                         table[one.param] = round_.inner.state.get(one.whole, {})
         return table
@@ -391,12 +450,19 @@ class WholeOptimizer:
         self._beside = _beside(state_dict)
 
     def _note_beside(self) -> None:
-        """Keep what the class's hooks put beside the state: its own counters. Collective."""
+        """Keep what a class has outside of states: what its hooks tell, its counters. Collective.
+
+        Optimizers of other rounds will need them.
+        """
         inners = [r.inner for fleet in self._fleets for r in fleet.rounds if r.inner is not None]
-        own = _beside(inners[0].state_dict()) if inners else {}
+        own: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        if inners:
+            counters = {k: v for k, v in vars(inners[0]).items() if type(v) in (int, float)}
+            own = _beside(inners[0].state_dict()), counters
         grid = max((fleet.crew.grid for fleet in self._fleets), key=lambda grid: grid.size)
-        if grid.any_is(bool(own)):
-            self._beside = next(found for found in grid.collect(own) if found)
+        if grid.any_is(any(own)):
+            found = [one for one in grid.collect(own) if any(one)]
+            self._beside, self._counters = found[0]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; owners are chosen again in the next step.
@@ -412,7 +478,16 @@ class WholeOptimizer:
                 f"as 'cls', found {described(param_group['cls'])}. Make the optimizer with a group "
                 "of that class.",
             )
+        if self._given is None and self.param_groups and hasattr(self, "_how"):
+            self._given = [{} for _ in self.param_groups]
+        if self._given is not None:
+            self._given.append(_options(group))
         cast(Any, super()).add_param_group(group)
+
+    @staticmethod
+    def state_room(param: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return room for a state of some shape, placed as ``state_dict`` places it."""
+        return room_for_state(param, shape, contiguous_stride(shape), dtype)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: set them to None, or to zero where they lie."""
@@ -446,7 +521,7 @@ class WholeOptimizer:
         """Choose owners again if parameters, or where they lie, are others than before."""
         now = [(p, _lies(p)) for group in self.param_groups for p in group["params"]]
         if len(now) == len(self._planned_for) and all(
-            one is other and lies is lay
+            one is other and (lies is lay or lies == lay)
             for (one, lies), (other, lay) in zip(now, self._planned_for, strict=True)
         ):
             return
@@ -468,9 +543,10 @@ class WholeOptimizer:
                     cargo = Cargo(cut, 0, param.dtype.itemsize)
                     fleet.owned.append(Owned(names[place], param, number, lead, cargo))
                 place += 1
-        self._fleets, self._planned_for = list(crews.values()), now
+        self._fleets, self._planned_for = list(crews.values()), []
         for fleet in self._fleets:
             self._share_out(fleet)
+        self._planned_for = now
 
     def _note_facts(self) -> None:
         """Set what a library counts of a param group's parameters, if it is not set yet."""
@@ -489,46 +565,73 @@ class WholeOptimizer:
         fleet.limit = self._how.limit or max(MAX_BYTES, OF_THE_LARGEST * max(sizes, default=0))
         limit = fleet.limit // 2  # the next round is on its way meanwhile
         fleet.rounds = [Round(batch) for batch in rounds(fleet.cargos, fleet.crew.size, limit)]
-        with fleet.crew.grid.together(self._who):  # the class may refuse what an owner has
-            for round_ in fleet.rounds:
-                self._make_inner(fleet, round_)
+        for round_ in fleet.rounds:
+            self._make_inner(fleet, round_)
 
     def _make_inner(self, fleet: Fleet, round_: Round) -> None:
+        """Make the optimizer of a round as users made this one: of a list, or of their dicts."""
         mine = [i for i in round_.indices if fleet.owned[i].cargo.owner == fleet.crew.me]
+        by_group: dict[int, list[nn.Parameter]] = {}
+        for index in mine:
+            one = fleet.owned[index]
+            by_group.setdefault(one.group, []).append(one.make_whole())
         if not mine:
             return
-        groups = []
-        for number, group in enumerate(self.param_groups):
-            own = [fleet.owned[i] for i in mine if fleet.owned[i].group == number]
-            groups.append({**_options(group), "params": [one.make_whole() for one in own]})
-        round_.inner = self._plain_class(groups, **self._kwargs)
+        round_.groups = sorted(by_group)
+        if self._given is None:
+            (own,) = by_group.values()
+            round_.inner = self._plain_class(own, **self._kwargs)
+        else:
+            dicts = [{**self._given[n], "params": by_group[n]} for n in round_.groups]
+            round_.inner = self._plain_class(dicts, **self._kwargs)
+        made = [group["params"] for group in round_.inner.param_groups]
+        if [[*map(id, params)] for params in made] != [
+            [*map(id, by_group[number])] for number in round_.groups
+        ]:
+            raise UnsupportedError(
+                "FS712",
+                f"{self._who}: {self._plain_class.__name__} makes param groups of its own. Pass "
+                "it the groups that it makes, as dicts.",
+            )
+        for name, value in self._counters.items():
+            if hasattr(round_.inner, name):
+                setattr(round_.inner, name, value)
 
-    def _agree(self, fleet: Fleet) -> tuple[list[int], list[int]]:
-        """Return which matrices have gradients, and which of these their owners have to get."""
+    def _look(self, fleet: Fleet, same: dict[str, object]) -> None:
+        """See what there is to step, and put what ranks must have alike into ``same``."""
         present: list[int] = []
-        changed = [0] * len(fleet.owned)
-        with fleet.crew.grid.together(self._who) as same:
-            dtypes = []
-            for index, one in enumerate(fleet.owned):
-                if one.param.grad is not None:
-                    present.append(index)
-                    dtypes.append((one.name, str(one.param.grad.dtype)))
-            same["parameters with gradients"] = _short(dtypes)
-            for number, group in enumerate(self.param_groups):
-                same[f"options of param group {number}"] = _short(_told(group))
-            prints = [fleet.owned[i].shard_print(fleet.crew.me) for i in present]
-            for index, is_same in zip(present, _same(fleet.owned, present, prints), strict=True):
-                changed[index] = int(not is_same)
-        if fleet.crew.size > 1 and present:
-            changed = fleet.crew.grid.highest(*changed)
-        return present, [index for index in present if changed[index]]
+        dtypes = []
+        for index, one in enumerate(fleet.owned):
+            grad = one.param.grad
+            if grad is None:
+                continue
+            if torch_dtensor.local_part(grad).layout is not torch.strided:
+                raise UnsupportedError(
+                    "FS703",
+                    f"{self._who}: the gradient of {one.name} is sparse. Make the embedding with "
+                    "sparse=False.",
+                )
+            present.append(index)
+            dtypes.append((one.name, str(grad.dtype)))
+        fleet.present = present
+        same["parameters with gradients"] = _short(dtypes)
+        for number, group in enumerate(self.param_groups):
+            same[f"options of param group {number}"] = _short(_told(group))
+        same["owners"] = _short([one.cargo.owner for one in fleet.owned])
+        if not self._is_out:
+            entries = (self._table.get(one.param, {}) for one in fleet.owned)
+            same["states that were loaded"] = _short(
+                [sorted((str(k), isinstance(v, DTensor)) for k, v in e.items()) for e in entries]
+            )
+        prints = [fleet.owned[index].shard_print(fleet.crew.me) for index in present]
+        fleet.changed = [0] * len(fleet.owned)
+        for index, is_same in zip(present, _same(fleet.owned, present, prints), strict=True):
+            fleet.changed[index] = int(not is_same)
 
     def _compute(self) -> BaseException | None:
         """Step every owned matrix; return what failed on this rank. Collective."""
-        self._plan()
         if not self._is_out:
             for fleet in self._fleets:
-                self._check_table(fleet)
                 self._give_beside(fleet)
                 bring(fleet.crew, _held(fleet), self._table, fleet.limit)
             self._table = defaultdict(dict)
@@ -536,24 +639,16 @@ class WholeOptimizer:
         self._stepped = []
         failed: BaseException | None = None
         for fleet in self._fleets:
-            present, wanted = self._agree(fleet)
+            present = fleet.present
             if not present:
                 continue
+            if fleet.crew.size > 1:
+                fleet.changed = fleet.crew.grid.highest(*fleet.changed)
             self._stepped.append((fleet, present))
-            self._bring_parameters(fleet, wanted)
+            self._bring_parameters(fleet, [index for index in present if fleet.changed[index]])
             error = self._step_rounds(fleet, set(present))
             failed = failed or error
         return failed
-
-    def _check_table(self, fleet: Fleet) -> None:
-        """Raise on every rank if ranks were given states that do not go together."""
-        with fleet.crew.grid.together(self._who) as same:
-            same["states that were loaded"] = _short(
-                [
-                    sorted((str(key), isinstance(value, DTensor)) for key, value in entry.items())
-                    for entry in (self._table.get(one.param, {}) for one in fleet.owned)
-                ]
-            )
 
     def _give_beside(self, fleet: Fleet) -> None:
         """Let the optimizers of the rounds have what lies beside a state that was loaded."""
@@ -623,7 +718,7 @@ class WholeOptimizer:
                     owned[index].whole_gradient()[part.region.slices].copy_(value)
                 if round_.inner is not None and failed is None:
                     self._step_inner(fleet, round_, round_.inner)
-            except Exception as error:
+            except BaseException as error:  # told, and raised, when all have ended
                 failed = failed or error
             finally:
                 for index in round_.indices:
@@ -637,8 +732,8 @@ class WholeOptimizer:
         return self._how.wire if is_real and self._how.wire is not None else dtype
 
     def _step_inner(self, fleet: Fleet, round_: Round, inner: Optimizer) -> None:
-        for own, group in zip(inner.param_groups, self.param_groups, strict=True):
-            own.update(_options(group))
+        for own, number in zip(inner.param_groups, round_.groups, strict=True):
+            own.update(_own_options(self.param_groups[number]))
         held = [fleet.owned[i] for i in round_.indices if fleet.owned[i].whole is not None]
         before = [one.identity() for one in held]
         step: Any = self._plain_class.step
@@ -662,40 +757,43 @@ class WholeOptimizer:
             for round_ in fleet.rounds:
                 if round_.inner is None or not stepped.intersection(round_.indices):
                     continue
-                for place, own in enumerate(round_.inner.param_groups):
-                    if own["params"]:
-                        now = _changed(self.param_groups[place], own)
-                        found[place].update(now)
+                for place, own in zip(round_.groups, round_.inner.param_groups, strict=True):
+                    found[place].update(_changed(self.param_groups[place], own))
         return found
 
-    def _take_options(self, grid: Grid) -> None:
+    def _take_options(self, grids: Sequence[Grid]) -> None:
         """Take over the options that the class has changed, as all ranks have them. Collective.
 
         Raises:
             StateError: ranks with different parameters have different ones.
         """
         found = self._options_after()
-        if not grid.any_is(any(found)):
-            return
-        told: list[dict[str, Any]] = [{} for _ in self.param_groups]
-        for other in grid.collect(found):
-            for place, options in enumerate(other):
-                for key, value in options.items():
-                    known = told[place].setdefault(key, value)
-                    if repr(known) != repr(value):
-                        raise StateError(
-                            "FS714",
-                            f"{self._who}: {self._plain_class.__name__} made {key} of param group "
-                            f"{place} of all parameters of the group: {known!r} on one rank, "
-                            f"{value!r} on another, of the matrices that they own. Use a class "
-                            "that steps each parameter by itself. Parameters are as they were.",
-                        )
-        for group, options in zip(self.param_groups, told, strict=True):
+        error: StateError | None = None
+        for grid in grids:
+            if not grid.any_is(any(found)):
+                continue
+            for other in grid.collect(found):
+                for place, options in enumerate(other):
+                    for key, value in options.items():
+                        known = found[place].setdefault(key, value)
+                        if not _equal(known, value):
+                            error = StateError(
+                                "FS714",
+                                f"{self._who}: {self._plain_class.__name__} made {key} of param "
+                                f"group {place} of all parameters of the group: {known!r} on one "
+                                f"rank, {value!r} on another, of the matrices that they own. Use a "
+                                "class that steps each parameter by itself. Parameters are as they "
+                                "were.",
+                            )
+        if len(grids) > 1 or error is not None:
+            _tell(error, self._who, [(grid, {}) for grid in grids])
+        for group, options in zip(self.param_groups, found, strict=True):
             group.update(options)
 
     def _write(self) -> None:
         """Give rows of the owners' copies to the shards. Collective."""
         for fleet, present in self._stepped:
+            self._note_fields(fleet, present)
             owned = fleet.owned
             flights = self._stream(
                 fleet, present, functools.partial(_whole_of, owned), to_owners=False
@@ -706,6 +804,19 @@ class WholeOptimizer:
             for index in present:
                 owned[index].printed = owned[index].shard_print(fleet.crew.me)
         self._stepped = []
+
+    def _note_fields(self, fleet: Fleet, present: Sequence[int]) -> None:
+        """Learn what owners keep of matrices that were stepped for the first time. Collective."""
+        if all(index in fleet.fields for index in present):
+            return
+        own = {}
+        for round_ in fleet.rounds:
+            for index in round_.indices:
+                kept = fleet.owned[index].whole
+                if kept is not None and round_.inner is not None:
+                    own[index] = [*round_.inner.state.get(kept, {})]
+        for told in fleet.crew.grid.collect(own):
+            fleet.fields.update(told)
 
     def _forget_copies(self) -> None:
         """Let owners get all parameters again: a step failed, and nothing was written."""
@@ -730,30 +841,56 @@ class WholeOptimizer:
 
 def step_together(optimizers: Sequence[WholeOptimizer]) -> None:
     """Step some optimizers, all of them or none. See [Note: a step of owners]."""
-    with torch.no_grad(), operation(optimizers[0]._who):
+    if not optimizers:
+        return
+    who = optimizers[0]._who
+    with torch.no_grad(), operation(who):
         failed: BaseException | None = None
+        sames: dict[tuple[int, ...], dict[str, object]] = {}
         try:
+            for number, one in enumerate(optimizers):
+                try:
+                    one._plan()
+                    for fleet in one._fleets:
+                        same: dict[str, object] = {}
+                        one._look(fleet, same)
+                        told = {f"{key}, {number}" if number else key: v for key, v in same.items()}
+                        sames.setdefault(fleet.crew.ranks, {}).update(told)
+                except Exception as error:
+                    failed = failed or error
+            fleets = [fleet for one in optimizers for fleet in one._fleets]
+            grids = {fleet.crew.ranks: fleet.crew.grid for fleet in fleets}
+            in_order = sorted(grids, key=len)  # the largest last: it hears of the others' failures
+            _tell(failed, who, [(grids[ranks], sames.get(ranks, {})) for ranks in in_order])
             for one in optimizers:
                 failed = one._compute() or failed
-            grids = {
-                fleet.crew.ranks: fleet.crew.grid for one in optimizers for fleet in one._fleets
-            }
-            in_order = sorted(grids.values(), key=lambda grid: grid.size)
-            for grid in in_order:  # the largest last: it hears of the others' failures
-                try:
-                    grid.raise_together(failed, optimizers[0]._who)
-                except FSDPError as error:
-                    if grid is in_order[-1]:
-                        raise
-                    failed = failed or error
+            _tell(failed, who, [(grids[ranks], {}) for ranks in in_order])
             for one in optimizers:
-                one._take_options(in_order[-1])
+                one._take_options([grids[ranks] for ranks in in_order])
         except BaseException:
             for one in optimizers:
                 one._forget_copies()
             raise
         for one in optimizers:
             one._write()
+
+
+def _tell(
+    failed: BaseException | None, who: str, grids: list[tuple[Grid, dict[str, object]]]
+) -> None:
+    """Raise on the ranks of all grids if one of them has an error, or if ranks differ in something.
+
+    A rank may be in several grids. Who meets an error in one of them says so in all others; the way
+    back tells those who asked before.
+    """
+    back: list[tuple[Grid, dict[str, object]]] = [(grid, {}) for grid, _ in reversed(grids)]
+    for grid, same in [*grids, *back] if len(grids) > 1 else grids:
+        try:
+            grid.raise_together(failed, who, same)
+        except BaseException as error:  # raised below
+            failed = error if failed is None or isinstance(error, FSDPError) else failed
+    if failed is not None:
+        raise failed
 
 
 def _whole_of(owned: Sequence[Owned], place: int) -> Tensor:
@@ -780,7 +917,9 @@ def _same(owned: Sequence[Owned], present: Sequence[int], prints: Sequence[Tenso
 
 def _lies(param: Tensor) -> object:
     """Return an object that stays the same as long as a parameter lies as it does."""
-    return torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
+    if isinstance(param, DTensor):
+        return torch_dtensor.spec_of(param)
+    return tuple(param.shape), param.dtype, param.device
 
 
 def _device_of(param: Tensor) -> torch.device:
@@ -795,12 +934,28 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def _own_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for one round: it may write to a tensor among them, once a step."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in _options(group).items()
+    }
+
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
 def _told(group: Mapping[str, Any]) -> list[str]:
-    """Return a param group's options for comparison; tensors (a learning rate) by their kind."""
-    return [
-        f"{key}={value.dtype if isinstance(value, Tensor) else value!r}"
-        for key, value in sorted(_options(group).items())
-    ]
+    """Return a param group's options for comparison: of what is no plain value, its class."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, PLAIN):
+            return repr(value)
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(text, value))}]"
+        return type(value).__name__
+
+    return [f"{key}={text(value)}" for key, value in sorted(_options(group).items())]
 
 
 def _short(value: object) -> str:
@@ -809,12 +964,24 @@ def _short(value: object) -> str:
     return text if len(text) < 400 else f"{text[:200]}... ({zlib.crc32(text.encode()):x})"
 
 
+def _equal(one: Any, other: Any) -> bool:
+    """Compare options: numbers and tensors by value, others as they compare."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
+    try:
+        return bool(one == other)
+    except Exception:  # what does not compare, as arrays
+        return repr(one) == repr(other)
+
+
 def _changed(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that a step has changed, among them new ones."""
     return {
         key: value
         for key, value in _options(own).items()
-        if key not in group or (group[key] is not value and repr(group[key]) != repr(value))
+        if key not in group or not _equal(group[key], value)
     }
 
 

@@ -17,6 +17,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -806,3 +811,164 @@ def test_several_classes_go_through_files(tmp_path: Path) -> None:
         train(one, its, 2)
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(whole(mine), whole(its))
+
+
+# --- found by attackers ---------------------------------------------------------------------------
+
+
+class Remembers(Optimizer):
+    """Keeps a 0-dim tensor and a number for each parameter, and a count in itself."""
+
+    calls = 0
+
+    def __init__(self, params: Any, lr: float = 0.1, scale: Any = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "scale": scale})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                entry = self.state[param]
+                entry.setdefault("norm", torch.zeros((), dtype=param.dtype))
+                entry["norm"] = 0.9 * entry["norm"] + param.grad.norm()
+                entry["last"] = float(entry["norm"])
+                step = group["lr"] * group["scale"] / (1 + entry["norm"] + entry["last"])
+                param.sub_(param.grad * step / self.calls)
+            if isinstance(group["scale"], Tensor):
+                group["scale"].mul_(1.0001)
+
+
+@ranks(2)
+def test_what_a_class_keeps_of_each_matrix_of_a_batch_and_in_itself() -> None:
+    """Numbers that differ between the matrices of a batch, and counters, outlive a save."""
+    models = [fsdp2.fully_shard(seeded(Experts), mesh=make_mesh()) for _ in range(2)]
+    one, two = (fsdp2.optim.whole(Remembers, [m.experts], batches=True) for m in models)
+    for step in range(4):
+        for model, optimizer in zip(models, (one, two), strict=True):
+            torch.manual_seed(step)
+            model(torch.randn(ROWS, 13)).pow(2).mean().backward()
+            optimizer.step()
+            model.zero_grad()
+        state = two.state_dict()
+        if step == 1:
+            two.add_param_group({"params": [models[1].bias], "lr": 0.0})
+            one.add_param_group({"params": [models[0].bias], "lr": 0.0})
+            two.state_dict()
+        elif step == 2:
+            two.load_state_dict(state)
+        assert torch.equal(whole(models[0].experts), whole(models[1].experts)), step
+
+
+@ranks(2)
+def test_an_option_that_is_a_tensor_is_changed_once_a_step() -> None:
+    """Rounds have copies of it, and a change too small to be printed is taken over."""
+    case = CASES["stack"]
+    models = [shard(seeded(case.build), case) for _ in range(2)]
+    scale = [torch.ones((), dtype=torch.float64) for _ in range(2)]
+    many = fsdp2.optim.whole(Remembers, models[0].parameters(), max_bytes=1, scale=scale[0])
+    few = fsdp2.optim.whole(Remembers, models[1].parameters(), scale=scale[1])
+    for _ in range(3):
+        batch = case.batch(ROWS).chunk(dist.get_rank(), 2)
+        for model, optimizer in zip(models, (many, few), strict=True):
+            loss_of(model(*batch.args, **batch.kwargs)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for optimizer in (many, few):
+        assert float(optimizer.param_groups[0]["scale"]) == pytest.approx(1.0001**3, rel=1e-12)
+    for mine, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(whole(mine), whole(other))
+
+
+@ranks(2)
+def test_any_write_is_seen() -> None:
+    """Rows that change places, signs that change, values that cancel: sums of their bits differ."""
+    model = fsdp2.fully_shard(nn.Linear(8, 8, bias=False), mesh=make_mesh())
+    optimizer = fsdp2.optim.whole(torch.optim.SGD, model.parameters(), lr=0.0)
+    eye = torch.eye(8)
+    signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).repeat(4, 4)
+    for value in (eye, eye.flip(0), eye[[1, 0, *range(2, 8)]], signs, -signs, eye, eye.T.flip(1)):
+        fsdp2.checkpoint.load_full_state(model, {"model": {"weight": value}})
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(whole(model.weight), value)
+
+
+@pytest.mark.parametrize("kind", ["nested", "crossing"])
+@ranks(4)
+def test_ranks_of_other_meshes_are_told(kind: str) -> None:
+    """What ranks of one mesh do not agree on is an error on all that they share a mesh with."""
+    mesh = shared_mesh((2, 2), ("pair", "shard"))
+    outer = make_mesh() if kind == "nested" else mesh["pair"]
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    fsdp2.fully_shard(model[0], mesh=mesh["shard"])
+    fsdp2.fully_shard(model[1], mesh=outer)
+    optimizer = fsdp2.optim.whole(torch.optim.SGD, model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    before = [param.to_local().clone() for param in model.parameters()]  # type: ignore[attr-defined]
+    if dist.get_rank() == 3:
+        model[0].bias.grad = None
+    with pytest.raises(fsdp2.ConfigError, match="parameters with gradients"):
+        optimizer.step()
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.to_local(), value)  # type: ignore[attr-defined]
+    optimizer.zero_grad()
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+
+
+@ranks(2)
+def test_groups_of_element_wise_classes_alone() -> None:
+    """A stage of a pipeline may have no matrix; late groups without a class are of the first."""
+    model = fsdp2.fully_shard(nn.Linear(8, 8), mesh=make_mesh())
+    adamw = {"params": [model.bias], "cls": torch.optim.AdamW, "lr": 0.1}
+    optimizer = fsdp2.optim.whole(torch.optim.Muon, [adamw], lr=0.5)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    with pytest.raises(fsdp2.ConfigError, match="one of this optimizer's classes"):
+        optimizer.add_param_group({"params": [model.weight]})
+    with pytest.raises(fsdp2.ConfigError, match="the result of an operation"):
+        fsdp2.optim.whole(torch.optim.SGD, [model.bias * 1])
+
+
+@ranks(2)
+def test_rank_local_states_of_any_shape_load_again() -> None:
+    """`local_state` of factors comes back on the same ranks."""
+    model, optimizer = trained(2)
+    state = fsdp2.checkpoint.local_state(model, optimizer)
+    other, fresh = trained(0)
+    fsdp2.checkpoint.load_local_state(other, state, fresh)
+    for one, its in ((model, optimizer), (other, fresh)):
+        train(one, its, 2)
+    for mine, second in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(mine), whole(second))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@ranks(2)
+def test_torchs_helpers_for_states(flat: bool) -> None:
+    """They ask an optimizer for the fields of every parameter, also of those of other ranks."""
+    case = CASES["few_rows"]
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def make(steps: int) -> tuple[nn.Module, Any]:
+        model = shard(seeded(case.build), case)
+        optimizer = fsdp2.optim.whole(torch.optim.Adafactor, model.parameters(), lr=0.1)
+        train(model, optimizer, steps)
+        return model, optimizer
+
+    model, optimizer = make(2)
+    kept = get_optimizer_state_dict(model, optimizer, options=options)
+    values = {name: param.clone() for name, param in model.state_dict().items()}
+    for steps in (0, 3):
+        other, fresh = make(steps)
+        other.load_state_dict(values)
+        set_optimizer_state_dict(other, fresh, kept, options=options)
+        expected, its = make(2)
+        for one, two in ((expected, its), (other, fresh)):
+            train(one, two, 2)
+        for mine, second in zip(expected.parameters(), other.parameters(), strict=True):
+            assert torch.equal(whole(mine), whole(second)), steps
