@@ -19,7 +19,7 @@ from fsdp2._plan.lanes import KERNELS, LANES, LaneClock
 from fsdp2._plan.watch import COMMUNICATION, MemoryWatch
 from fsdp2._transfer.crew import Crew
 from fsdp2._transfer.owners import Route
-from fsdp2.optim._whole import WholeOptimizer
+from fsdp2.optim._owned_step import WholeOptimizer
 
 
 def imagine_crews(

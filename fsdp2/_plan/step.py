@@ -36,7 +36,7 @@ from fsdp2._plan.lanes import ImaginedLanes, LaneClock
 from fsdp2._plan.owned import imagine_crews
 from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, StepPlan
 from fsdp2._plan.watch import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryWatch
-from fsdp2.optim._whole import WholeOptimizer
+from fsdp2.optim._owned_step import WholeOptimizer
 
 STEPS, MOST_STEPS = 2, 5
 """What is predicted is the last of so many: in the first one the engine learns, and in a few more

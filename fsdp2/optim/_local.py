@@ -133,7 +133,8 @@ def _check_class(cls: type[Optimizer], is_vouched_for: bool) -> None:
             "FS702",
             f"fsdp2.optim.local: {cls.__name__} is not known to be element-wise, and on local "
             f"shards only element-wise optimizers compute what they compute on whole parameters. "
-            f"Use one of {known}; use {cls.__name__} itself on the DTensors; {way}",
+            f"Use one of {known}; fsdp2.optim.whole, if {cls.__name__} steps each parameter by "
+            f"itself; {cls.__name__} itself on the DTensors; {way}",
         )
     closure = [*inspect.signature(cls.step).parameters.values()][1:2]
     if closure and closure[0].default is closure[0].empty and closure[0].kind in POSITIONAL:

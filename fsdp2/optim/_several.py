@@ -82,7 +82,7 @@ class Several(Optimizer):
         self.gather_state()
         self._share_groups()
         found = super().state_dict()
-        beside = [dict(getattr(member, "_beside", {})) for member, _ in self._members]
+        beside = [dict(getattr(member, "beside", {})) for member, _ in self._members]
         return {**found, BESIDE: beside} if any(beside) else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
