@@ -69,9 +69,6 @@ MAX_BYTES = 256 << 20
 OF_THE_LARGEST = 6
 """Two rounds, in each of which a rank sends as much as a matrix, receives one, and has it whole."""
 
-NORMS_OF_ALL = ("max_grad_norm", "pre_norm")
-"""Options of known libraries that, if they are set, take a norm of all gradients."""
-
 COUNTS_ELEMENTS = frozenset({"heavyball"})
 """Libraries that note in a param group, as ``param_count``, how many elements it has, once."""
 
@@ -162,21 +159,28 @@ class WholeOptimizer:
         self._table = defaultdict(dict)  # what the class made for stand-ins
         if getattr(self, "_step_supports_amp_scaling", False):
             self._step_supports_amp_scaling = False  # GradScaler unscales shards itself
-        for number, group in enumerate(self.param_groups):
-            wanted = [key for key in NORMS_OF_ALL if group.get(key)]
-            if wanted:
-                raise ConfigError(
-                    "FS711",
-                    f"{WHO}: {wanted[0]}={group[wanted[0]]!r} of param group {number} takes a norm "
-                    "of all gradients, and an owner has its own ones only. Leave it out, and call "
-                    "fsdp2.clip_grad_norm_ before the step.",
-                )
+        wanted = self._norm_of_all()
+        if wanted is not None:
+            raise ConfigError(
+                "FS711",
+                f"{WHO}: {wanted} takes a norm of all gradients, and an owner has its own ones "
+                "only. Leave it out, and call fsdp2.clip_grad_norm_ before the step.",
+            )
         for name, param in self._named():
             if isinstance(param, DTensor) and any(p.is_partial() for p in param.placements):
                 raise UnsupportedError(
                     "FS624",
                     f"{WHO}: {name} is a partial sum. Redistribute it to Shard or Replicate.",
                 )
+
+    def _norm_of_all(self) -> str | None:
+        """Return the option by which a class of a known library takes a norm of all gradients."""
+        switch = getattr(self, "pre_norm", None)  # without it a LAMB's max_grad_norm is not used
+        if switch:
+            return "pre_norm=True"
+        limits = [group.get("max_grad_norm") for group in self.param_groups]
+        limit = next((one for one in limits if one), None)
+        return f"max_grad_norm={limit!r}" if limit and switch is None else None
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters with names for messages."""

@@ -572,6 +572,13 @@ class OfAll(Factors):
             group["d"] = sum(float(param.detach().norm()) for param in group["params"])
 
 
+class Clips(Optimizer):
+    """May clip by the norm of all gradients, as some classes of libraries do."""
+
+    def __init__(self, params: Any, max_grad_norm: float = 0.0) -> None:
+        super().__init__(params, {"max_grad_norm": max_grad_norm})
+
+
 class Counts(Factors):
     """Keeps a number for a param group that does not depend on its parameters."""
 
@@ -602,6 +609,9 @@ def test_what_a_class_must_not_do() -> None:
     assert optimizer.param_groups[0]["k"] == 2
     with pytest.raises(fsdp2.ConfigError, match="LBFGS computes something of all parameters"):
         fsdp2.optim.whole(torch.optim.LBFGS, model.parameters())
+    with pytest.raises(fsdp2.ConfigError, match=r"max_grad_norm=1\.0 takes a norm of all"):
+        fsdp2.optim.whole(Clips, model.parameters(), max_grad_norm=1.0)
+    fsdp2.optim.whole(Clips, model.parameters())
     extra = {"params": [nn.Parameter(torch.ones(3))], "cls": torch.optim.AdamW}
     with pytest.raises(fsdp2.ConfigError, match="expected Counts, the optimizer's class"):
         optimizer.add_param_group(extra)
