@@ -86,7 +86,8 @@ def plan_owners(
     measure = cost or newton_schulz_flops
     if ranks is not None:
         check_count("plan_owners", "ranks", ranks)
-        shapes = [tuple(one.shape if isinstance(one, Tensor) else one) for one in tensors]
+        check_count("plan_owners", "itemsize", itemsize)
+        shapes = [_shape_of(one) for one in tensors]
         places = tuple((rank,) for rank in range(ranks))
         cuts = [Cut(Blocks(s, (ranks,), ((0, 0),) if s else ()), places) for s in shapes]
         return _plan(cuts, measure, [itemsize] * len(cuts), range(ranks))
@@ -121,6 +122,16 @@ def _plan(
     return Owners(tuple(ranks[owner] for owner in chosen), tuple(loads), tuple(held))
 
 
+def _shape_of(given: object) -> tuple[int, ...]:
+    if isinstance(given, Tensor):
+        return tuple(given.shape)
+    sizes = tuple(given) if isinstance(given, list | tuple) else (None,)
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        expected = "tensors, or shapes of sizes of at least 0"
+        raise wrong_type("plan_owners", "tensors", expected, given)
+    return sizes
+
+
 def _checked(tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise wrong_type("plan_owners", "tensors", "tensors, or shapes with ranks=", tensor)
@@ -140,6 +151,8 @@ def _fleets(tensors: Sequence[object]) -> list[tuple[Crew, list[int]]]:
 def _cargos(
     what: str, crew: Crew, tensors: Sequence[Tensor], indices: Sequence[int], owners: Owners
 ) -> list[Cargo]:
+    if not isinstance(owners, Owners):
+        raise wrong_type(what, "owners", "what plan_owners returned", owners)
     if len(owners.owners) != len(tensors):
         raise wrong_value(
             what, "owners", f"a plan of {len(tensors)} tensors", f"{len(owners.owners)} owners"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp2 import ConfigError
 from fsdp2._transfer.chunk_plan import Blocks
 from fsdp2._transfer.owners import (
     Cargo,
@@ -166,3 +167,9 @@ def test_who_has_all_of_a_matrix_keeps_it() -> None:
     blocks = Blocks((8, 13, 29), (4,), ((0, 0),))
     cuts = [Cut(blocks, places, lead) for lead in range(8)]
     assert assign(cuts, [1.0] * 8, [1] * 8) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("given", ["a", 3, (2, -1), (2.0, 1), None])
+def test_what_is_no_shape_is_told(given: object) -> None:
+    with pytest.raises(ConfigError, match="expected tensors to be tensors, or shapes"):
+        plan_owners([given], ranks=2)  # type: ignore[list-item]
