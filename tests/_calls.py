@@ -268,6 +268,15 @@ class Net(nn.Module):
 
 
 RIGHT: dict[str, Callable[[World], object]] = {
+    "Owners.owners": lambda w: (0,),
+    "Owners.costs": lambda w: (1.0,),
+    "Owners.nbytes": lambda w: (4,),
+    "from_owners.owners": lambda w: fsdp2.optim.plan_owners(w.tensors),
+    "from_owners.whole": lambda w: fsdp2.optim.to_owners(
+        w.tensors, fsdp2.optim.plan_owners(w.tensors)
+    ),
+    "to_owners.owners": lambda w: fsdp2.optim.plan_owners(w.tensors),
+    "tensors": lambda w: w.tensors,
     "Hardware.name": lambda w: "mine",
     "Hardware.flops": lambda w: {torch.float32: 1e12},
     "Hardware.memory_bandwidth": lambda w: 1e12,
@@ -371,6 +380,10 @@ class World:
         self.ema = fsdp2.optim.EMA(self.model)
         self.full = fsdp2.checkpoint.full_state(self.model, self.optimizer, rank0_only=False)
         self.seen = self.look()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [param.detach() for param in self.model.parameters()]
 
     def _write_files(self) -> None:
         fsdp2.checkpoint.save("saved", self.model, self.optimizer)

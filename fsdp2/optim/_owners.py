@@ -82,6 +82,7 @@ def plan_owners(
     Raises:
         ConfigError: not tensors, or shapes without ``ranks``.
     """
+    _listed("plan_owners", "tensors", tensors)
     check_function("plan_owners", "cost", cost, "a function of a shape or None")
     measure = cost or newton_schulz_flops
     if ranks is not None:
@@ -120,6 +121,11 @@ def _plan(
         loads[owner] += one
         held[owner] += size
     return Owners(tuple(ranks[owner] for owner in chosen), tuple(loads), tuple(held))
+
+
+def _listed(who: str, name: str, given: object) -> None:
+    if not isinstance(given, list | tuple):
+        raise wrong_type(who, name, "a list of tensors", given)
 
 
 def _shape_of(given: object) -> tuple[int, ...]:
@@ -193,6 +199,7 @@ def to_owners(
         UnsupportedError: a partial sum, or a tensor that wraps others.
         ConfigError: a plan of other tensors.
     """
+    _listed("to_owners", "tensors", tensors)
     check_count("to_owners", "max_bytes", max_bytes)
     found: list[Tensor | None] = [None] * len(tensors)
     with operation("to_owners"):
@@ -244,12 +251,17 @@ def from_owners(
     Raises:
         ConfigError: an owner has no value, or one of another shape; a plan of other tensors.
     """
+    _listed("from_owners", "tensors", tensors)
+    _listed("from_owners", "whole", whole)
     check_count("from_owners", "max_bytes", max_bytes)
     with operation("from_owners"):
         for crew, indices in _fleets(tensors):
             cargos = _cargos("from_owners", crew, tensors, indices, owners)
             own = [tensors[index] for index in indices]
             with crew.grid.together("from_owners"):
+                if len(whole) != len(tensors):
+                    expected = f"{len(tensors)} values, one a tensor"
+                    raise wrong_value("from_owners", "whole", expected, len(whole))
                 for index, cargo in zip(indices, cargos, strict=True):
                     value = whole[index]
                     if cargo.owner == crew.me and (
