@@ -24,6 +24,8 @@ from fsdp2._transfer.owners import Cargo, Cut, assign, newton_schulz_flops
 
 MAX_BYTES = 256 << 20
 
+MOST_RANKS = 1 << 20
+
 Cost = Callable[[tuple[int, ...]], float]
 
 
@@ -88,6 +90,8 @@ def plan_owners(
     if ranks is not None:
         check_count("plan_owners", "ranks", ranks)
         check_count("plan_owners", "itemsize", itemsize)
+        if ranks > MOST_RANKS:
+            raise wrong_value("plan_owners", "ranks", f"at most {MOST_RANKS:,}", ranks)
         shapes = [_shape_of(one) for one in tensors]
         places = tuple((rank,) for rank in range(ranks))
         cuts = [Cut(Blocks(s, (ranks,), ((0, 0),) if s else ()), places) for s in shapes]
