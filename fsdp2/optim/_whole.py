@@ -111,12 +111,13 @@ def whole(
     distributed Muon of Moonlight (arXiv 2502.16982).
     """
     _check_class(cls)
-    if owners != "balanced" and not callable(owners):
+    is_balanced = isinstance(owners, str) and owners == "balanced"
+    if not is_balanced and not callable(owners):
         raise wrong_value(WHO, "owners", "'balanced' or a function of a shape", owners)
     check_dtype(WHO, "wire_dtype", wire_dtype)
     check_count(WHO, "max_bytes", MAX_BYTES if max_bytes is None else max_bytes)
     how = How(
-        newton_schulz_flops if owners == "balanced" else cast(Cost, owners),
+        newton_schulz_flops if is_balanced else cast(Cost, owners),
         wire_dtype,
         max_bytes,
         _takes_batches(cls) if batches is None else batches,
