@@ -99,7 +99,7 @@ HARD += ["stack", "tied_blocks", "scalars", "mixed_dtypes"]
 @ranks(slow(2), 3, slow(4))
 def test_a_whole_model_is_trained_alike(case: str) -> None:
     """Uneven, empty, transposed, tied, frozen and unused parameters step as whole ones do."""
-    Pair(case, optimizer=both(Factors)).train(5)
+    Pair(case, optimizer=both(Factors)).train(3)
 
 
 CLASSES: dict[str, dict[str, Any]] = {
