@@ -136,14 +136,27 @@ def _check_class(cls: type[Optimizer], is_vouched_for: bool) -> None:
             f"Use one of {known}; fsdp2.optim.whole, if {cls.__name__} steps each parameter by "
             f"itself; {cls.__name__} itself on the DTensors; {way}",
         )
-    closure = [*inspect.signature(cls.step).parameters.values()][1:2]
-    if closure and closure[0].default is closure[0].empty and closure[0].kind in POSITIONAL:
+    if needs_closure(cls):
         raise UnsupportedError(
             "FS703",
             f"fsdp2.optim.local: {cls.__name__}.step must be given a closure, so it computes the "
             "loss in the middle of a step, and a step on local shards takes gradients that are "
             f"there before it. Use {cls.__name__} itself on the DTensors.",
         )
+
+
+def needs_closure(cls: type[Optimizer]) -> bool:
+    """True if ``cls.step`` must be given a closure, and so computes the loss in its middle."""
+    closure = [*inspect.signature(cls.step).parameters.values()][1:2]
+    return bool(
+        closure and closure[0].default is closure[0].empty and closure[0].kind in POSITIONAL
+    )
+
+
+def plain_step(cls: type[Optimizer]) -> Any:
+    """Return the class's own ``step``, without the hooks that torch runs around it."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 class LocalOptimizer:
@@ -384,9 +397,7 @@ class LocalOptimizer:
                 inside[run.tensor] = run.state
             for param in plan.plain:
                 inside[param] = self._table[param]
-        step: Any = self._plain_class.step
-        if getattr(step, "hooked", False):  # hooks run around our own step
-            step = step.__wrapped__
+        step = plain_step(self._plain_class)
         self._inside, self.param_groups = inside, own_groups
         try:
             step(self)

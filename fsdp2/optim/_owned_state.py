@@ -270,6 +270,7 @@ def give_back(crew: Crew, held: Held, table: Table, limit: int) -> None:
     """Move the states of owners to a table. Collective."""
     told: dict[int, dict[str, Any]] = {}
     values: dict[tuple[int, int], Tensor] = {}
+    counts = [0] * len(held)  # tensors of each matrix so far
     for number, (one, inner) in enumerate(held):
         if one.whole is None or inner is None or one.whole not in inner.state:
             continue
@@ -277,8 +278,8 @@ def give_back(crew: Crew, held: Held, table: Table, limit: int) -> None:
         def describe(value: Tensor, number: int = number) -> Any:
             if not value.dim():
                 return _Number(value.detach().cpu(), value.device.type != "cpu")
-            place = sum(1 for known, _ in values if known == number)
-            values[number, place] = value.detach()
+            values[number, counts[number]] = value.detach()
+            counts[number] += 1
             stride = dense_stride(tuple(value.shape), value.stride())
             return _Leaf(tuple(value.shape), stride, value.dtype)
 

@@ -47,6 +47,7 @@ from fsdp2._param_group.layout import contiguous_stride
 from fsdp2._param_group.param import OwnerMark
 from fsdp2._transfer.crew import Crew, stream
 from fsdp2._transfer.owners import Cargo, Part, assign, rounds
+from fsdp2.optim._local import plain_step
 from fsdp2.optim._options import (
     beside_of,
     changes_of,
@@ -57,14 +58,11 @@ from fsdp2.optim._options import (
     text_of,
 )
 from fsdp2.optim._owned_state import Owned, bring, give_back, room_for_state
-from fsdp2.optim._owners import Cost, cost_of
+from fsdp2.optim._owners import MAX_BYTES, Cost, cost_of
 from fsdp2.optim._runs import Table
 from fsdp2.optim._zero import zero_gradients
 
 WHO = "fsdp2.optim.whole"
-
-MAX_BYTES = 256 << 20
-"""Default cap on the buffers of the rounds that are in memory at a time, if that is enough."""
 
 OF_THE_LARGEST = 6
 """Two rounds, in each of which a rank sends as much as a matrix, receives one, and has it whole."""
@@ -441,14 +439,17 @@ class WholeOptimizer:
 
     def _compute(self) -> BaseException | None:
         """Step every owned matrix; return what failed on this rank. Collective."""
+        failed: BaseException | None = None
         if not self._is_out:
             for fleet in self._fleets:
-                self._give_beside(fleet)
+                try:
+                    self._give_beside(fleet)
+                except Exception as error:  # told with what fails in the rounds
+                    failed = failed or error
                 bring(fleet.crew, _held(fleet), self._table, fleet.limit)
             self._table = defaultdict(dict)
             self._is_out = True
         self._stepped = []
-        failed: BaseException | None = None
         for fleet in self._fleets:
             present = fleet.present
             if not present:
@@ -457,19 +458,18 @@ class WholeOptimizer:
                 fleet.changed = fleet.crew.grid.highest(*fleet.changed)
             self._stepped.append((fleet, present))
             self._bring_parameters(fleet, [index for index in present if fleet.changed[index]])
-            error = self._step_rounds(fleet, set(present))
-            failed = failed or error
+            failed_here = self._step_rounds(fleet, set(present))
+            failed = failed or failed_here
         return failed
 
     def _give_beside(self, fleet: Fleet) -> None:
         """Let the optimizers of the rounds have what lies beside a state that was loaded."""
         if not self.beside:
             return
-        with fleet.crew.grid.together(self._who):
-            for round_ in fleet.rounds:
-                if round_.inner is not None:
-                    empty = {**round_.inner.state_dict(), "state": {}}
-                    round_.inner.load_state_dict({**empty, **copy.deepcopy(self.beside)})
+        for round_ in fleet.rounds:
+            if round_.inner is not None:
+                empty = {**round_.inner.state_dict(), "state": {}}
+                round_.inner.load_state_dict({**empty, **copy.deepcopy(self.beside)})
 
     def _bring_parameters(self, fleet: Fleet, wanted: Sequence[int]) -> None:
         """Let owners have the parameters that are not as they left them."""
@@ -539,18 +539,14 @@ class WholeOptimizer:
     def _wire_of(self, one: Owned) -> torch.dtype:
         grad = one.param.grad
         dtype = one.param.dtype if grad is None else grad.dtype
-        is_real = dtype.is_floating_point and self._how.wire is not None
-        return self._how.wire if is_real and self._how.wire is not None else dtype
+        return (self._how.wire or dtype) if dtype.is_floating_point else dtype
 
     def _step_inner(self, fleet: Fleet, round_: Round, inner: Optimizer) -> None:
         for own, number in zip(inner.param_groups, round_.groups, strict=True):
             own.update(own_options_of(self.param_groups[number]))
         held = [fleet.owned[i] for i in round_.indices if fleet.owned[i].whole is not None]
         before = [one.identity() for one in held]
-        step: Any = self._plain_class.step
-        if getattr(step, "hooked", False):  # hooks run around our own step
-            step = step.__wrapped__
-        step(inner)
+        plain_step(self._plain_class)(inner)  # hooks run around our own step
         for one, was in zip(held, before, strict=True):
             if one.identity() != was:
                 raise UnsupportedError(

@@ -23,6 +23,7 @@ from fsdp2._transfer.crew import Crew, part_of, stream
 from fsdp2._transfer.owners import Cargo, Cut, assign, newton_schulz_flops
 
 MAX_BYTES = 256 << 20
+"""Default cap on the buffers of the rounds that are in memory at a time."""
 
 MOST_RANKS = 1 << 20
 

@@ -7,7 +7,6 @@ does is in ``_owned_step``.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -27,32 +26,18 @@ from fsdp2._base.arguments import (
 )
 from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
 from fsdp2._transfer.owners import newton_schulz_flops
-from fsdp2.optim._local import ELEMENTWISE, local
+from fsdp2.optim._local import ELEMENTWISE, local, needs_closure
 from fsdp2.optim._options import options_of
-from fsdp2.optim._owned_step import MAX_BYTES, WHO, How, WholeOptimizer, step_together
-from fsdp2.optim._owners import Cost
+from fsdp2.optim._owned_step import WHO, How, WholeOptimizer, step_together
+from fsdp2.optim._owners import MAX_BYTES, Cost
 from fsdp2.optim._several import Several
 
-NEEDS_ALL: frozenset[str] = frozenset(
-    {
-        *("LBFGS", "Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptSGD", "DAdaptAdan"),
-        *(
-            "AdaGC",
-            "Adai",
-            "DAdaptLion",
-            "DAdaptAdanIP",
-            "SAM",
-            "GSAM",
-            "WSAM",
-            "BSAM",
-            "LookSAM",
-            "FriendlySAM",
-        ),
-    }
+_DADAPT = ("AdaGrad", "Adam", "SGD", "Adan", "AdanIP", "Lion")
+_SAM = ("SAM", "GSAM", "WSAM", "BSAM", "LookSAM", "FriendlySAM")
+NEEDS_ALL = frozenset(
+    {"LBFGS", "Prodigy", "AdaGC", "Adai", *(f"DAdapt{name}" for name in _DADAPT), *_SAM}
 )
 """Classes, of torch and of known libraries, that compute something of all parameters at once."""
-
-POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def whole(
@@ -170,8 +155,7 @@ def _check_class(cls: object) -> None:
             f"{WHO}: {needs_all} computes something of all parameters at once, and an owner has "
             "its own ones only. Use a class that steps each parameter by itself.",
         )
-    closure = [*inspect.signature(cls.step).parameters.values()][1:2]
-    if closure and closure[0].default is closure[0].empty and closure[0].kind in POSITIONAL:
+    if needs_closure(cls):
         raise UnsupportedError(
             "FS703",
             f"{WHO}: {cls.__name__}.step must be given a closure, so it computes the loss in the "
@@ -182,23 +166,20 @@ def _check_class(cls: object) -> None:
 
 def _make(cls: type[Optimizer], params: Any, how: How, kwargs: dict[str, Any]) -> Any:
     """Make the optimizer; ``cls`` sees stand-ins on meta, which cost nothing."""
-    known: dict[int, list[nn.Parameter]] = {}
+    known: dict[int, nn.Parameter] = {}  # stand-ins by the id of what they stand for
+    real: dict[int, Tensor] = {}  # and the other way round
 
     def stand_in(param: Any) -> Any:
         if not isinstance(param, Tensor):
             raise wrong_type(WHO, "params", "tensors, or dicts of them", param)
         if not (param.is_leaf or param.retains_grad):
             raise wrong_value(WHO, "params", "parameters", "the result of an operation")
-        shapes = [tuple(param.shape)]
-        if how.batches and param.dim() > 2:
-            shapes = [tuple(param.shape[1:])]
-        made = nn.Parameter(
-            torch.empty(shapes[0], dtype=param.dtype, device="meta"),
-            requires_grad=param.requires_grad,
-        )
-        real[id(made)] = param
-        known.setdefault(id(param), []).append(made)
-        return known[id(param)][0]
+        if id(param) not in known:
+            shape = param.shape[1:] if how.batches and param.dim() > 2 else param.shape
+            empty = torch.empty(shape, dtype=param.dtype, device="meta")
+            known[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+            real[id(known[id(param)])] = param
+        return known[id(param)]
 
     def replaced(given: Any) -> Any:
         if isinstance(given, Tensor):
@@ -211,7 +192,6 @@ def _make(cls: type[Optimizer], params: Any, how: How, kwargs: dict[str, Any]) -
             return (given[0], replaced(given[1]))
         return stand_in(given)
 
-    real: dict[int, Tensor] = {}
     try:
         stands = params if isinstance(params, Tensor) else [replaced(one) for one in params]
         optimizer = _whole_class(cls)(stands, **kwargs)
