@@ -27,6 +27,7 @@ from fsdp2._base.policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
+    Whole,
 )
 from fsdp2._comm.comms import AllGather, Comm, ReduceScatter
 
@@ -65,6 +66,7 @@ __all__ = [
     "StateError",
     "UnshardHandle",
     "UnsupportedError",
+    "Whole",
     "clip_grad_norm_",
     "compile",
     "full_params",

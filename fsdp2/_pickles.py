@@ -25,6 +25,7 @@ from fsdp2._base.policy import (
     Overlap,
     Settings,
 )
+from fsdp2._base.torch_owned import OwnedBy, OwnedTensor
 from fsdp2._comm.mesh import DataMesh, KeptOnMesh
 from fsdp2._comm.wire import Wire
 from fsdp2._engine.between_steps import StateHooks
@@ -60,6 +61,8 @@ NAMED: tuple[Any, ...] = (
     MixedPrecisionPolicy,
     OffloadPolicy,
     Overlap,
+    OwnedBy,
+    OwnedTensor,
     OwnerMark,
     ParamGroup,
     ParamPlacement,

@@ -268,6 +268,26 @@ class _NoWire(Wire):
             return None
         return super().reduce_scatter(output, sent, op, axis, async_op)
 
+    def all_gather_uneven(
+        self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
+    ) -> Any:
+        if self._skips_gathers:
+            return None
+        return super().all_gather_uneven(outputs, sent, axis, async_op)
+
+    def reduce_scatter_uneven(
+        self,
+        output: Tensor,
+        sent: Tensor,
+        sizes: Sequence[int],
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
+    ) -> Any:
+        if self._skips_reductions:
+            return None
+        return super().reduce_scatter_uneven(output, sent, sizes, op, axis, async_op)
+
     def all_reduce(
         self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:

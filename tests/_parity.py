@@ -54,6 +54,8 @@ def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank, whatever its type and dtype."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
+    if any(shard_owner(p) is not None for p in tensor.placements):
+        return tensor.full_tensor()
     if _is_cut_in_chunks(tensor) and type(tensor.to_local()) is Tensor:
         return _join_chunks(tensor)
     if tensor.dtype in CARRIED_BY_GLOO:
@@ -71,6 +73,12 @@ def whole(tensor: Tensor) -> Tensor:
     if tensor.dtype.is_complex:
         return torch.view_as_complex(full.contiguous())
     return full.view(tensor.dtype) if tensor.dtype.itemsize == 1 else full.to(tensor.dtype)
+
+
+def shard_owner(placement: Any) -> int | None:
+    """Return the rank that has all rows; None: they are divided."""
+    owner: int | None = getattr(placement, "owner", None)
+    return owner
 
 
 def _join_chunks(tensor: DTensor) -> Tensor:

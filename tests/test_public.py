@@ -65,6 +65,7 @@ ShardPlacementResult
 StateError
 UnshardHandle
 UnsupportedError
+Whole
 clip_grad_norm_
 compile
 full_params
@@ -172,6 +173,7 @@ def test_signatures_of_the_functions_and_classes() -> None:
         fsdp2.CPUOffloadPolicy,
         fsdp2.DataParallelMeshDims,
         fsdp2.ShardPlacementResult,
+        fsdp2.Whole,
         fsdp2.UnshardHandle.wait,
     ]
     assert_expected_inline(
@@ -212,6 +214,7 @@ OffloadPolicy()
 CPUOffloadPolicy(pin_memory=True)
 DataParallelMeshDims(shard=None, replicate=None)
 ShardPlacementResult(placement, mesh_info=None)
+Whole(owner=None)
 UnshardHandle.wait(self)""",
     )
 

@@ -146,7 +146,8 @@ class Operation:
 
     Each rank sends ``numels`` elements of ``dtype``, to each rank for a reduce-scatter, in one
     collective for each number. What comes back of the first is looked at in ``seen_as``: there the
-    stamp begins at element ``stamp``.
+    stamp begins at element ``stamp``. ``pieces``: elements that each rank sends, or that are
+    reduced for each rank, in one collective, where that is not as much for every rank.
     """
 
     number: int
@@ -160,12 +161,37 @@ class Operation:
     reduction: Any = None
     is_custom: bool = False
     device: torch.device = HOST
+    pieces: tuple[int, ...] = ()
 
     @property
     def sender(self) -> Wire:
         """What other ranks send it over: ours, if theirs was ours."""
         wire = self.wire()
         return Wire() if wire is None or (wire.is_custom and not self.is_custom) else wire
+
+
+def _send_uneven(expected: Operation, code: Tensor, async_op: bool, end: Any) -> Sent:
+    """Send a stamp and zeros where ranks send pieces. See [Note: owned parameters] in ``layout``.
+
+    The stamp lies as far from the start of each piece that is gathered, and as far from the end of
+    each that is reduced.
+    """
+    axis, wire, pieces = expected.over.axis, expected.sender, expected.pieces
+    dtype, seen_as, device = expected.dtype, expected.seen_as, expected.device
+    if expected.kind == "gather":
+        own = torch.zeros(pieces[axis.rank], dtype=dtype, device=device)
+        own.view(seen_as)[expected.stamp : expected.stamp + len(code)] = code.to(seen_as)
+        landed = torch.zeros(sum(pieces), dtype=dtype, device=device)
+        rows = landed.split(list(pieces))
+        work = wire.all_gather_uneven(rows, own, axis, async_op)
+        return Sent(landed.view(seen_as), [(landed, own)], end(work))
+    own = torch.zeros(sum(pieces), dtype=dtype, device=device)
+    for piece in own.split(list(pieces)):
+        first = len(piece) - (pieces[axis.rank] - expected.stamp)
+        piece[first : first + len(code)] = code.to(dtype)
+    reduced = torch.empty(pieces[axis.rank], dtype=seen_as, device=device)
+    work = wire.reduce_scatter_uneven(reduced, own, pieces, expected.reduction, axis, async_op)
+    return Sent(reduced, [(reduced, own)], end(work))
 
 
 class Enqueued:
@@ -353,7 +379,7 @@ class Agreement:
         output = self._wait(number, sent)
         start, axis = expected.stamp, expected.over.axis
         if expected.kind == "gather":
-            self.compare(number, numbers_in(output, start, axis), axis)
+            self.compare(number, numbers_in(output, expected), axis)
         else:
             self.compare_sum(number, output[start : start + STAMP_NUMEL].tolist(), axis)
 
@@ -381,6 +407,8 @@ class Agreement:
         device = expected.device
         with torch_modes.hidden_from_modes(), _beside(device) as (async_op, end):
             code = torch.tensor(stamp_of(expected.kind, number), dtype=torch.float32, device=device)
+            if expected.pieces and expected.kind != "all_reduce":
+                return _send_uneven(expected, code, async_op, end)
             at = slice(expected.stamp, expected.stamp + len(code))
             if expected.kind == "gather":
                 own = torch.zeros(first, dtype=dtype, device=device)
@@ -546,9 +574,14 @@ class Agreement:
         return None
 
 
-def numbers_in(output: Tensor, start: int, axis: MeshAxis) -> list[int | None]:
-    """Return the numbers in what a gather brought; the stamps begin at an element."""
-    stamps = output.view(axis.size, -1)[:, start : start + GATHER_STAMP_NUMEL].tolist()
+def numbers_in(output: Tensor, expected: Operation) -> list[int | None]:
+    """Return the numbers in what a gather brought."""
+    start, end = expected.stamp, expected.stamp + GATHER_STAMP_NUMEL
+    if expected.pieces:
+        factor = expected.dtype.itemsize / expected.seen_as.itemsize
+        rows = output.split([round(numel * factor) for numel in expected.pieces])
+        return [number_of_digits(row[start:end].tolist()) for row in rows]
+    stamps = output.view(expected.over.axis.size, -1)[:, start:end].tolist()
     return [number_of_digits(row) for row in stamps]
 
 
@@ -612,7 +645,7 @@ class Follower:
         if operation.kind != "gather":
             return any(output[operation.stamp :][:NUMBER_BITS].tolist())  # who gave up sends none
         axis = operation.over.axis
-        numbers = numbers_in(output, operation.stamp, axis)
+        numbers = numbers_in(output, operation)
         others = [n for rank, n in enumerate(numbers) if rank != axis.rank]
         return any(n is not None and fields_of(n)[0] != GAVE_UP for n in others)
 

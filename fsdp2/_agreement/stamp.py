@@ -98,6 +98,7 @@ class Stamp:
         seen_as: torch.dtype,
         start: int,
         reduction: Any = None,
+        pieces: tuple[int, ...] = (),
     ) -> None:
         """Say how the operation travels; see ``Operation``."""
         if self.number == NO_NUMBER:
@@ -114,6 +115,7 @@ class Stamp:
             reduction,
             wire.is_custom,
             self.device,
+            pieces,
         )
         self._agreement.register(self.operation)
 
@@ -285,18 +287,24 @@ class ReductionStamps:
         self._at, self._sum = (numel - self.numel) * dtype.itemsize, (numel, dtype)
 
     def register(
-        self, wire: Wire, scattered: Sequence[int], sent_as: torch.dtype, reduction: Any
+        self,
+        wire: Wire,
+        scattered: Sequence[int],
+        sent_as: torch.dtype,
+        reduction: Any,
+        pieces: tuple[int, ...] = (),
     ) -> None:
         """Say how reductions travel: a reduce-scatter in parts, an all-reduce in one.
 
         ``scattered`` are elements of ``sent_as`` that each rank gets, the first of which end with
-        these; what an all-reduce sums was said by ``expect``.
+        these; what an all-reduce sums was said by ``expect``. ``pieces``: see ``Operation``.
         """
         numel, dtype = self._sum
         for position, stamp in enumerate(self.all):
             start = position * STAMP_NUMEL - self.numel
             if stamp.kind == "reduce":
-                stamp.register(wire, scattered, sent_as, dtype, scattered[0] + start, reduction)
+                at = scattered[0] + start
+                stamp.register(wire, scattered, sent_as, dtype, at, reduction, pieces)
             else:
                 stamp.register(wire, [numel], dtype, dtype, numel + start, reduction)
 

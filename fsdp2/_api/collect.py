@@ -26,13 +26,21 @@ from fsdp2._api.ignored import Ignored
 from fsdp2._base import torch_modules
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.names import class_name
+from fsdp2._base.policy import Whole
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.tree import Unit, unit_of
-from fsdp2._param_group.extension import brings_extension, check_extension, smaller_mesh_refused
+from fsdp2._param_group.extension import (
+    OWNED,
+    brings_extension,
+    check_extension,
+    owned_refused,
+    smaller_mesh_refused,
+)
 from fsdp2._param_group.forms import Site
+from fsdp2._param_group.ownership import Claim, choose_owners, give, given_so_far
 from fsdp2._param_group.param import SUMMONED, FSDPParam, OwnerMark
-from fsdp2._param_group.placement import ParamPlacement, place, shard_dim, shard_mesh
+from fsdp2._param_group.placement import ParamPlacement, claim_of, place, shard_dim, shard_mesh
 
 PART_NBYTES = 1 << 20
 """Unsharded bytes from which on a submodule of a root is a group of its own.
@@ -117,16 +125,25 @@ def collect(
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer not in ignored
         ]
-    for param, (fqn, sites) in found.items():
+    choices: dict[nn.Parameter, tuple[int | None, DataMesh]] = {}
+    claims: dict[DataMesh, dict[nn.Parameter, Claim]] = {}
+    for param, (fqn, _) in found.items():
         _check_param(param, fqn, data)
         choice = None if placement_fn is None else placement_fn(param)
         choice, chosen = shard_mesh(choice, fqn, data)
-        dim = shard_dim(choice, param, fqn)
-        releases = check_extension(param, fqn, dim)
-        placement = place(param, fqn, chosen, dim)
-        collected.own[param] = Taken(fqn, sites, chosen, placement, releases)
+        choices[param] = shard_dim(choice, param, fqn), chosen
+        if isinstance(choice, Whole):
+            claim = claim_of(choice, param, fqn, chosen)
+            if claim is not None:
+                claims.setdefault(chosen, {})[param] = claim
         if chosen not in collected.meshes:
             collected.meshes.append(chosen)
+    owners = _choose_owners(claims)
+    for param, (fqn, sites) in found.items():
+        dim, chosen = choices[param]
+        releases = check_extension(param, fqn, dim if param not in owners else OWNED)
+        placement = place(param, fqn, chosen, dim, owners.get(param))
+        collected.own[param] = Taken(fqn, sites, chosen, placement, releases)
     on_meta = [fqn for param, (fqn, _) in found.items() if param.is_meta]
     if 0 < len(on_meta) < len(found):
         raise ConfigError(
@@ -138,6 +155,24 @@ def collect(
         _refuse_inside(collected.shared)
     _find_escaped(collected, modules)
     return collected
+
+
+def _choose_owners(claims: dict[DataMesh, dict[nn.Parameter, Claim]]) -> dict[nn.Parameter, int]:
+    """Return the owners of parameters that are to lie whole on one rank of their mesh."""
+    owners: dict[nn.Parameter, int] = {}
+    for used, of_mesh in claims.items():
+        loads = given_so_far(used.shard.pg, used.shard.size)
+        chosen = choose_owners(list(of_mesh.values()), loads)
+        owners.update(zip(of_mesh, chosen, strict=True))
+    return owners
+
+
+def count_owned(collected: Collected) -> None:
+    """Count what the call gives to owners, for the calls after it. See ``ownership``."""
+    for param, taken in collected.own.items():
+        owner, axis = taken.placement.layout.owner, taken.data.shard
+        if owner is not None:  # counted whole: alike on ranks of all other axes
+            give(axis.pg, axis.size, owner, tuple(param.shape), param.dtype.itemsize)
 
 
 def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]]) -> None:
@@ -162,6 +197,10 @@ def refuse_extensions(collected: Collected) -> None:
     names += [own.fqn for original, own in collected.own.items() if brings_extension(original)]
     if names:
         raise ConfigError("FS211", smaller_mesh_refused(names[0]))
+    owned = [param.fqn for param in escaped if param.placement.layout.is_owned]
+    owned += [own.fqn for own in collected.own.values() if own.placement.layout.is_owned]
+    if owned:
+        raise ConfigError("FS211", owned_refused(owned[0]))
 
 
 def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMesh, list[FSDPParam]]:

@@ -16,7 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from fsdp2._api.checks import check_method, check_modules, check_policies, check_reshard
-from fsdp2._api.collect import Collected, collect, find_parts, refuse_extensions, take_ties
+from fsdp2._api.collect import (
+    Collected,
+    collect,
+    count_owned,
+    find_parts,
+    refuse_extensions,
+    take_ties,
+)
 from fsdp2._api.ignored import Ignored
 from fsdp2._api.module import FSDPModule, register_names, sharded_class
 from fsdp2._base import torch_spmd
@@ -103,8 +110,8 @@ def fully_shard(
             again in any case: it sees whatever was written to the shards.
         shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim (also
             a negative one, also one that the ranks do not divide), ``Replicate()``, ``None`` for
-            ``Shard(0)``, or a ``ShardPlacementResult``, which can name a mesh for the parameter.
-            Scalars are replicated.
+            ``Shard(0)``, ``Whole()`` (one rank has all of it), or a ``ShardPlacementResult``, which
+            can name a mesh for the parameter. Scalars are replicated.
         mp_policy: dtypes of compute, reduction and outputs. torch's own policies and
             ``DataParallelMeshDims`` are taken, too.
         offload_policy: where shards are kept. ``None`` means no offloading.
@@ -204,6 +211,7 @@ def fully_shard(
     for known in dict.fromkeys(unit_of(part) for part in names):
         if known is not None:
             take_names(known, names)
+    count_owned(collected)
     return module
 
 

@@ -28,7 +28,8 @@ class ShardInfo:
     parameter has several. ``shape`` and ``stride`` are those of the whole parameter (of this
     rank's part of it, where it is tensor-parallel). ``dtype`` is the shard's. ``local_shape`` is
     the shape of this rank's shard, without padding. ``start`` is its first row along ``dim``.
-    ``dim`` is None if every rank holds the whole parameter. ``nbytes`` is the size of the shard in
+    ``dim`` is None if every rank holds the whole parameter. ``owner`` is the place of the rank that
+    has all of it (``Whole``); None if it is divided. ``nbytes`` is the size of the shard in
     bytes, padding included. ``offset`` is where it begins in the unit's flat buffer of shards, in
     bytes; it is None if an all-gather extension keeps the shard elsewhere.
     """
@@ -44,6 +45,7 @@ class ShardInfo:
     local_shape: tuple[int, ...]
     offset: int | None
     nbytes: int
+    owner: int | None = None
 
 
 @dataclass(frozen=True)
@@ -178,4 +180,5 @@ def _shard_info(param: FSDPParam, names: dict[nn.Module, list[str]], rank: int) 
         local_shape=layout.shard_shape(rank),
         offset=None if span is None else span.start,
         nbytes=nbytes,
+        owner=layout.owner,
     )

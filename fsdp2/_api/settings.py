@@ -429,6 +429,7 @@ class ControlSurface:
             ConfigError: ``comm`` is a class, cannot be called, or has no ``allocate``.
         """
         check_comm("set_custom_all_gather", comm)
+        refuse_owned("set_custom_all_gather", groups_in(self))
         for group in groups_in(self):
             group.wire.gather = comm
             group.rewire()
@@ -447,6 +448,7 @@ class ControlSurface:
         """
         check_comm("set_custom_reduce_scatter", comm)
         groups = groups_in(self)
+        refuse_owned("set_custom_reduce_scatter", groups)
         if any(group.wire.gradient_dtype is not None for group in groups):
             raise ConfigError(
                 "FS505",
@@ -483,6 +485,7 @@ class ControlSurface:
         """
         groups = groups_in(self)
         _refuse_custom("set_symm_mem_for_comm", groups)
+        refuse_owned("set_symm_mem_for_comm", groups)
         made = {
             group: SymmetricMemoryAllGather(group.data.shard.pg, backend)
             for group in groups
@@ -638,6 +641,19 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
 def _flag(setter: str, value: object) -> bool:
     """Check the argument of a setter, which is called as what it sets."""
     return check_flag(setter, setter.removeprefix("set_"), value)
+
+
+def refuse_owned(who: str, groups: Iterable[ParamGroup]) -> None:
+    """Raise ConfigError if a collective of the user's would have to send uneven pieces."""
+    for group in groups:
+        for param in group.params:
+            if param.placement.layout.is_owned:
+                raise ConfigError(
+                    "FS505",
+                    f"{who}: {param.fqn} lies whole on one rank (fsdp2.Whole), so ranks send "
+                    "different amounts, which collectives of this interface do not. Leave it out "
+                    "for this unit, or let shard_placement_fn return Shard(0).",
+                )
 
 
 def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:

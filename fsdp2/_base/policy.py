@@ -265,6 +265,23 @@ def ours(policy: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """Let one rank have a parameter whole: what ``shard_placement_fn`` may return.
+
+    The parameter lies on its *owner*, one rank of the axis to shard over, and the shards of the
+    others are empty. So an optimizer of whole matrices (``fsdp2.optim.whole``) sends nothing for
+    it. Owners are chosen so that ranks have like amounts of bytes and of a matrix optimizer's
+    FLOPs, over all calls on the same ranks; each call goes on where the one before it left off.
+    Forward and backward see the same parameter as ever, under the same name.
+
+    Args:
+        owner: the place of the owner on the axis to shard over. ``None``: it is chosen.
+    """
+
+    owner: int | None = None
+
+
+@dataclass(frozen=True)
 class ShardPlacementResult:
     """Say where one parameter goes: what ``shard_placement_fn`` may return.
 
@@ -272,7 +289,7 @@ class ShardPlacementResult:
     the ranks of its own mesh, and its gradient is the mean over these.
 
     Args:
-        placement: ``Shard(dim)``, ``Replicate()``, or ``None`` for ``Shard(0)``.
+        placement: ``Shard(dim)``, ``Replicate()``, ``Whole()``, or ``None`` for ``Shard(0)``.
         mesh_info: a 1-D mesh (shard), a 2-D mesh (replicate, shard), or an object whose ``mesh`` is
             one and whose ``shard_mesh_dim`` and ``replicate_mesh_dim`` say which dim is which.
             ``None``: the mesh of the call.
@@ -280,7 +297,7 @@ class ShardPlacementResult:
     Source: the meaning of the class of this name inside torch's ``fully_shard``.
     """
 
-    placement: Placement | None
+    placement: Placement | Whole | None
     mesh_info: Any = None
 
 

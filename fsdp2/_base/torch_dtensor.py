@@ -30,7 +30,9 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,  # the test torch itself uses
 )
 
+from fsdp2._base.errors import UnsupportedError
 from fsdp2._base.torch_modes import hidden_from_modes
+from fsdp2._base.torch_owned import OwnedBy, OwnedTensor, key_of, owned_axis
 
 # DTensor: a step builds a gradient DTensor for each parameter. The public ``DTensor.from_local``
 # costs eight times as much as the constructor, because it builds the spec each time.
@@ -47,7 +49,7 @@ def make_spec(
     placements, shape, stride = tuple(placements), tuple(shape), tuple(stride)
     # a spec keeps its mesh alive, so that no other mesh has the id while the spec is known; equal
     # meshes will not do: one of them may have been destroyed
-    key = id(mesh), placements, shape, stride, dtype
+    key = id(mesh), key_of(placements) if OwnedBy.was_made else placements, shape, stride, dtype
     spec = _specs.get(key)
     if spec is None:
         meta = TensorMeta(torch.Size(shape), stride, dtype)
@@ -68,9 +70,11 @@ def new_dtensor(
     takes a wrapper with an offset for a tensor with memory, and fails to copy or pickle it. For its
     compiler see [Note: fake wrappers].
     """
+    is_owned = OwnedBy.was_made and owned_axis(spec.placements) is not None
+    kind: Any = OwnedTensor if is_owned else DTensor
     if like is None:
-        return DTensor(local, spec, requires_grad=False)
-    tensor = DTensor(like, spec, requires_grad=False)
+        return cast(DTensor, kind(local, spec, requires_grad=False))
+    tensor: DTensor = kind(like, spec, requires_grad=False)
     tensor._local_tensor = local
     return tensor
 
@@ -269,3 +273,19 @@ def imagined_mesh(shape: tuple[int, ...], names: tuple[str, ...], rank: int) -> 
     with hidden_from_modes():  # numbers of ranks are no fakes
         ranks = torch.arange(math.prod(shape), device="cpu").view(shape)
         return ImaginedMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+@functools.cache
+def asks_subclasses() -> bool:
+    """True if torch lets a subclass of DTensor do its operations: 2.12 and later do, 2.11 does not.
+
+    Looked at with a tensor of one element, on a mesh that does not exist.
+    """
+    with hidden_from_modes(), torch.no_grad():
+        mesh = imagined_mesh((1,), ("shard",), 0)
+        spec = make_spec(mesh, [OwnedBy(0)], (1,), (1,), torch.float32)
+        probe = new_dtensor(torch.zeros(1, dtype=torch.float32, device="cpu"), spec)
+        try:
+            return type(probe.detach()) is OwnedTensor
+        except UnsupportedError:
+            return False

@@ -7,6 +7,7 @@ between many, parts go in one all-to-all. It must not know layouts or groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import memmove
 from typing import Any
 
@@ -51,17 +52,19 @@ class Several:
 
 
 class DirectGather(Several):
-    """An all-gather: ``output`` ``[W * C]`` gets every rank's ``sent`` ``[C]``."""
+    """An all-gather: each of ``rows`` gets what that rank has ``sent``, of any length."""
 
-    def __init__(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup) -> None:
-        rank, rows = group.rank(), output.view(group.size(), -1)
+    def __init__(
+        self, rows: Sequence[Tensor] | Tensor, sent: Tensor, group: dist.ProcessGroup
+    ) -> None:
+        rank = group.rank()
         works = []
         for other in _others(group):
             works.append(group.recv([rows[other]], other, GATHER_TAG))
             works.append(group.send([sent], other, GATHER_TAG))
         super().__init__(works)
         memmove(rows[rank].data_ptr(), sent.data_ptr(), sent.nbytes)  # seen by no mode
-        self._held = (output, sent)
+        self._held = (rows, sent)
 
     def wait(self) -> None:
         super().wait()
@@ -72,28 +75,43 @@ class Exchange:
     """A reduce-scatter: ``output`` ``[S]`` gets the sum, or the mean, of this rank's parts.
 
     Sums are in the dtype of ``output`` and in the order of ranks, so a narrower dtype may travel,
-    and equal parts have equal sums. It is done when it has been waited for.
+    and equal parts have equal sums. It is done when it has been waited for. ``sizes`` are the
+    elements of each rank's output; None: they are as many.
     """
 
-    def __init__(self, output: Tensor, sent: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    def __init__(
+        self,
+        output: Tensor,
+        sent: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         self._output = output
         self._is_mean = op == dist.ReduceOp.AVG
         size, rank = group.size(), group.rank()
-        received = torch.empty_like(sent)
-        parts, own = received.view(size, -1), sent.view(size, -1)
+        received = torch.empty((size, output.numel()), dtype=sent.dtype, device=sent.device)
+        own = sent.view(size, -1) if sizes is None else sent.split(list(sizes))
         self._work: Any
         if sent.is_cpu and torch_comm.is_gloo(group) and is_small(group):
             works = []
             for other in _others(group):
-                works.append(group.recv([parts[other]], other, REDUCE_TAG))
+                works.append(group.recv([received[other]], other, REDUCE_TAG))
                 works.append(group.send([own[other]], other, REDUCE_TAG))
             self._work = Several(works)
-            self._rows = [own[i] if i == rank else parts[i] for i in range(size)]
+            self._rows = [own[i] if i == rank else received[i] for i in range(size)]
         else:
+            lengths = None if sizes is None else [n * sent.itemsize for n in sizes]
+            row = output.numel() * sent.itemsize
             self._work = dist.all_to_all_single(
-                received.view(torch.uint8), sent.view(torch.uint8), group=group, async_op=True
+                received.view(-1).view(torch.uint8),
+                sent.view(torch.uint8),
+                None if lengths is None else [row] * size,
+                lengths,
+                group=group,
+                async_op=True,
             )
-            self._rows = list(parts)
+            self._rows = list(received)
         self._sent: Tensor | None = sent
 
     def is_completed(self) -> bool:

@@ -62,7 +62,8 @@ class DefaultAllGather(TorchMemory, AllGather):
     ) -> dist.Work | None:
         is_large = input_tensor.nbytes >= gloo_p2p.LARGE_NBYTES
         if is_large and gloo_p2p.applies(group, input_tensor) and gloo_p2p.is_small(group):
-            gather: Any = gloo_p2p.DirectGather(output_tensor, input_tensor, group)
+            rows = output_tensor.view(group.size(), -1)
+            gather: Any = gloo_p2p.DirectGather(rows, input_tensor, group)
             if not async_op:
                 gather.wait()
             return gather if async_op else None
@@ -237,6 +238,52 @@ class Wire:
             return self.all_gather(*pairs[0], axis, async_op)
         with torch_comm.coalesced(axis.pg, pairs[0][0].device):
             return _joined([self.all_gather(*pair, axis, async_op) for pair in pairs])
+
+    def all_gather_uneven(
+        self,
+        outputs: Sequence[torch.Tensor],
+        sent: torch.Tensor,
+        axis: MeshAxis,
+        async_op: bool,
+    ) -> Any:
+        """Fill each of ``outputs`` with what that rank has ``sent``: as much as it has room for.
+
+        gloo's own takes equal lengths only, so the parts are sent one by one there.
+        """
+        assert axis.pg is not None
+        if gloo_p2p.applies(axis.pg, sent):
+            gather = gloo_p2p.DirectGather(outputs, sent, axis.pg)
+            if async_op:
+                return gather
+            gather.wait()
+            return None
+        return dist.all_gather(list(outputs), sent, axis.pg, async_op)
+
+    def reduce_scatter_uneven(
+        self,
+        output: torch.Tensor,
+        sent: torch.Tensor,
+        sizes: Sequence[int],
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
+    ) -> Any:
+        """Fill ``output`` with this rank's part of all ``sent``, joined.
+
+        ``sizes`` are the elements of ``sent`` for each rank, in order.
+        """
+        group = self.scatter_group or axis.pg
+        assert group is not None
+        if sent.is_complex():
+            output, sent = torch_comm.flat_as_real(output), torch_comm.flat_as_real(sent)
+            sizes = [2 * numel for numel in sizes]
+        if sent.dtype != output.dtype or gloo_p2p.applies(group, sent):
+            exchange = gloo_p2p.Exchange(output, sent, group, op, sizes)
+            if async_op:
+                return exchange
+            exchange.wait()
+            return None
+        return dist.reduce_scatter(output, list(sent.split(list(sizes))), op, group, async_op)
 
     def reduce_scatter(
         self, output: torch.Tensor, sent: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool

@@ -384,6 +384,8 @@ def check_group(group: ParamGroup, name: str) -> None:
     extended = [param.fqn for param in group.params if param.is_extended]
     if extended:
         found = f"parameter {extended[0]} has an all-gather extension, which runs user code"
+    elif any(param.placement.layout.is_owned for param in group.params):
+        found = "one rank has a parameter whole (fsdp2.Whole), so ranks send different amounts"
     elif not group.wire.carries:
         found = "debug.without_communication is on"
     elif group.wire.custom != (None, None):

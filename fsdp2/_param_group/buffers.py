@@ -110,6 +110,10 @@ class ShardBuffer:
         self._replicated: list[Tensor] = []  # where parameters go that nobody sends
         self._zero_copy: list[Tensor] = []  # where those land that travel by themselves
         self._inputs: list[Tensor] = []  # what each collective sends, if nothing is cast
+        # where the pieces of all ranks land, and their even parts, run by run, in wire dtype
+        self._pieces: list[Tensor] = []
+        self._even: list[Tensor] = []
+        self._strided: list[tuple[Tensor, Tensor]] = []  # owned ones that are in another order
         self._landing: Landing | None = None
         # bytes that extended parameters add to what each rank sends: an open tail, of any size
         self.open_tail_nbytes = 0
@@ -126,7 +130,7 @@ class ShardBuffer:
     def span(self, index: int) -> Span:
         """Say where the shard of an item lies."""
         item = self.layout.items[index]
-        nbytes = item.shard.padded_numel * item.storage_dtype.itemsize
+        nbytes = item.shard.kept_numel(self.axis.rank) * item.storage_dtype.itemsize
         return Span(self.flat, self.layout.shard_offsets[index], nbytes)
 
     def renew_tail(self) -> None:
@@ -146,6 +150,8 @@ class ShardBuffer:
         self._apart = (layout.packed, targets[: len(layout.packed.order)])
         self._replicated = packing.gather_targets(full, layout, layout.replicated)
         self._zero_copy = packing.gather_targets(full, layout, layout.zero_copy)
+        self._pieces, self._even = packing.landings(full, layout)
+        self._strided = packing.owned_targets(full, layout)
         if self.tail is not None:
             last, start = len(layout.items) - 1, layout.full_offsets[-1]
             rows = full[start : start + self.axis.size * layout.padded_nbytes(last)]
@@ -163,15 +169,24 @@ class ShardBuffer:
     @property
     def gathers_zero_copy(self) -> bool:
         """True if a gather writes to the full buffer, which then must have its memory."""
+        if self._pieces:
+            return True
         return bool(self._zero_copy) and self.open_tail_nbytes == 0 and self._lands_directly
 
     def sent_numels(self) -> list[int]:
         """Elements in wire dtype that a rank sends in each collective."""
         layout, itemsize = self.layout, self.layout.wire_dtype.itemsize
+        if layout.pieces:
+            return [layout.packed_nbytes // itemsize]
         if self.open_tail_nbytes or not layout.zero_copy or not self._lands_directly:
             return [self.sent_nbytes // itemsize]
         sizes = [layout.packed_nbytes, *(layout.padded_nbytes(index) for index in layout.zero_copy)]
         return [size // itemsize for size in sizes]
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes that all ranks send."""
+        return sum(self.layout.pieces) or self.axis.size * self.sent_nbytes
 
     @property
     def sent_nbytes(self) -> int:
@@ -192,7 +207,11 @@ class ShardBuffer:
             torch_tensors.copy_all(targets, landing.parts)
             landing.free()
         elif targets:
+            if self._pieces:
+                gathered = torch.cat(self._even)
             packing.unpack(gathered, self.layout, packed, targets)
+        for target, source in self._strided:
+            target.copy_(source)
         if self._replicated:
             packing.unpack_replicated(sent, self.layout, self._replicated)
         if self.tail is not None:
@@ -243,6 +262,10 @@ class ShardBuffer:
         self._way = self._apart if is_apart else self._together
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
+        if self._pieces:
+            work = wire.all_gather_uneven(self._pieces, sent.view(-1), axis, async_op)
+            lost = None if self.tail is None else self.tail.failed
+            return InFlight((sent, kept), work, lost)
         if axis.size == 1 or self.layout.wire_numel == 0:
             rows = sent.expand(axis.size, -1)
             return InFlight((rows, kept))

@@ -138,7 +138,8 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
             sharded by rows.
     """
     if needs_extension(local):  # whether it has both methods, all ranks are told in prepare
-        if param.placement.layout.dim != 0:
+        layout = param.placement.layout
+        if layout.dim != 0 or layout.is_owned:
             raise StateError("FS510", _not_by_rows(param.fqn))
         return True
     if param.is_extended:
@@ -159,6 +160,8 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
         ConfigError: it cannot, or the shard has no extension and can get none.
     """
     kind, layout = type(whole).__name__, param.placement.layout
+    if layout.is_owned:
+        raise ConfigError("FS510", _not_by_rows(param.fqn))
     try:  # by operations that the subclass may define itself
         shard = whole.new_zeros(layout.shard_shape(rank))
         if layout.rows(rank):
@@ -203,6 +206,18 @@ def smaller_mesh_refused(fqn: str) -> str:
     return (
         f"{fqn}: has an all-gather extension, and such a parameter cannot be sharded over a "
         "smaller mesh between forward and backward. Pass a bool or None for "
+        "reshard_after_forward, not an int."
+    )
+
+
+OWNED = -1
+"""In place of a dim: one rank has the parameter whole."""
+
+
+def owned_refused(fqn: str) -> str:
+    return (
+        f"{fqn}: lies whole on one rank (fsdp2.Whole), and such a parameter cannot be sharded over "
+        "a smaller mesh between forward and backward. Pass a bool or None for "
         "reshard_after_forward, not an int."
     )
 

@@ -118,7 +118,7 @@ class _GatherShard(torch.autograd.Function):
         item = GatherItem(param.placement.layout, local.dtype, local.dtype)
         if item.shard.numel == 0:  # nor would CUDA's kernels take nothing at all
             return local.new_empty(item.shard.shape)
-        layout = GatherLayout.plan([item], axis.size)
+        layout = GatherLayout.plan([item], axis.size, rank=axis.rank)
         buffer = ShardBuffer(layout, axis, local.device)
         buffer.shards[0].copy_(local)
         full = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=local.device)
@@ -134,16 +134,22 @@ class _GatherShard(torch.autograd.Function):
         if grad.numel() == 0:
             empty = grad.new_empty(param.placement.layout.shard_shape(data.shard.rank))
             return empty, None, None, None
-        layout = ReduceLayout.plan([0], [param.placement.layout], data.shard.size, grad.dtype, 1)
+        rank, shards = data.shard.rank, [param.placement.layout]
+        layout = ReduceLayout.plan([0], shards, data.shard.size, grad.dtype, 1, rank=rank)
         scale = reducer.planner.scale_for(grad.dtype, settings, wire)
-        packed = wire.allocate((layout.size, layout.numel), grad.dtype, grad.device)
         behind = gradient_packing.tail((), layout, grad.dtype, grad.device)
-        gradient_packing.pack_gradients([grad], layout, data.shard.rank, behind, packed)
+        (packed,) = gradient_packing.inputs_of(
+            [grad], layout, rank, behind, wire.allocate, grad.device
+        )
         packed.mul_(scale.before)
         reduced = packed.view(-1)
         if data.shard.size > 1:
             reduced = wire.allocate((layout.numel,), grad.dtype, grad.device)
-            wire.reduce_scatter(reduced, packed.view(-1), scale.op, data.shard, async_op=False)
+            if layout.pieces:
+                sizes = layout.pieces
+                wire.reduce_scatter_uneven(reduced, packed, sizes, scale.op, data.shard, False)
+            else:
+                wire.reduce_scatter(reduced, packed.view(-1), scale.op, data.shard, False)
         if data.replicate.size > 1:
             wire.all_reduce(reduced, scale.op, data.replicate, async_op=False)
         reduced.mul_(scale.after)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
@@ -18,7 +18,32 @@ import torch
 from torch import Tensor
 
 from fsdp2._base import torch_tensors
-from fsdp2._param_group.layout import ReduceLayout, contiguous_stride
+from fsdp2._param_group.layout import ReduceLayout, contiguous_stride, runs_of
+
+
+def inputs_of(
+    grads: Sequence[Tensor | None],
+    layout: ReduceLayout,
+    rank: int,
+    behind: Tensor,
+    allocate: Callable[[Sequence[int], torch.dtype, torch.device], Tensor],
+    device: torch.device,
+    is_mixed: bool = False,
+) -> list[Tensor]:
+    """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones.
+
+    With owned members it is the pieces of all ranks, flat. For the arguments see
+    ``pack_gradients``; ``allocate`` makes the wire's buffers.
+    """
+    packed = allocate((layout.size, layout.packed_numel), layout.wire_dtype, device)
+    pack_gradients(grads, layout, rank, behind, packed, is_mixed)
+    if layout.pieces:
+        flat = allocate((sum(layout.pieces),), layout.wire_dtype, device)
+        _pack_pieces(grads, layout, packed, flat)
+        return [flat]
+    if not layout.zero_copy:
+        return [packed]
+    return [packed, *zero_copy_gradients(grads, layout, device)]
 
 
 def pack_gradients(
@@ -125,6 +150,34 @@ def zero_copy_gradients(
             grad = grad.contiguous()
         sent.append(grad.view(-1).to(dtype))
     return sent
+
+
+def _pack_pieces(
+    grads: Sequence[Tensor | None], layout: ReduceLayout, even: Tensor, out: Tensor
+) -> None:
+    """Write what each rank owns, and its row of ``even`` ``[W, packed_numel]``, into ``out``, flat.
+
+    A gradient that is ``None`` counts as zero. All are cast to the dtype of ``out``.
+    """
+    width, ends = layout.packed_numel, list(itertools.accumulate(layout.pieces, initial=0))
+    sources: list[Tensor] = []
+    targets: list[Tensor] = []
+    for first, count in runs_of(layout.owned_numels):
+        start = ends[first] + layout.owned_numels[first]
+        sources.append(even[first : first + count])
+        targets.append(out[start : start + count * width].view(count, width))
+    for position in layout.owned:
+        shard, grad = layout.shards[position], grads[position]
+        assert shard.owner is not None
+        start = ends[shard.owner]
+        target = out[start : start + shard.numel]
+        ends[shard.owner] += layout.room_for(position)
+        if grad is None:
+            target.zero_()
+        else:
+            sources.append(grad)
+            targets.append(target.view(shard.shape))
+    torch_tensors.copy_all(targets, sources)
 
 
 def tail(

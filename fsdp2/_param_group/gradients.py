@@ -9,9 +9,9 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_dtensor
+from fsdp2._base import torch_dtensor, torch_owned
 from fsdp2._param_group.param import FSDPParam, OwnerMark
 
 
@@ -53,12 +53,15 @@ def add_to(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
 
     A whole tensor, or a DTensor with other placements on the same mesh, is placed as ours first.
     """
-    if not isinstance(existing, DTensor) or existing.placements != grad.placements:
+    is_placed = isinstance(existing, DTensor) and torch_owned.are_same(
+        existing.placements, grad.placements
+    )
+    if not is_placed:
         mesh, placements = grad.device_mesh, grad.placements
         if isinstance(existing, DTensor):
-            existing = existing.redistribute(mesh, placements)
+            existing = torch_owned.redistribute(existing, mesh, placements)
         else:
-            existing = distribute_tensor(existing, mesh, placements, src_data_rank=None)
+            existing = torch_owned.distribute(existing, mesh, placements)
         param.grad = existing
     own, new = torch_dtensor.local_tensor(existing), torch_dtensor.local_tensor(grad)
     if own.shape != new.shape:  # broadcasting would hide it

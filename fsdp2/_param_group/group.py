@@ -46,6 +46,7 @@ from fsdp2._param_group.adoption import Source, own_rows, own_sources, source_of
 from fsdp2._param_group.buffers import ShardBuffer
 from fsdp2._param_group.early_release import EarlyRelease
 from fsdp2._param_group.functional_call import whole_tensor
+from fsdp2._param_group.ownership import start_anew
 from fsdp2._param_group.param import FSDPParam
 from fsdp2._param_group.planning import Buffers, refuse_smaller
 from fsdp2._param_group.reduce import Reducer
@@ -128,6 +129,7 @@ class ParamGroup(Observable):
         if self.wire.is_separate and self.wire.scatter_group is None:
             self.reducer.planner.separate(True, self.wire)
         self.fqn = fqn
+        start_anew(self.data.shard.pg)
         self.ids.enroll(fqn)
         self.rewire()
 
@@ -190,7 +192,7 @@ class ParamGroup(Observable):
         Collective, if the smaller mesh does not exist yet.
         """
         if size is not None:
-            refuse_smaller([param for param in self.params if param.is_extended])
+            refuse_smaller([p for p in self.params if p.is_extended or p.placement.layout.is_owned])
         smaller = None if size is None else self.data.split(size)
         if smaller is not self.buffers.post_forward.mesh:
             self.reshard()
@@ -312,12 +314,13 @@ class ParamGroup(Observable):
             # In a forward, the values of those that stay are noted at its end.
             self.registration.note_values(Serves.FORWARDS)
         if events.listeners:
-            nbytes = source.axis.size * source.sent_nbytes
+            nbytes = source.gathered_nbytes
             events.emit("unshard", self.fqn, self.context.phase, nbytes)
         if source.tail is not None:
             source.tail.before()
         wire = self.reducer.wire
-        if source.layout.zero_copy and source.gathers_zero_copy:
+        layout = source.layout
+        if (layout.zero_copy or layout.pieces) and source.gathers_zero_copy:
             assert buffers.full is not None
             buffers.full.allocate(source.layout.full_nbytes, self.context.streams.current)
             # compute may still read the memory that the gather writes to

@@ -8,7 +8,16 @@ Map: ``ShardLayout`` (one parameter), ``GatherLayout`` (the flat buffers of an a
 
 Legend: W = ranks of the shard axis; a *shard* is what one rank holds; a *padded shard* has the size
 of the largest one. A parameter that is *zero-copy* travels in a collective of its own, between the
-memory where it is kept and that where it is used; all others are *packed* in one.
+memory where it is kept and that where it is used; all others are *packed* in one. An *owned* one
+lies whole on one rank.
+
+[Note: owned parameters]
+With owned parameters what ranks send has different lengths. Each sends a *piece*: the *even* part,
+which is as long on every rank, and what it owns. So a layout is that of one rank, and knows the
+pieces of the others. Nothing is padded to the longest piece. Pieces are gathered right into the
+full buffer, one behind the other, and there an owned parameter is used; the even parts between
+them are unpacked as if they had come alone. In what is reduced the owned gradients come first, so
+that stamps stay at its end.
 """
 
 from __future__ import annotations
@@ -48,6 +57,13 @@ def chunk_of(length: int, count: int, place: int) -> tuple[int, int]:
     return start, min(chunk, length - start)
 
 
+def rows_of(length: int, count: int, place: int, owner: int | None = None) -> tuple[int, int]:
+    """Return the first row that a place has, and how many: a chunk, or all if it is the owner."""
+    if owner is None:
+        return chunk_of(length, count, place)
+    return (0, length) if place == owner else (length, 0)
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the row-major stride of a shape."""
     stride, step = [], 1
@@ -75,7 +91,8 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 class ShardLayout:
     """How one tensor of ``shape`` splits over ``size`` ranks along ``dim``.
 
-    Shards are chunks (see ``chunk_of``). ``dim=None`` replicates: every rank holds all of it.
+    Shards are chunks (see ``chunk_of``). ``dim=None`` replicates: every rank holds all of it. With
+    an ``owner`` that rank holds all rows, and the others none; ``dim`` is 0 then.
     ``stride`` is the unsharded tensor's; shards are contiguous.
     """
 
@@ -83,6 +100,7 @@ class ShardLayout:
     stride: tuple[int, ...]
     dim: int | None
     size: int
+    owner: int | None = None
 
     @cached_property
     def chunk(self) -> int:
@@ -105,16 +123,36 @@ class ShardLayout:
     @property
     def signature(self) -> object:
         """What ranks must agree on for their shards to fit together."""
-        return self.shape, self.dim
+        return (self.shape, self.dim) if self.owner is None else (self.shape, self.dim, self.owner)
 
     @property
     def is_replicated(self) -> bool:
         return self.dim is None
 
+    @property
+    def is_owned(self) -> bool:
+        return self.owner is not None
+
+    @property
+    def is_even(self) -> bool:
+        """True if every rank sends as much of it."""
+        return self.dim is not None and self.owner is None
+
     @cached_property
     def is_rank_major(self) -> bool:
         """True if all padded shards, one after another, are the tensor followed by padding."""
-        return self.dim == 0 and self.stride == contiguous_stride(self.shape)
+        return self.is_even and self.dim == 0 and self.stride == contiguous_stride(self.shape)
+
+    @property
+    def stays_where_it_lands(self) -> bool:
+        """True if what an owner sends is the unsharded tensor."""
+        return self.is_owned and self.stride == contiguous_stride(self.shape)
+
+    def kept_numel(self, rank: int) -> int:
+        """Elements that a rank has room for: of its padded shard, or of all if it owns them."""
+        if self.owner is None:
+            return self.padded_numel
+        return self.numel if rank == self.owner else 0
 
     def goes_alone(self, dtype: torch.dtype, rule: ZeroCopy | None) -> bool:
         """True if it is rank-major and large enough to be zero-copy; None: never."""
@@ -126,11 +164,16 @@ class ShardLayout:
 
     def start(self, rank: int) -> int:
         """First row of a rank's shard."""
-        return 0 if self.dim is None else chunk_of(self.shape[self.dim], self.size, rank)[0]
+        return 0 if self.dim is None else self.span(rank)[0]
 
     def rows(self, rank: int) -> int:
         """Rows of a rank's shard; 0 for the ranks behind the last row."""
-        return 0 if self.dim is None else chunk_of(self.shape[self.dim], self.size, rank)[1]
+        return 0 if self.dim is None else self.span(rank)[1]
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """Return the first row of a rank's shard, and how many it has."""
+        assert self.dim is not None
+        return rows_of(self.shape[self.dim], self.size, rank, self.owner)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         if self.dim is None:
@@ -189,6 +232,11 @@ class GatherLayout:
       differs the two layouts are equal, and the shard buffer is sent;
     - *full buffer*: unsharded parameters, each behind the other, with room for the padding, so
       that a zero-copy one is gathered right there.
+
+    ``pieces``: bytes that each rank sends, if some parameter is owned. Each begins with what is
+    packed, and they land in the full buffer from ``landing_start`` on. The shard and the send
+    buffer are those of rank ``rank`` then. ``strided``: owned parameters that are not used where
+    they land, because they are in another order, and where they do. See [Note: owned parameters].
     """
 
     size: int
@@ -204,6 +252,10 @@ class GatherLayout:
     packed_nbytes: int
     gather_nbytes: int
     full_nbytes: int
+    rank: int = 0
+    pieces: tuple[int, ...] = ()
+    landing_start: int = 0
+    strided: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def plan(
@@ -211,65 +263,90 @@ class GatherLayout:
         size: int,
         full_sizes: Sequence[int] = (),
         zero_copy: ZeroCopy | None = None,
+        rank: int = 0,
     ) -> GatherLayout:
-        """Place every item: packed, then zero-copy, then replicated; equal dtypes side by side.
+        """Place every item: packed, zero-copy, owned, replicated; equal dtypes side by side.
 
         ``full_sizes`` are the sizes of other axes over which the same parameters are gathered into
         the same full buffer: room is left for the padding of each. Rank-major parameters that
         fit ``zero_copy`` travel alone; None: none does.
         """
         is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
+        has_owned = any(item.shard.is_owned for item in items)
+        if has_owned:  # one collective carries everything
+            zero_copy = None
 
         is_zero_copy = [
             not item.is_tail and item.shard.goes_alone(item.compute_dtype, zero_copy)
             for item in items
         ]
 
-        def sort_key(index: int) -> tuple[bool, bool, int, str, str]:
+        def sort_key(index: int) -> tuple[bool, bool, bool, int, str, str]:
             item = items[index]
             compute, storage = item.compute_dtype, item.storage_dtype
-            kind = item.shard.is_replicated, is_zero_copy[index]
+            kind = item.shard.is_replicated, item.shard.is_owned, is_zero_copy[index]
             return *kind, -compute.itemsize, str(compute), str(storage)
 
         def segment_key(index: int) -> tuple[object, ...]:
-            """Zero-copy ones right behind packed ones are one kernel with them."""
-            is_replicated, goes_alone, *dtypes = sort_key(index)
-            return is_replicated, goes_alone and is_mixed, *dtypes
+            """Zero-copy ones right behind packed ones are one kernel with them; owned ones not."""
+            is_replicated, is_owned, goes_alone, *dtypes = sort_key(index)
+            place = index if is_owned else -1
+            return is_replicated, place, goes_alone and is_mixed, *dtypes
 
         order = sorted(range(len(items)), key=sort_key)
         offsets_in_shard, offsets_in_send = [0] * len(items), [0] * len(items)
         segments: list[CastSegment] = []
         shard_end = send_end = 0
-        for _, run in itertools.groupby(order, key=segment_key):
-            indices = tuple(run)
-            first = items[indices[0]]
-            storage, compute = first.storage_dtype, first.compute_dtype
-            shard_start = shard_end = align(shard_end)
-            send_start = send_end = align(send_end)
-            for index in indices:
-                offsets_in_shard[index], offsets_in_send[index] = shard_end, send_end
-                shard_end += items[index].shard.padded_numel * storage.itemsize
-                send_end += items[index].shard.padded_numel * compute.itemsize
-            numel = sum(items[index].shard.padded_numel for index in indices)
-            kind = storage, compute, first.shard.is_replicated
-            segments.append(CastSegment(*kind, shard_start, send_start, numel, indices))
 
         def end_in_send(indices: Sequence[int]) -> int:
             if not indices:
                 return 0
             last = items[indices[-1]]
-            nbytes = last.shard.padded_numel * last.compute_dtype.itemsize
+            nbytes = last.shard.kept_numel(rank) * last.compute_dtype.itemsize
             end = offsets_in_send[indices[-1]] + nbytes
-            return align(end) if is_mixed else end
+            return align(end) if is_mixed or has_owned else end
+
+        def end_of_packed() -> int:
+            end = end_in_send(packed)
+            kinds = {(items[index].storage_dtype, items[index].compute_dtype) for index in packed}
+            if len(kinds) > 1 and any(item.is_tail for item in items):
+                return align(end, ROW_NBYTES)  # a tail fills up one segment only
+            return end
 
         sharded = [index for index in order if not items[index].shard.is_replicated]
-        packed = [index for index in sharded if not is_zero_copy[index]]
-        packed_nbytes = end_in_send(packed)
-        kinds = {(items[index].storage_dtype, items[index].compute_dtype) for index in packed}
-        if len(kinds) > 1 and any(item.is_tail for item in items):
-            packed_nbytes = align(packed_nbytes, ROW_NBYTES)  # a tail fills up one segment only
+        packed = [
+            index for index in sharded if items[index].shard.is_even and not is_zero_copy[index]
+        ]
+        is_behind_even = False
+        for _, run in itertools.groupby(order, key=segment_key):
+            indices = tuple(run)
+            first = items[indices[0]]
+            storage, compute = first.storage_dtype, first.compute_dtype
+            if first.shard.is_owned and not is_behind_even:
+                gap = end_of_packed() - send_end  # the even part is as long on every rank
+                shard_end, send_end, is_behind_even = shard_end + gap, send_end + gap, True
+            shard_start = shard_end = align(shard_end)
+            send_start = send_end = align(send_end)
+            for index in indices:
+                offsets_in_shard[index], offsets_in_send[index] = shard_end, send_end
+                shard_end += items[index].shard.kept_numel(rank) * storage.itemsize
+                send_end += items[index].shard.kept_numel(rank) * compute.itemsize
+            numel = sum(items[index].shard.kept_numel(rank) for index in indices)
+            kind = storage, compute, first.shard.is_replicated
+            segments.append(CastSegment(*kind, shard_start, send_start, numel, indices))
+
+        packed_nbytes = end_of_packed()
         gather_nbytes = max(packed_nbytes, end_in_send(sharded))
-        full_ends = [0, *itertools.accumulate(align(full_nbytes(i, full_sizes)) for i in items)]
+        rooms = [0 if i.shard.stays_where_it_lands else full_nbytes(i, full_sizes) for i in items]
+        full_ends = [0, *itertools.accumulate(map(align, rooms))]
+        full_offsets, full_end = full_ends[:-1], full_ends[-1]
+        pieces: list[int] = []
+        landed: dict[int, int] = {}
+        if has_owned:
+            pieces, landed = _land(items, order, size, packed_nbytes, full_end)
+        for index, offset in landed.items():
+            if items[index].shard.stays_where_it_lands:
+                full_offsets[index] = offset
         return GatherLayout(
             size=size,
             items=tuple(items),
@@ -277,13 +354,19 @@ class GatherLayout:
             segments=tuple(segments),
             shard_offsets=tuple(offsets_in_shard),
             send_offsets=tuple(offsets_in_send),
-            full_offsets=tuple(full_ends[:-1]),
-            zero_copy=tuple(sharded[len(packed) :]),
+            full_offsets=tuple(full_offsets),
+            zero_copy=tuple(i for i in sharded if is_zero_copy[i]),
             shard_nbytes=max(shard_end, gather_nbytes),
             send_nbytes=max(send_end, gather_nbytes),
             packed_nbytes=packed_nbytes,
             gather_nbytes=gather_nbytes,
-            full_nbytes=full_ends[-1],
+            full_nbytes=full_end + sum(pieces),
+            rank=rank if has_owned else 0,
+            pieces=tuple(pieces),
+            landing_start=full_end,
+            strided=tuple(
+                (i, at) for i, at in landed.items() if not items[i].shard.stays_where_it_lands
+            ),
         )
 
     @staticmethod
@@ -293,22 +376,23 @@ class GatherLayout:
         numel: int,
         full_sizes: Sequence[int] = (),
         zero_copy: ZeroCopy | None = None,
+        rank: int = 0,
     ) -> GatherLayout:
         """The same with a tail of at least ``numel`` elements, which fills rows up.
 
         No tail where nothing is sent.
         """
-        layout = GatherLayout.plan(items, size, full_sizes, zero_copy)
+        layout = GatherLayout.plan(items, size, full_sizes, zero_copy, rank)
         tail = layout.tail_item(numel)
         if tail is None:
             return layout
-        found = GatherLayout.plan([*items, tail], size, full_sizes, zero_copy)
+        found = GatherLayout.plan([*items, tail], size, full_sizes, zero_copy, rank)
         missing = -found.packed_nbytes % ROW_NBYTES
         if not missing:  # of several segments, too: these end with a gap
             return found
         longer = layout.tail_item(numel + missing // tail.compute_dtype.itemsize)
         assert longer is not None
-        return GatherLayout.plan([*items, longer], size, full_sizes, zero_copy)
+        return GatherLayout.plan([*items, longer], size, full_sizes, zero_copy, rank)
 
     @cached_property
     def casts(self) -> bool:
@@ -334,21 +418,22 @@ class GatherLayout:
     def is_one_cast(self) -> bool:
         """True if one kernel casts everything that is sent."""
         segments = self.segments
-        return self.casts and len(segments) == 1 and not self.items[0].shard.is_replicated
+        is_sent = self.items[0].shard.is_even
+        return self.casts and len(segments) == 1 and is_sent and not self.pieces
 
     @cached_property
     def packed(self) -> Packed:
         """What is sent in one collective where zero-copy shards go by themselves."""
-        sharded = [i for i in self.order if not self.items[i].shard.is_replicated]
-        return self._pack(sharded[: len(sharded) - len(self.zero_copy)], self.packed_nbytes)
+        even = [i for i in self.order if self.items[i].shard.is_even]
+        return self._pack(even[: len(even) - len(self.zero_copy)], self.packed_nbytes)
 
     @cached_property
     def whole(self) -> Packed:
-        """What is sent where one collective carries everything."""
+        """What is sent where one collective carries everything; owned parameters not counted."""
         if not self.zero_copy:
             return self.packed
-        sharded = [i for i in self.order if not self.items[i].shard.is_replicated]
-        return self._pack(sharded, self.gather_nbytes)
+        even = [i for i in self.order if self.items[i].shard.is_even]
+        return self._pack(even, self.gather_nbytes)
 
     def _pack(self, indices: list[int], nbytes: int) -> Packed:
         padded = [self.padded_nbytes(index) for index in indices]
@@ -367,7 +452,7 @@ class GatherLayout:
 
         Without any item at all (parameters are extended) it is one of bytes.
         """
-        if self.size == 1 or (self.items and self.gather_nbytes == 0):
+        if self.size == 1 or (self.items and self.gather_nbytes == 0 and not self.pieces):
             return None
         dtypes = torch.uint8, torch.uint8
         if self.items:
@@ -394,6 +479,49 @@ class GatherLayout:
         return item.shard.padded_numel * item.compute_dtype.itemsize
 
 
+def runs_of(owned: Sequence[int]) -> list[tuple[int, int]]:
+    """Return runs of ranks (the first, and how many) whose even parts lie one behind the other.
+
+    ``owned`` is what each rank owns. Who owns something is a run alone: of many ranks, few do.
+    """
+    runs: list[tuple[int, int]] = []
+    for rank, has in enumerate(owned):
+        if not has and runs and not owned[rank - 1]:
+            first, count = runs[-1]
+            runs[-1] = first, count + 1
+        else:
+            runs.append((rank, 1))
+    return runs
+
+
+def _land(
+    items: Sequence[GatherItem],
+    order: Sequence[int],
+    size: int,
+    even_nbytes: int,
+    start: int,
+) -> tuple[list[int], dict[int, int]]:
+    """Return the bytes of pieces that lie from ``start`` on, and where owned parameters do.
+
+    They lie in each piece as in its owner's send buffer.
+    """
+    pieces = [even_nbytes] * size
+    within: dict[int, int] = {}
+    for index in order:
+        owner = items[index].shard.owner
+        if owner is not None:
+            within[index] = pieces[owner]
+            nbytes = items[index].shard.numel * items[index].compute_dtype.itemsize
+            pieces[owner] += align(nbytes)
+    starts = list(itertools.accumulate(pieces, initial=start))
+    landed = {}
+    for index, offset in within.items():
+        owner = items[index].shard.owner
+        assert owner is not None
+        landed[index] = starts[owner] + offset
+    return pieces, landed
+
+
 def full_nbytes(item: GatherItem, full_sizes: Sequence[int] = ()) -> int:
     """Bytes that an unsharded parameter needs, padding included where padded shards land in it.
 
@@ -414,7 +542,11 @@ def full_nbytes(item: GatherItem, full_sizes: Sequence[int] = ()) -> int:
 
 @dataclass(frozen=True)
 class ReduceLayout:
-    """The reduce-scatter of a group: the same on every rank, whatever took part.
+    """The reduce-scatter of a group: the same, whatever took part.
+
+    It is the same on every rank, but for owned members: ``pieces`` are the elements that are
+    reduced for each rank, and the gradients that rank ``rank`` owns come before all others. See
+    [Note: owned parameters].
 
     The output is ``[numel]`` elements of ``dtype``: the shards of *zero-copy* members, each reduced
     by itself from its gradient, and from ``packed_start`` on what one more collective reduces from
@@ -436,6 +568,8 @@ class ReduceLayout:
     tail_start: int
     tail_gap: int  # elements before the tail that nobody uses: they fill the row up
     numel: int
+    rank: int = 0
+    owned_numels: tuple[int, ...] = ()  # elements that each rank owns; (): nothing is owned
 
     @staticmethod
     def plan(
@@ -447,6 +581,7 @@ class ReduceLayout:
         wire_dtype: torch.dtype | None = None,
         zero_copy: ZeroCopy | None = None,
         row_nbytes: int = 1,
+        rank: int = 0,
     ) -> ReduceLayout:
         """Place the trainable parameters ``members`` (indices into the group).
 
@@ -454,6 +589,11 @@ class ReduceLayout:
         ``zero_copy``, and whose rows divide evenly, travel alone; None: none does.
         """
         sent_as = wire_dtype or dtype
+        has_owned = any(shard.is_owned for shard in shards)
+        if has_owned:  # one collective carries everything
+            zero_copy = None
+        unit = _owned_unit(dtype, sent_as)
+        owned_numels = [0] * size if has_owned else []
 
         alone = [
             position
@@ -464,9 +604,16 @@ class ReduceLayout:
         for position in alone:
             offsets[position] = end
             end += shards[position].padded_numel
+        for position, shard in enumerate(shards):
+            if shard.owner is not None:
+                if shard.owner == rank:
+                    offsets[position] = owned_numels[rank]
+                owned_numels[shard.owner] += align(shard.numel, unit)
+        if has_owned:
+            end = owned_numels[rank]
         packed_start = end
         for position, shard in enumerate(shards):
-            if position in alone:
+            if position in alone or shard.is_owned:
                 continue
             offsets[position] = end
             slotted[position] = shard.is_replicated and 1 < size <= MAX_SLOTTED_NUMEL // (
@@ -486,6 +633,8 @@ class ReduceLayout:
             tail_start=end,
             tail_gap=0,
             numel=end,
+            rank=rank if has_owned else 0,
+            owned_numels=tuple(owned_numels),
         )
         return layout.with_tail(tail_numel, row_nbytes)
 
@@ -498,13 +647,28 @@ class ReduceLayout:
         return replace(self, tail_start=start, tail_gap=gap, numel=start + numel)
 
     def width(self, position: int) -> int:
-        """Elements of a member in a row."""
-        return self.shards[position].padded_numel * (self.size if self.slotted[position] else 1)
+        """Elements of a member in a row of this rank."""
+        kept = self.shards[position].kept_numel(self.rank)
+        return kept * (self.size if self.slotted[position] else 1)
+
+    def room_for(self, position: int) -> int:
+        """Elements that an owned member takes at its owner."""
+        return align(self.shards[position].numel, _owned_unit(self.dtype, self.wire_dtype))
+
+    @cached_property
+    def owned(self) -> tuple[int, ...]:
+        """Positions of the owned members, in the order in which they lie at each owner."""
+        return tuple(p for p, shard in enumerate(self.shards) if shard.is_owned and shard.numel)
+
+    @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Elements that are reduced for each rank; () if that is as much for every rank."""
+        return tuple(owned + self.packed_numel for owned in self.owned_numels)
 
     @cached_property
     def packed(self) -> tuple[int, ...]:
         """Positions of the members that are packed, and have elements."""
-        positions = set(range(len(self.shards))) - set(self.zero_copy)
+        positions = set(range(len(self.shards))) - set(self.zero_copy) - set(self.owned)
         return tuple(p for p in sorted(positions) if self.shards[p].padded_numel)
 
     @cached_property
@@ -527,4 +691,10 @@ class ReduceLayout:
     @cached_property
     def nbytes(self) -> int:
         """Bytes of all inputs."""
-        return self.size * self.numel * self.wire_dtype.itemsize
+        numel = sum(self.pieces) if self.pieces else self.size * self.numel
+        return numel * self.wire_dtype.itemsize
+
+
+def _owned_unit(dtype: torch.dtype, wire_dtype: torch.dtype) -> int:
+    """Elements that an owned gradient takes a multiple of, so that each begins aligned."""
+    return ALIGN_NBYTES // min(ALIGN_NBYTES, dtype.itemsize, wire_dtype.itemsize)

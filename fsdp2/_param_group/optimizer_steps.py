@@ -29,13 +29,14 @@ import warnings
 import weakref
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from fsdp2._base import torch_compiler
+from fsdp2._base import torch_compiler, torch_owned
 from fsdp2._base.errors import StateError, coded
 from fsdp2._param_group import registration
 from fsdp2._param_group.param import OwnerMark, is_forgotten, stand_in_of
@@ -60,6 +61,8 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     groups = optimizer.param_groups
     if may_hold:
         _tell_of_unreduced(optimizer)
+    if torch_owned.OwnedBy.was_made:
+        _place_states(optimizer)
     if _looked_at.get(optimizer) == len(groups):
         return
     for group in groups:
@@ -75,6 +78,22 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
                 )
     _looked_at[optimizer] = len(groups)
     _warn_of_forgotten(optimizer)
+
+
+def _place_states(optimizer: Optimizer) -> None:
+    """Let states lie as their parameters do, if either is owned: torch's helpers load them so.
+
+    Of torch's own optimizers and others that have a table of states; ours look themselves.
+    """
+    table = vars(optimizer).get("state")
+    if table is None:
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not isinstance(param, DTensor) or param not in table:
+                continue
+            if any(isinstance(t, torch_owned.OwnedTensor) for t in (param, *table[param].values())):
+                torch_owned.place_like(param, table[param])
 
 
 def _tell_of_unreduced(optimizer: Optimizer) -> None:

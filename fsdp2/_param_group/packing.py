@@ -17,8 +17,8 @@ from fsdp2._param_group.layout import (
     GatherLayout,
     Packed,
     ShardLayout,
-    chunk_of,
     contiguous_stride,
+    runs_of,
 )
 
 
@@ -56,7 +56,7 @@ def shard_of(tensor: Tensor, shard: ShardLayout, rank: int) -> Tensor:
     """View a rank's rows of an unsharded tensor."""
     if shard.dim is None:
         return tensor
-    return tensor.narrow(shard.dim, *chunk_of(shard.shape[shard.dim], shard.size, rank))
+    return tensor.narrow(shard.dim, *shard.span(rank))
 
 
 def cast_shards(shards: Tensor, send: Tensor, layout: GatherLayout) -> None:
@@ -92,6 +92,36 @@ def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -
             flat = typed(full, start, layout.size * numel, layout.wire_dtype)
             targets.append(flat.view(layout.size, numel))
     return targets
+
+
+def landings(full: Tensor, layout: GatherLayout) -> tuple[list[Tensor], list[Tensor]]:
+    """View where each rank's piece lands, and the even parts, in wire dtype.
+
+    Even parts are ``[n, C]`` for each run of ``n`` ranks. None without owned parameters.
+    """
+    if not layout.pieces:
+        return [], []
+    itemsize = layout.wire_dtype.itemsize
+    landing = typed(full, layout.landing_start, sum(layout.pieces) // itemsize, layout.wire_dtype)
+    sizes = [nbytes // itemsize for nbytes in layout.pieces]
+    pieces, width = list(landing.split(sizes)), layout.packed_nbytes // itemsize
+    even = []
+    for first, count in runs_of([size - width for size in sizes]):
+        start = sum(sizes[:first])
+        even.append(landing[start : start + count * width].view(count, width))
+    return pieces, even
+
+
+def owned_targets(full: Tensor, layout: GatherLayout) -> list[tuple[Tensor, Tensor]]:
+    """View owned parameters that are copied once they are there: where to, and from where."""
+    pairs = []
+    for index, landed in layout.strided:
+        item = layout.items[index]
+        numel, shape = item.shard.numel, item.shard.shape
+        target = typed(full, layout.full_offsets[index], numel, item.compute_dtype)
+        source = typed(full, landed, numel, item.compute_dtype)
+        pairs.append((target.as_strided(shape, item.shard.stride), source.view(shape)))
+    return pairs
 
 
 def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list[Tensor]) -> None:

@@ -17,10 +17,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp2._base import torch_dtensor, torch_spmd
-from fsdp2._base.errors import ConfigError
+from fsdp2._base import torch_dtensor, torch_owned, torch_spmd
+from fsdp2._base.errors import ConfigError, UnsupportedError
+from fsdp2._base.policy import Whole
 from fsdp2._comm.mesh import OWN, SHARD, DataMesh, mesh_of
 from fsdp2._param_group.layout import ShardLayout, dense_stride
+from fsdp2._param_group.ownership import Claim
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class ParamPlacement:
         return (
             isinstance(tensor, DTensor)
             and tensor.device_mesh == mesh
-            and tuple(tensor.placements) == tuple(placements)
+            and torch_owned.are_same(tensor.placements, placements)
             and tuple(tensor.shape) == self.global_shape
         )
 
@@ -108,8 +110,12 @@ class ParamPlacement:
         )
 
 
-def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> ParamPlacement:
+def place(
+    param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None, owner: int | None = None
+) -> ParamPlacement:
     """Place a parameter over the shard axis of ``data`` along ``dim`` (None replicates it).
+
+    An ``owner`` has all rows.
 
     Raises:
         ConfigError: the parameter's own mesh or placements do not go with the data mesh.
@@ -117,13 +123,13 @@ def place(param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None) -> Par
     named = () if data.dims is None else (*data.dims.shard_names, *data.dims.replicate_names)
     annotation = torch_spmd.annotation_of(param, fqn, data.full, named)
     if annotation is not None or isinstance(param, DTensor):
-        return _place(param, fqn, data, dim, annotation)
+        return _place(param, fqn, data, dim, owner, annotation)
     # the placement keeps its mesh alive, so that no other has the id while it is known
     axes = id(data.mesh), data.roles, data.shard.size
-    key = (*axes, tuple(param.shape), param.stride(), dim)
+    key = (*axes, tuple(param.shape), param.stride(), dim, owner)
     placement = _plain.get(key)
     if placement is None:
-        placement = _plain[key] = _place(param, fqn, data, dim, None)
+        placement = _plain[key] = _place(param, fqn, data, dim, owner, None)
     return placement
 
 
@@ -136,6 +142,7 @@ def _place(
     fqn: str,
     data: DataMesh,
     dim: int | None,
+    owner: int | None,
     annotation: torch_spmd.Annotation | None,
 ) -> ParamPlacement:
     if annotation is not None:
@@ -144,6 +151,9 @@ def _place(
     spec = torch_dtensor.spec_of(param) if isinstance(param, DTensor) else None
     if SHARD not in own.roles:
         dim = 0 if local.dim() else None  # all rows, in the layout that costs least
+    # of the whole parameter: tensor-parallel ranks may have none of it, and agree all the same
+    if SHARD not in own.roles or data.shard.size == 1 or not param.numel():
+        owner = None
     rest = iter(own.placements)
     placements = [next(rest) if role == OWN else Replicate() for role in own.roles]
     if SHARD in own.roles and dim is not None:
@@ -153,8 +163,10 @@ def _place(
             if torch_dtensor.shards_dim(placements[right], dim):
                 factor *= own.mesh.size(right)
         placements[axis] = Shard(dim) if factor == 1 else torch_dtensor.strided_shard(dim, factor)
+        if owner is not None:
+            placements[axis] = torch_owned.OwnedBy(owner)
     shape, stride = tuple(local.shape), dense_stride(local.shape, local.stride())
-    layout = ShardLayout(shape, stride, dim, data.shard.size)
+    layout = ShardLayout(shape, stride, dim, data.shard.size, owner)
     stride = stride if spec is None else tuple(param.stride())
     return ParamPlacement(
         layout,
@@ -233,18 +245,21 @@ def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
 def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
     """Read what ``shard_placement_fn`` returned: a dim, or None to replicate.
 
+    ``Whole()`` is dim 0, of which one rank has all rows.
+
     Raises:
-        ConfigError: not None, ``Shard`` or ``Replicate``; a dim out of range; a dim of a scalar.
+        ConfigError: not None, ``Shard``, ``Replicate`` or ``Whole``; a dim out of range; a dim of a
+            scalar.
     """
     if isinstance(choice, Replicate):
         return None
-    if choice is None:
+    if choice is None or isinstance(choice, Whole):
         return 0 if param.dim() else None
     if not isinstance(choice, Shard):
         raise ConfigError(
             "FS213",
-            f"{fqn}: shard_placement_fn returned {choice!r}. Return None, Shard(dim) or "
-            "Replicate().",
+            f"{fqn}: shard_placement_fn returned {choice!r}. Return None, Shard(dim), Replicate() "
+            "or Whole().",
         )
     if not -param.dim() <= choice.dim < param.dim():
         raise ConfigError(
@@ -254,6 +269,32 @@ def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
             "Replicate() to keep the parameter whole.",
         )
     return choice.dim % param.dim()
+
+
+def claim_of(choice: Whole, param: torch.Tensor, fqn: str, data: DataMesh) -> Claim | None:
+    """Return what is to lie whole on one rank; None: it is a scalar, or there is one rank only.
+
+    Raises:
+        ConfigError: the user names a rank that the axis does not have.
+        UnsupportedError: this torch cannot hold such a tensor.
+    """
+    if not param.dim() or data.shard.size == 1:
+        return None
+    if not torch_dtensor.asks_subclasses():
+        raise UnsupportedError(
+            "FS233",
+            f"{fqn}: shard_placement_fn returned {choice!r}, which torch {torch.__version__} "
+            "cannot hold: it computes with a DTensor of ours as if it lay in equal chunks. Use "
+            "torch 2.12 or later, or return Shard(0).",
+        )
+    owner = choice.owner
+    if owner is not None and (type(owner) is not int or not 0 <= owner < data.shard.size):
+        raise ConfigError(
+            "FS213",
+            f"{fqn}: shard_placement_fn returned {choice!r}, and the mesh has {data.shard.size} "
+            f"ranks to shard over. Name one of 0 to {data.shard.size - 1}, or none.",
+        )
+    return Claim(tuple(param.shape), param.dtype.itemsize, owner)
 
 
 def shard_mesh(choice: Any, fqn: str, data: DataMesh) -> tuple[object, DataMesh]:

@@ -37,6 +37,7 @@ from fsdp2._param_group.extension import (
     ExtensionTail,
     has_extension,
     is_extended,
+    owned_refused,
     smaller_mesh_refused,
 )
 from fsdp2._param_group.layout import GatherItem, GatherLayout
@@ -129,6 +130,7 @@ class Buffers:
             others,
             None if stamp is None else stamp.numel,
             wire.zero_copy,
+            self._data.shard.rank if any(item.shard.is_owned for item in items) else 0,
         )
         if self.home is None or not layout.has_full_of(self.home.layout):
             self.full = self.post_forward.buffer = None
@@ -165,8 +167,17 @@ class Buffers:
             StateError: an extension is not complete, or cannot be used here; nothing was changed.
         """
         extended = [is_extended(p, s) for p, s in zip(self._params, shards, strict=True)]
+        some_extended = [p for p, is_so in zip(self._params, extended, strict=True) if is_so]
+        owned = [p for p in self._params if p.placement.layout.is_owned]
         if self.post_forward.mesh is not None:
-            refuse_smaller([p for p, is_so in zip(self._params, extended, strict=True) if is_so])
+            refuse_smaller([*some_extended, *owned])
+        if some_extended and owned:
+            raise ConfigError(
+                "FS510",
+                f"{some_extended[0].fqn}: has an all-gather extension, and {owned[0].fqn}, of the "
+                "same group, lies whole on one rank (fsdp2.Whole). Let shard_placement_fn return "
+                "Shard(0) or None for that one, or give the two units of their own.",
+            )
         for param, shard, is_so in zip(self._params, shards, extended, strict=True):
             if is_so and not param.is_extended and shard is param.local:
                 shard.data = shard.clone()  # the same object, out of the flat buffer
@@ -205,7 +216,8 @@ class Buffers:
         if buffer.open_tail_nbytes or not self.open_tail.items:
             seen_as = layout.items[-1].compute_dtype
             start = layout.send_offsets[-1] // seen_as.itemsize
-            stamp.register(wire, numels, dtype, seen_as, start)
+            pieces = tuple(nbytes // dtype.itemsize for nbytes in layout.pieces)
+            stamp.register(wire, numels, dtype, seen_as, start, pieces=pieces)
 
     @property
     def has_late_extension(self) -> bool:
@@ -295,10 +307,12 @@ class Buffers:
             shard.copy_(rows)
 
 
-def refuse_smaller(extended: Sequence[FSDPParam]) -> None:
-    """Raise ConfigError if a parameter has an extension: it cannot wait on a smaller mesh."""
-    if extended:
-        raise ConfigError("FS211", smaller_mesh_refused(extended[0].fqn))
+def refuse_smaller(params: Sequence[FSDPParam]) -> None:
+    """Raise ConfigError for parameters, extended or owned, that cannot wait on a smaller mesh."""
+    if params:
+        first = params[0]
+        why = owned_refused if first.placement.layout.is_owned else smaller_mesh_refused
+        raise ConfigError("FS211", why(first.fqn))
 
 
 @functools.lru_cache(maxsize=64)  # the blocks of a model are alike
@@ -308,8 +322,9 @@ def _with_stamp(
     others: tuple[int, ...],
     numel: int | None,
     zero_copy: ZeroCopy | None,
+    rank: int = 0,
 ) -> GatherLayout:
     """Plan a layout with room for a stamp of ``numel``, if there is one, behind the parameters."""
     if numel is None:
-        return GatherLayout.plan(items, size, others, zero_copy)
-    return GatherLayout.plan_with_tail(items, size, numel, others, zero_copy)
+        return GatherLayout.plan(items, size, others, zero_copy, rank)
+    return GatherLayout.plan_with_tail(items, size, numel, others, zero_copy, rank)

@@ -344,7 +344,15 @@ class Reducer(Observable):
             # Before the buffer is made: if ranks have to exchange numbers first, a wire that lends
             # one piece of memory at a time must not have lent it yet.
             self.ids.reductions.before()
-        inputs = self._inputs_of(grads, behind, layout, is_mixed)
+        inputs = gradient_packing.inputs_of(
+            grads,
+            layout,
+            self.data.shard.rank,
+            behind,
+            self.wire.allocate,
+            self._residence.compute,
+            is_mixed,
+        )
         if settings.reduce_unused or self.hook is not None:
             absent = []  # who has no gradient here gets what others have, or zeros
         streams = context.streams
@@ -362,19 +370,6 @@ class Reducer(Observable):
                     _refuse_graph(param, grad)
                 assert param.unsharded is not None
                 param.unsharded.grad = grad.to(dtype)
-
-    def _inputs_of(
-        self, grads: list[Tensor | None], behind: Tensor, layout: ReduceLayout, is_mixed: bool
-    ) -> list[Tensor]:
-        """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones."""
-        shape, device = (layout.size, layout.packed_numel), self._residence.compute
-        packed = self.wire.allocate(shape, layout.wire_dtype, device)
-        gradient_packing.pack_gradients(
-            grads, layout, self.data.shard.rank, behind, packed, is_mixed
-        )
-        if not layout.zero_copy:
-            return [packed]
-        return [packed, *gradient_packing.zero_copy_gradients(grads, layout, device)]
 
     def _take_gradients(
         self, plan: ReducePlan, with_graph: bool
@@ -512,7 +507,11 @@ class Reduction:
         if self._reduced is None:
             self._reduced = owner.wire.allocate((layout.numel,), layout.dtype, packed.device)
         scale, async_op = self._scale, self._streams.async_op
-        if zero_copy:
+        if layout.pieces:
+            work = owner.wire.reduce_scatter_uneven(
+                self._reduced, packed, layout.pieces, scale.op, axis, async_op
+            )
+        elif zero_copy:
             *outputs, last = self._buffer.outputs(self._reduced)
             pairs = [(last, packed.view(-1)), *zip(outputs, zero_copy, strict=True)]
             work = owner.wire.reduce_scatter_each(pairs, scale.op, axis, async_op)

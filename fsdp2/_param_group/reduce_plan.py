@@ -163,6 +163,7 @@ class ReducePlanner:
             wire_dtype,
             wire.zero_copy if as_it_is and wire.scatters_zero_copy else None,
             ROW_NBYTES,
+            self._data.shard.rank,
         )
         is_renumbered = self._number(layout, wire)
         codes = self._ids.reductions.codes
@@ -217,8 +218,8 @@ class ReducePlanner:
         joined = 1.0 if scale.op == ReduceOp.AVG else self._data.size * scale.before
         stamps, sent_as = self._ids.reductions, layout.wire_dtype
         stamps.expect(plan.codes, joined, layout.dtype, layout.numel)
-        *zero_copy, packed = layout.output_sizes
-        stamps.register(wire, [packed, *zero_copy], sent_as, scale.op)
+        *zero_copy, packed = [layout.numel] if layout.pieces else layout.output_sizes
+        stamps.register(wire, [packed, *zero_copy], sent_as, scale.op, layout.pieces)
         return plan
 
     def scale_for(self, dtype: torch.dtype, settings: Settings, wire: Wire) -> GradientScale:

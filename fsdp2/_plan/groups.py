@@ -23,7 +23,7 @@ def _as_sent(group: ParamGroup, buffer: ShardBuffer) -> GatherLayout:
     others = () if smaller is None else (smaller.shard.size,)
     zero_copy = group.wire.zero_copy
     return GatherLayout.plan_with_tail(
-        layout.items, layout.size, GATHER_STAMP_NUMEL, others, zero_copy
+        layout.items, layout.size, GATHER_STAMP_NUMEL, others, zero_copy, layout.rank
     )
 
 
@@ -31,7 +31,7 @@ def describe(group: ParamGroup) -> GroupPlan:
     """Read a group's own layouts, with room for what ranks tell each other."""
     buffer = group.buffers.home
     assert buffer is not None  # it was looked at
-    layout, size = buffer.layout, group.data.shard.size
+    layout = buffer.layout
     sent, again = (
         _as_sent(group, buffer),
         _as_sent(group, group.buffers.post_forward.buffer or buffer),
@@ -48,11 +48,13 @@ def describe(group: ParamGroup) -> GroupPlan:
         parameters=len(group.params),
         numel=sum(one.shard.numel for one in items),
         dtypes=tuple(dict.fromkeys(one.storage_dtype for one in items)),
-        shard_nbytes=sum(one.shard.padded_numel * one.storage_dtype.itemsize for one in items),
+        shard_nbytes=sum(
+            one.shard.kept_numel(layout.rank) * one.storage_dtype.itemsize for one in items
+        ),
         padding_nbytes=sum(param.padding_nbytes for param in params),
         whole_nbytes=sent.full_nbytes,
-        gather_nbytes=sent.gather_nbytes * size if size > 1 else 0,
-        regather_nbytes=again.gather_nbytes * again.size if again.size > 1 else 0,
+        gather_nbytes=_gathered(sent),
+        regather_nbytes=_gathered(again),
         reduce_nbytes=reduced.nbytes if has_members else 0,
         all_reduce_nbytes=(
             reduced.numel * reduced.dtype.itemsize
@@ -70,9 +72,16 @@ def describe(group: ParamGroup) -> GroupPlan:
     )
 
 
+def _gathered(layout: GatherLayout) -> int:
+    """Return the bytes that all ranks send."""
+    if layout.size == 1:
+        return 0
+    return sum(layout.pieces) or layout.gather_nbytes * layout.size
+
+
 def _describe_param(param: FSDPParam, item: GatherItem) -> ParamPlan:
     shard, itemsize = item.shard, item.storage_dtype.itemsize
-    padded = 0 if shard.dim is None else shard.padded_numel * shard.size
+    padded = shard.padded_numel * shard.size if shard.is_even else 0
     return ParamPlan(
         name=param.fqn,
         shape=shard.shape,
@@ -80,4 +89,5 @@ def _describe_param(param: FSDPParam, item: GatherItem) -> ParamPlan:
         dim=shard.dim,
         nbytes=shard.numel * itemsize,
         padding_nbytes=max(padded - shard.numel, 0) * itemsize,
+        owner=shard.owner,
     )

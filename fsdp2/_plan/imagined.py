@@ -75,6 +75,30 @@ class Nowhere(Wire):
             return self._copy_of(sent)  # what others sent; and gloo's own reduces a copy
         return self._send("reduce_scatter", sent.nbytes, axis, SHARD)
 
+    def all_gather_uneven(
+        self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
+    ) -> Any:  # they land where they are used
+        nbytes = sum(output.nbytes for output in outputs)
+        return self._send("all_gather", nbytes, axis, SHARD)
+
+    def reduce_scatter_uneven(
+        self,
+        output: Tensor,
+        sent: Tensor,
+        sizes: Sequence[int],
+        op: Any,
+        axis: MeshAxis,
+        async_op: bool,
+    ) -> Any:
+        self._watch.tag(sent, COMMUNICATION)
+        if self._watch.kind_of(output) != GRADIENTS:
+            self._watch.tag(output, COMMUNICATION)
+        if self._clock is None:
+            made = output.new_empty((axis.size, output.numel()))
+            self._watch.tag(made, COMMUNICATION)
+            return _Holding(made)
+        return self._send("reduce_scatter", sent.nbytes, axis, SHARD)
+
     def _copy_of(self, tensor: Tensor) -> _Holding:
         made = torch.empty_like(tensor)
         self._watch.tag(made, COMMUNICATION)

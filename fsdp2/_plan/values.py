@@ -17,7 +17,8 @@ from fsdp2._pages.content import COMPUTE, Span
 class ParamPlan:
     """One parameter of a group, whole.
 
-    ``dim`` is the dim along which it is sharded; None: every rank holds it whole. ``nbytes`` is its
+    ``dim`` is the dim along which it is sharded; None: every rank holds it whole. ``owner`` is the
+    place of the rank that alone has it (``Whole``); None: it is divided. ``nbytes`` is its
     size in bytes, without padding, in the dtype of the shards. ``padding_nbytes`` is what padding
     adds over all ranks of the shard axis, in bytes.
     """
@@ -28,6 +29,7 @@ class ParamPlan:
     dim: int | None
     nbytes: int
     padding_nbytes: int
+    owner: int | None = None
 
 
 @dataclass(frozen=True)

@@ -270,9 +270,10 @@ def _describe(
     exact = sum(
         n * shard.dtype.itemsize
         for n, shard in zip(numels, shards, strict=True)
-        if shard.dim is not None
+        if shard.dim is not None and shard.owner is None
     )
-    padded = sum(shard.nbytes for shard in shards if shard.dim is not None) * info.shard_size
+    even = [shard for shard in shards if shard.dim is not None and shard.owner is None]
+    padded = sum(shard.nbytes for shard in even) * info.shard_size
     return {
         "name": name,
         "parameters": len(shards),

@@ -5,10 +5,11 @@ It must not know tensors, meshes or process groups.
 
 [Note: chunks]
 Ranks cut a tensor dim by dim, so what a rank holds is a *block*: a range on every dim. The first
-place of each axis holds the largest one. A *chunk* is a range of a block, counted from the block's
-own start, so that all ranks send equal parts at a time; where a rank's block is shorter, its part
-of the chunk is smaller or empty. A *bucket* is the chunks that travel in one collective, each at
-the same offset of every rank's buffer; a *batch* is the buckets that are in memory at a time.
+place of each axis, or the owner on it, holds the largest one. A *chunk* is a range of a block,
+counted from the block's own start, so that all ranks send equal parts at a time; where a rank's
+block is shorter, its part of the chunk is smaller or empty. A *bucket* is the chunks that travel in
+one collective, each at the same offset of every rank's buffer; a *batch* is the buckets that are in
+memory at a time. Of an axis on which one rank owns everything, that rank alone sends.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
+from typing import NamedTuple
 
-from fsdp2._param_group.layout import align, chunk_of
+from fsdp2._param_group.layout import align, rows_of
 
 
 @dataclass(frozen=True)
@@ -38,44 +41,68 @@ class Region:
         return tuple(slice(s, s + n) for s, n in zip(self.starts, self.sizes, strict=True))
 
 
+class CutOf(NamedTuple):
+    """A dim that ranks of an axis divide: in chunks (see ``chunk_of``), or ``owner`` has it all."""
+
+    axis: int
+    dim: int
+    owner: int | None = None
+
+
+Owners = tuple[tuple[int, int], ...]
+"""Pairs of an axis and the rank of it that has everything."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """How a tensor of ``shape`` is cut over the axes of a grid.
 
-    ``counts`` are the sizes of the axes; ``cuts`` are pairs (axis, dim), in the order in which a
-    dim is cut: each one takes the chunks (see ``chunk_of``) of what the cuts before it left.
+    ``counts`` are the sizes of the axes; ``cuts`` come in the order in which a dim is cut: each one
+    divides what the cuts before it left.
     """
 
     shape: tuple[int, ...]
     counts: tuple[int, ...]
-    cuts: tuple[tuple[int, int], ...]
+    cuts: tuple[CutOf, ...]
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
         """Axes over which ranks hold different elements."""
-        return tuple(sorted({axis for axis, _ in self.cuts if self.counts[axis] > 1}))
+        return tuple(sorted({cut.axis for cut in self.cuts if self.counts[cut.axis] > 1}))
+
+    @cached_property
+    def owners(self) -> Owners:
+        """Axes on which one rank has everything, with that rank."""
+        cuts = sorted((cut for cut in self.cuts if cut.owner is not None), key=itemgetter(0))
+        return tuple((c.axis, c.owner) for c in cuts if c.owner is not None and c.axis in self.axes)
 
     @cached_property
     def count(self) -> int:
-        """Ranks that hold different blocks."""
-        return math.prod(self.counts[axis] for axis in self.axes)
+        """Ranks that hold different elements."""
+        owned = dict(self.owners)
+        return math.prod(self.counts[axis] for axis in self.axes if axis not in owned)
 
     def block(self, place: Sequence[int]) -> Region:
         """Return what the rank at ``place`` (a coordinate for each axis) holds."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
-        for axis, dim in self.cuts:
-            first, sizes[dim] = chunk_of(sizes[dim], self.counts[axis], place[axis])
+        for axis, dim, owner in self.cuts:
+            first, sizes[dim] = rows_of(sizes[dim], self.counts[axis], place[axis], owner)
             starts[dim] += first
         return Region(tuple(starts), tuple(sizes))
 
     @cached_property
     def largest(self) -> tuple[int, ...]:
         """Sizes of the largest block."""
-        return self.block([0] * len(self.counts)).sizes
+        place = [0] * len(self.counts)
+        for cut in self.cuts:
+            place[cut.axis] = cut.owner or 0
+        return self.block(place).sizes
 
     def places(self) -> list[tuple[int, ...]]:
-        """Return the places that hold different blocks, the last axis fastest."""
+        """Return the places that hold different elements, the last axis fastest."""
         numbers = [range(n if axis in self.axes else 1) for axis, n in enumerate(self.counts)]
+        for axis, owner in self.owners:
+            numbers[axis] = range(owner, owner + 1)
         return list(itertools.product(*numbers))
 
 
@@ -139,6 +166,7 @@ class Bucket:
     """Chunks that travel together. ``nbytes`` is the buffer of one rank."""
 
     axes: tuple[int, ...]
+    owners: Owners = ()
     chunks: list[Chunk] = field(default_factory=list)
     nbytes: int = 0
 
@@ -147,12 +175,13 @@ class Bucket:
 class Batch:
     """Buckets that are in memory at a time, and the tensors that are whole afterwards."""
 
-    buckets: dict[tuple[int, tuple[int, ...]], Bucket] = field(default_factory=dict)
+    buckets: dict[tuple[int, tuple[int, ...], Owners], Bucket] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
     nbytes: int = 0
 
     def add(self, index: int, item: Item, region: Region) -> None:
-        bucket = self.buckets.setdefault((item.grid, item.blocks.axes), Bucket(item.blocks.axes))
+        axes, owners = item.blocks.axes, item.blocks.owners
+        bucket = self.buckets.setdefault((item.grid, axes, owners), Bucket(axes, owners))
         bucket.chunks.append(Chunk(index, region, bucket.nbytes))
         nbytes = align(region.numel * item.itemsize)
         bucket.nbytes += nbytes

@@ -22,26 +22,6 @@ from functools import cached_property
 from fsdp2._param_group.layout import align
 from fsdp2._transfer.chunk_plan import Blocks, Region
 
-NEWTON_SCHULZ_STEPS = 5
-
-
-def newton_schulz_flops(shape: Sequence[int]) -> float:
-    """FLOPs to orthogonalise a tensor of a shape once, and one for each element besides.
-
-    Five Newton-Schulz steps of the quintic iteration on ``[m, n]`` with ``m <= n``: products of
-    ``[m, n] [n, m]``, ``[m, m] [m, m]`` and ``[m, m] [m, n]``, 2 FLOPs a multiplication. Dims
-    before the last two count a batch; a vector costs its elements.
-
-    Source: the iteration of Keller Jordan's Muon, which ``torch.optim.Muon`` computes.
-    """
-    numel = math.prod(shape)
-    if len(shape) < 2 or not numel:
-        return float(numel)
-    rows, columns = sorted(shape[-2:])
-    batch = numel // (rows * columns)
-    once = 4 * rows * rows * columns + 2 * rows**3
-    return float(NEWTON_SCHULZ_STEPS * batch * once + numel)
-
 
 @dataclass(frozen=True, eq=False)
 class Cut:
@@ -85,14 +65,16 @@ class Cut:
         cut = self.blocks.axes
         return all(axis in cut or own[axis] == there[axis] for axis in range(len(own)))
 
+    @property
+    def is_owned(self) -> bool:
+        """True if the tensor lies whole on one rank of an axis."""
+        return any(cut.owner is not None for cut in self.blocks.cuts)
+
     @cached_property
-    def holder(self) -> int | None:
-        """The first rank that has all of it; None: it is divided."""
-        for rank in range(len(self.places)):
-            part = self.part(rank)
-            if part is not None and part.numel == self.numel:
-                return rank
-        return None
+    def holders(self) -> tuple[int, ...]:
+        """The ranks that have all of it; (): it is divided."""
+        parts = enumerate(map(self.part, range(len(self.places))))
+        return tuple(rank for rank, part in parts if part and part.numel == self.numel)
 
 
 def assign(cuts: Sequence[Cut], costs: Sequence[float], nbytes: Sequence[int]) -> list[int]:
@@ -100,7 +82,8 @@ def assign(cuts: Sequence[Cut], costs: Sequence[float], nbytes: Sequence[int]) -
 
     The rank with the least to do gets the next one, and of several such ranks the one with the
     fewest bytes. Who has all of a matrix that is divided over nobody keeps it, as long as that rank
-    has no more than its share: then nothing travels.
+    has no more than its share: then nothing travels. Who owns its shard (``fsdp2.Whole``) keeps it,
+    or the same rank of another replica.
     """
     if not cuts:
         return []
@@ -109,10 +92,13 @@ def assign(cuts: Sequence[Cut], costs: Sequence[float], nbytes: Sequence[int]) -
     loads, held = [0.0] * ranks, [0] * ranks
     owners = [0] * len(cuts)
     for index in sorted(range(len(cuts)), key=lambda i: (-costs[i], -nbytes[i], i)):
-        owner = cuts[index].holder
-        is_replicated = not cuts[index].blocks.axes
-        if owner is None or is_replicated or loads[owner] + costs[index] > share * 1.0001:
-            owner = min(range(ranks), key=lambda rank: (loads[rank], held[rank], rank))
+        cut, among = cuts[index], list(range(ranks))
+        if cut.holders and cut.is_owned:
+            among = list(cut.holders)
+        elif cut.holders and cut.blocks.axes:
+            first = cut.holders[0]
+            among = [first] if loads[first] + costs[index] <= share * 1.0001 else among
+        owner = min(among, key=lambda rank: (loads[rank], held[rank], rank))
         owners[index] = owner
         loads[owner] += costs[index]
         held[owner] += nbytes[index]
@@ -144,12 +130,16 @@ class Part:
 
 @dataclass
 class Route:
-    """What one rank sends and receives in a round: bytes for each rank, and what lies where."""
+    """What one rank sends and receives in a round: bytes for each rank, and what lies where.
+
+    ``is_local``: no rank has anything for another one.
+    """
 
     sent_nbytes: list[int] = field(default_factory=list)
     received_nbytes: list[int] = field(default_factory=list)
     sent: list[Part] = field(default_factory=list)
     received: list[Part] = field(default_factory=list)
+    is_local: bool = False
 
 
 @functools.lru_cache(maxsize=256)  # of the rounds of a step, which is like the one before
@@ -181,7 +171,17 @@ def route(me: int, ranks: int, cargos: tuple[Cargo, ...], to_owners: bool) -> Ro
                     end += region.numel * cargo.itemsize
             end = start + align(end - start)
             sizes.append(end - start)
+    found.is_local = not any(_travels(cargo, ranks, to_owners) for cargo in cargos)
     return found
+
+
+def _travels(cargo: Cargo, ranks: int, to_owner: bool) -> bool:
+    """True if some other rank than the owner sends, or gets, a part."""
+    return any(
+        cargo.cut.part(rank) is not None
+        for rank in range(ranks)
+        if rank != cargo.owner and (not to_owner or cargo.cut.sends(rank, cargo.owner))
+    )
 
 
 def rounds(cargos: Sequence[Cargo], ranks: int, max_nbytes: int) -> Iterator[list[int]]:

@@ -23,14 +23,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_comm, torch_dtensor
+from fsdp2._base import torch_comm, torch_dtensor, torch_owned
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.interrupts import kept_interrupts, take_interrupt
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import Grid, carrying, named, wire_device
 from fsdp2._engine.between_steps import refuse_other_thread, units_below
 from fsdp2._param_group.layout import dense_stride
-from fsdp2._transfer.chunk_plan import Blocks, Bucket, Item, Region, part_of, plan, within
+from fsdp2._transfer.chunk_plan import (
+    Blocks,
+    Bucket,
+    CutOf,
+    Item,
+    Region,
+    part_of,
+    plan,
+    within,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +108,9 @@ class Grids:
         blocks = blocks_of(name, tensor)
         axes = self._axes_of_main(grid)
         if axes is not None:
-            cuts = tuple((axes[axis], dim) for axis, dim in blocks.cuts if grid.counts[axis] > 1)
+            cuts = tuple(
+                c._replace(axis=axes[c.axis]) for c in blocks.cuts if grid.counts[c.axis] > 1
+            )
             grid, blocks = self.main, Blocks(blocks.shape, self.main.counts, cuts)
         held = LocalShard(name, _plain(local), blocks, grid, tuple(tensor.stride()))
         if tuple(local.shape) != held.own.sizes:
@@ -182,8 +193,8 @@ def _refuse_odd(name: str, tensor: Tensor) -> None:
 
 def blocks_of(name: str, tensor: DTensor) -> Blocks:
     """Read placements: cuts from left to right, strided ones last and from right to left."""
-    plain: list[tuple[int, int]] = []
-    strided: list[tuple[int, int]] = []
+    plain: list[CutOf] = []
+    strided: list[CutOf] = []
     for axis, placement in enumerate(tensor.placements):
         if placement.is_partial():
             raise UnsupportedError(
@@ -192,7 +203,8 @@ def blocks_of(name: str, tensor: DTensor) -> Blocks:
             )
         for dim in range(tensor.dim()):
             if torch_dtensor.shards_dim(placement, dim):
-                (strided if torch_dtensor.is_strided(placement) else plain).append((axis, dim))
+                cut = CutOf(axis, dim, torch_owned.owner_in(placement))
+                (strided if torch_dtensor.is_strided(placement) else plain).append(cut)
     mesh = tensor.device_mesh
     counts = tuple(mesh.size(axis) for axis in range(mesh.ndim))
     return Blocks(tuple(tensor.shape), counts, (*plain, *reversed(strided)))
@@ -269,7 +281,7 @@ def gather(
     items = []
     for held, wire in zip(helds, moves.wires, strict=True):
         kept = held.blocks.count * math.prod(held.blocks.largest) * target.dtype_of(held).itemsize
-        copies = held.blocks.count if held.blocks.count > 1 else 0
+        copies = held.blocks.count if held.blocks.axes else 0
         kept = kept if target.counted else 0
         items.append(Item(held.blocks, grids.index(held.grid), wire.itemsize, copies, kept))
     for batch in plan(items, max_nbytes):
@@ -400,9 +412,10 @@ class _Gathering(_Moves):
 
 def _row_of(bucket: Bucket, grid: Grid) -> int:
     """Return which row of the gathered buffer is this rank's."""
-    row = 0
+    row, owners = 0, dict(bucket.owners)
     for axis in bucket.axes:
-        row = row * grid.counts[axis] + grid.place[axis]
+        if axis not in owners:
+            row = row * grid.counts[axis] + grid.place[axis]
     return row
 
 
@@ -411,11 +424,11 @@ def _rows_held(bucket: Bucket, grid: Grid) -> int:
 
     The first on the innermost axes collects, or hands out, what their lines hold.
     """
-    rows = 1
+    rows, owners = 1, dict(bucket.owners)
     for axis in reversed(bucket.axes):
         if grid.place[axis]:
             break
-        rows *= grid.counts[axis]
+        rows *= 1 if axis in owners else grid.counts[axis]
     return rows
 
 
@@ -426,8 +439,20 @@ def _gather_axes(buffer: Tensor, bucket: Bucket, grid: Grid, on_all: bool) -> bo
     nothing else is allocated, by gloo neither: its all-gather and gather copy, broadcasts do not.
     """
     own, nbytes = _row_of(bucket, grid) * bucket.nbytes, bucket.nbytes
+    owners = dict(bucket.owners)
     for index in reversed(bucket.axes):
         axis = grid.axes[index]
+        if index in owners:
+            start = own // nbytes * nbytes if on_all else 0
+            part = buffer[start : start + nbytes]
+            if on_all:
+                with carrying():
+                    dist.broadcast(part, group=axis.pg, group_src=owners[index])
+            else:
+                _pass_on(part, axis, owners[index], 0)
+                if axis.rank != 0:
+                    return False
+            continue
         if on_all:
             line = axis.size * nbytes
             start = own // line * line
@@ -454,6 +479,23 @@ def _gather_line(line: Tensor, axis: MeshAxis) -> None:
                 work.wait()
         else:
             torch_comm.all_gather_single(line, parts[axis.rank], group=axis.pg)
+
+
+def _pass_on(part: Tensor, axis: MeshAxis, sender: int, receiver: int) -> None:
+    """Send a part from one rank of an axis to another one."""
+    if sender == receiver or axis.rank not in (sender, receiver):
+        return
+    assert axis.pg is not None
+    through_host = not part.is_cpu and torch_comm.is_gloo(axis.pg, part.device.type)
+    carried = part.cpu() if through_host else part
+    act, peer = (dist.isend, receiver) if axis.rank == sender else (dist.irecv, sender)
+    with carrying():
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(act, carried, axis.global_ranks[peer], axis.pg)]
+        ):
+            work.wait()
+    if through_host and axis.rank == receiver:
+        part.copy_(carried)
 
 
 def _exchange(buffer: Tensor, nbytes: int, axis: MeshAxis, *, to_first: bool) -> None:
@@ -517,7 +559,7 @@ def _scatter_bucket(bucket: Bucket, moves: _Moves, wholes: dict[int, Tensor]) ->
         for chunk in bucket.chunks:
             moves.helds[chunk.index].local.copy_(wholes[chunk.index])
         return
-    others = tuple(axis for axis in real if axis not in bucket.axes)
+    others, owners = tuple(a for a in real if a not in bucket.axes), dict(bucket.owners)
     is_on_line = grid.is_first_on(others)
     buffer = moves.buffer(bucket, _rows_held(bucket, grid) if is_on_line else 1, real)
     if grid.is_first:
@@ -527,8 +569,12 @@ def _scatter_bucket(bucket: Bucket, moves: _Moves, wholes: dict[int, Tensor]) ->
     for position, index in enumerate(bucket.axes) if is_on_line else ():
         inner = bucket.axes[position + 1 :]
         if grid.is_first_on(inner):
-            nbytes = bucket.nbytes * math.prod(grid.counts[axis] for axis in inner)
-            _exchange(buffer, nbytes, grid.axes[index], to_first=False)
+            counted = [axis for axis in inner if axis not in owners]
+            nbytes = bucket.nbytes * math.prod(grid.counts[axis] for axis in counted)
+            if index in owners:
+                _pass_on(buffer[:nbytes], grid.axes[index], 0, owners[index])
+            else:
+                _exchange(buffer, nbytes, grid.axes[index], to_first=False)
     own = buffer[: bucket.nbytes]
     for position, index in enumerate(others):
         if grid.is_first_on(others[position + 1 :]):

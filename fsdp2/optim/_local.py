@@ -19,9 +19,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_compiler, torch_dtensor
+from fsdp2._base import torch_compiler, torch_dtensor, torch_owned
 from fsdp2._base.arguments import check_flag, check_function, translated, wrong_type
 from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
+from fsdp2._comm.process_mesh import carrying, named
 from fsdp2.optim._fused import VARIANTS, FusedAdam
 from fsdp2.optim._runs import Granule, StepPlan, Table
 from fsdp2.optim._zero import zero_gradients
@@ -370,6 +371,7 @@ class LocalOptimizer:
         if self._plans is not None:
             self._publish()
         plans, grads = [], []
+        self._place_states(groups)
         for group in groups:
             granule: Granule = functools.partial(_granule, bool(group.get("fused")))
             if not self._joins:  # [Note: states of classes that were vouched for]
@@ -383,6 +385,14 @@ class LocalOptimizer:
             grads += own
         self._plans, self._known = plans, set()
         return plans, grads
+
+    def _place_states(self, groups: Groups) -> None:
+        """Place states as their parameters are, in an order that all ranks have: plans differ."""
+        with named("step of an optimizer: a state placed otherwise"), carrying():
+            for group in groups:
+                for param in group["params"]:
+                    if isinstance(param, DTensor) and param in self._table:
+                        torch_owned.place_like(param, self._table[param])
 
     def _step_inside(self, plans: list[StepPlan], groups: Groups) -> None:
         """Run the class's own step with local tensors in the place of parameters."""

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_dtensor, torch_tensors
+from fsdp2._base import torch_dtensor, torch_owned, torch_tensors
 from fsdp2._base.containers import map_tensors
-from fsdp2._param_group.layout import chunk_of, dense_stride
+from fsdp2._param_group.layout import dense_stride, rows_of
 from fsdp2._param_group.param import OwnerMark, own_attributes
 from fsdp2._transfer.crew import Crew, part_of, stream
 from fsdp2._transfer.owners import Cargo
@@ -382,8 +382,9 @@ def room_for_state(
         placements, count = [Replicate()] * mesh.ndim, shape[0]
         for axis, placement in enumerate(param.placements):
             if not placement.is_replicate():
-                placements[axis] = Shard(0)
-                _, count = chunk_of(count, mesh.size(axis), mesh.get_local_rank(axis))
+                owner = torch_owned.owner_in(placement)
+                placements[axis] = Shard(0) if owner is None else placement
+                _, count = rows_of(count, mesh.size(axis), mesh.get_local_rank(axis), owner)
                 break
         sizes = (count, *shape[1:])
     spec = torch_dtensor.make_spec(mesh, placements, shape, stride, dtype)

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base import torch_dtensor
 from fsdp2._base.arguments import check_count, check_function, wrong_type, wrong_value
 from fsdp2._comm.process_mesh import operation
-from fsdp2._transfer.chunk_plan import Blocks
+from fsdp2._param_group.ownership import newton_schulz_flops
+from fsdp2._transfer.chunk_plan import Blocks, CutOf
 from fsdp2._transfer.crew import Crew, part_of, stream
-from fsdp2._transfer.owners import Cargo, Cut, assign, newton_schulz_flops
+from fsdp2._transfer.owners import Cargo, Cut, assign
 
 MAX_BYTES = 256 << 20
 """Default cap on the buffers of the rounds that are in memory at a time."""
@@ -95,7 +96,7 @@ def plan_owners(
             raise wrong_value("plan_owners", "ranks", f"at most {MOST_RANKS:,}", ranks)
         shapes = [_shape_of(one) for one in tensors]
         places = tuple((rank,) for rank in range(ranks))
-        cuts = [Cut(Blocks(s, (ranks,), ((0, 0),) if s else ()), places) for s in shapes]
+        cuts = [Cut(Blocks(s, (ranks,), (CutOf(0, 0),) if s else ()), places) for s in shapes]
         return _plan(cuts, measure, [itemsize] * len(cuts), range(ranks))
     fleets = _fleets(tensors)
     if len(fleets) == 1:

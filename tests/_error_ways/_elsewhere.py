@@ -17,6 +17,10 @@ ELSEWHERE = {
         "the program must have no process group, and ranks have one",
         "tests/behaviour/test_error_paragraphs.py::test_no_process_group",
     ),
+    "FS233": Elsewhere(
+        "only torch 2.11 leads there",
+        "tests/behaviour/test_owned_shards.py::test_a_torch_that_asks_no_subclass_is_told",
+    ),
     "FS313": Elsewhere(
         "no public call is known that leads there: the package checks itself",
         "tests/unit/test_param.py::test_moves",

@@ -465,3 +465,11 @@ def _(mended: bool) -> None:
         group.set_timeout(timedelta(seconds=10))
     mesh = DeviceMesh.from_group(group, DEVICE, mesh_dim_names=("shard",))
     train(fsdp2.fully_shard(Net(), mesh=mesh))
+
+
+@way("FS232", "no such view", "full_tensor")
+def _(mended: bool) -> None:
+    model = fsdp2.fully_shard(Net(), shard_placement_fn=lambda _: fsdp2.Whole())
+    weight = model[0].weight
+    (weight.full_tensor() if mended else weight)[0, 0]
+    train(model)

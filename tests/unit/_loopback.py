@@ -69,7 +69,7 @@ class Meeting:
 
     def _happen(self) -> None:
         inputs = [self.parts[rank][1] for rank in range(self.size)]
-        if self.kind == "all_gather":
+        if self.kind in ("all_gather", "uneven_gather"):
             result = torch.cat([sent.view(-1) for sent in inputs])
             results = [result] * self.size
         else:
@@ -115,6 +115,22 @@ class Wire:
         return [meeting.kind for meeting in self.meetings]
 
 
+class _Landing:
+    """A work whose result is copied to where it belongs, once it is there."""
+
+    def __init__(self, work: Any, whole: Tensor, outputs: Any) -> None:
+        self._work, self._whole, self._outputs = work, whole, outputs
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_over)
+
+    def wait(self) -> None:
+        self._work.wait()
+        parts = self._whole.split([output.numel() for output in self._outputs])
+        for output, part in zip(self._outputs, parts, strict=True):
+            output.view(-1).copy_(part)
+
+
 class LoopbackComm(Sender):
     """Collectives over the wires that the axes carry."""
 
@@ -151,6 +167,20 @@ class LoopbackComm(Sender):
     ) -> Any:
         assert sent.numel() == axis.size * output.numel()
         return self._join("reduce_scatter", axis, output, sent, async_op, op)
+
+    def all_gather_uneven(self, outputs: Any, sent: Tensor, axis: MeshAxis, async_op: bool) -> Any:
+        whole = torch.cat([output.view(-1) for output in outputs])
+        work = self._join("uneven_gather", axis, whole, sent, async_op)
+        return _Landing(work, whole, outputs) if async_op else None
+
+    def reduce_scatter_uneven(
+        self, output: Tensor, sent: Tensor, sizes: Any, op: Any, axis: MeshAxis, async_op: bool
+    ) -> Any:
+        whole = sent.clone()
+        work = self._join("all_reduce", axis, whole, whole, async_op, op)
+        start = sum(sizes[: axis.rank])
+        own = whole[start : start + sizes[axis.rank]]
+        return _Landing(work, own, [output]) if async_op else None
 
     def all_reduce(self, tensor: Tensor, op: Any, axis: MeshAxis, async_op: bool) -> Any:
         return self._join("all_reduce", axis, tensor, tensor, async_op, op)

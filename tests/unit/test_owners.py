@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp2 import ConfigError
-from fsdp2._transfer.chunk_plan import Blocks
+from fsdp2._param_group.ownership import newton_schulz_flops
+from fsdp2._transfer.chunk_plan import Blocks, CutOf
 from fsdp2._transfer.owners import (
     Cargo,
     Cut,
     Route,
     assign,
-    newton_schulz_flops,
     rounds,
     route,
 )
@@ -35,7 +35,7 @@ def fleets(draw: st.DrawFn) -> tuple[int, list[Cargo]]:
     for _ in range(draw(st.integers(1, 6))):
         shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 5, 13]), max_size=3)))
         axes = [axis for axis in range(len(counts)) if shape and draw(st.booleans())]
-        cuts = tuple((axis, draw(st.integers(0, len(shape) - 1))) for axis in axes)
+        cuts = tuple(CutOf(axis, draw(st.integers(0, len(shape) - 1))) for axis in axes)
         lead = draw(st.none() | st.integers(0, shape[0] - 1)) if shape and shape[0] else None
         cut = Cut(Blocks(shape, counts, cuts), places, lead)
         owner = draw(st.integers(0, len(places) - 1))
@@ -164,7 +164,7 @@ def test_flops_of_one_matrix() -> None:
 def test_who_has_all_of_a_matrix_keeps_it() -> None:
     """Experts that lie whole on ranks do not travel."""
     places = tuple((rank,) for rank in range(4))
-    blocks = Blocks((8, 13, 29), (4,), ((0, 0),))
+    blocks = Blocks((8, 13, 29), (4,), (CutOf(0, 0),))
     cuts = [Cut(blocks, places, lead) for lead in range(8)]
     assert assign(cuts, [1.0] * 8, [1] * 8) == [0, 0, 1, 1, 2, 2, 3, 3]
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+import fsdp2
 from tests._models import CASES, WIDTH, loss_of
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import LR, SGD, learn, train, train_case, training
@@ -233,3 +234,31 @@ def complex_parameters(world: World) -> Values:
 
     make = lambda: nn.Sequential(Turn(), Turn())  # noqa: E731
     return train(world, make, units=list)
+
+
+def matrices_lie_whole(param: nn.Parameter) -> fsdp2.Whole | None:
+    return fsdp2.Whole() if param.dim() > 1 else None
+
+
+@scenario(3)
+def owned(world: World) -> Values:
+    """Ranks send pieces of different lengths; matrices are used where they land."""
+    return train_case(world, "stack", shard_placement_fn=matrices_lie_whole)
+
+
+@scenario(2)
+def owned_in_any_order(world: World) -> Values:
+    """Owned parameters whose elements lie in another order are copied once they are there."""
+    return train_case(world, "non_contiguous", shard_placement_fn=matrices_lie_whole)
+
+
+@scenario(4, slow=True)
+def owned_and_replicas(world: World) -> Values:
+    mesh = world.mesh(2, 2)
+    return train_case(world, "stack", mesh=mesh, shard_placement_fn=matrices_lie_whole)
+
+
+@scenario(2, slow=True, may_wait="gradients are copied to the host, which reads them there")
+def owned_offloaded(world: World) -> Values:
+    offload = fsdp2.CPUOffloadPolicy()
+    return train_case(world, "stack", offload_policy=offload, shard_placement_fn=matrices_lie_whole)
