@@ -12,6 +12,7 @@ step's time depends on the order of operations alone; the wall clock sleeps.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -154,8 +155,16 @@ class LinkGroup(NoopGroup):
             super()._repeat(output, source)
 
     def allgather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], *rest: Any, **options: Any
+        self,
+        outputs: Sequence[Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor] = (),
+        *rest: Any,
+        **options: Any,
     ) -> dist.Work:
+        for output, source in zip(outputs, inputs, strict=True):
+            for tensor in output:  # of other lengths, perhaps: as much as both have
+                nbytes = min(tensor.nbytes, source.nbytes)
+                ctypes.memmove(tensor.data_ptr(), source.data_ptr(), nbytes)
         return self._send(sum(tensor.nbytes for output in outputs for tensor in output), 1)
 
     def all_gather_single(
@@ -183,6 +192,16 @@ class LinkGroup(NoopGroup):
         for output, source in zip(outputs, inputs, strict=True):
             self._repeat(output, source)
         return self._send(sum(output.nbytes for output in outputs), 1)
+
+    def reduce_scatter(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[Sequence[torch.Tensor]],
+        opts: Any = None,
+    ) -> dist.Work:
+        for output, pieces in zip(outputs, inputs, strict=True):
+            output.view(-1).copy_(pieces[self._rank].view(-1))
+        return self._send(sum(piece.nbytes for pieces in inputs for piece in pieces), 1)
 
     def all_to_all_single(
         self, output: torch.Tensor, source: torch.Tensor, *rest: Any, **options: Any

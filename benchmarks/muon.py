@@ -1,7 +1,8 @@
 """Muon on shards: on whole matrices that have owners, and as torch's class steps DTensors.
 
-    python -m benchmarks.muon                  both tables (two minutes)
+    python -m benchmarks.muon                  all tables (three minutes)
     python -m benchmarks.muon --only measured  gloo ranks of this machine
+    python -m benchmarks.muon --only link      one serial link beside the compute, a virtual clock
     python -m benchmarks.muon --only planned   Llama's matrices on 8, 64 and 512 H100s, by the clock
 
 Measured: the optimizer's step alone, on 30 matrices of 256 to 1024. CPU time of all ranks, bytes on
@@ -9,17 +10,24 @@ the wire a rank over the least ((N-1)/N of the gradients out and of the paramete
 the busiest rank over the mean of one process' work, and what was allocated above the start. What is
 not time repeats.
 
+On the link: a whole step of 8 ranks, forward and backward too, in the time of the compute of one
+forward and backward; a link on which the gathers and reductions take 0.45, 1.2 and 2.8 times that.
+Products of matrices move the clock, in the optimizer too. `rows` are shards of dim 0, `owned` are
+those of `fsdp2.Whole`. The figures are of the first rank.
+
 Planned: the step of the first rank, which is among the busiest. `repeated` gathers each matrix in
-bf16 on every rank and orthogonalises it there, which is what DTensors make of the class.
+bf16 on every rank and orthogonalises it there, which is what DTensors make of the class. `whole
+step` has forward and backward of one token in it: it is all communication.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,19 +35,21 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Muon
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import fsdp2
+from benchmarks import _noop
+from benchmarks._link import Link, LinkGroup, VirtualClock
 from benchmarks._ranks import run_on_ranks
 from benchmarks._report import Figure, Measured, make_parser, run
 from benchmarks.wire import bytes_sent
+from fsdp2._param_group.ownership import Claim, Loads, choose_owners, newton_schulz_flops
 from fsdp2._plan.clock import ComputeTime
 from fsdp2._plan.hardware import HARDWARE
 from fsdp2._plan.lanes import LaneClock
-from fsdp2._transfer.owners import newton_schulz_flops
 
 WARMUP, STEPS, ROUNDS = 3, 3, 5
 WIDTH, BLOCKS = 256, 6
@@ -79,11 +89,14 @@ VARIANTS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 
 def measure(arguments: argparse.Namespace) -> Measured:
     figures: list[Figure] = []
-    if arguments.only != "planned":
-        for ranks in arguments.world_sizes:
-            figures += measured(ranks)
-    if arguments.only != "measured":
-        figures += planned()
+    tables: dict[str, Callable[[], Iterable[Figure]]] = {
+        "measured": lambda: itertools.chain(*map(measured, arguments.world_sizes)),
+        "link": on_the_link,
+        "planned": planned,
+    }
+    for name, table in tables.items():
+        if arguments.only in (None, name):
+            figures += table()
     return Measured(figures, {"width": WIDTH, "blocks": BLOCKS, "machine": MACHINE})
 
 
@@ -163,6 +176,88 @@ def _peak(seen: profile) -> int:
     return most
 
 
+# --- on a link ------------------------------------------------------------------------------------
+
+
+class ProductsClock(VirtualClock):
+    """Every product of matrices moves it, also those that add something."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        packet = getattr(func, "overloadpacket", None)
+        if packet in flop_registry:
+            self.advance(flop_registry[packet](*args, **(kwargs or {}), out_val=found))
+        return found
+
+
+LINK_RANKS, TOKENS = 8, 512
+LAYOUTS: dict[str, Callable[[nn.Parameter], fsdp2.Whole | None]] = {
+    "rows": lambda param: None,
+    "owned": lambda param: fsdp2.Whole(),
+}
+STEPPED: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda params: fsdp2.optim.local(torch.optim.AdamW, params, lr=0.01),
+    "Muon": _of_owners,
+}
+
+
+def on_the_link() -> Iterator[Figure]:
+    clock = ProductsClock()
+    link = Link(clock)
+    with _noop.ranks(LINK_RANKS, functools.partial(LinkGroup, link=link)) as (_, mesh), clock:
+        steps = {
+            (layout, name): _link_step(mesh, choose, make)
+            for layout, choose in LAYOUTS.items()
+            for name, make in STEPPED.items()
+        }
+        link.bandwidth = None
+        for step in steps.values():
+            for _ in range(WARMUP):
+                step()
+        forward_and_backward = steps["rows", "AdamW"]  # which has no product of its own
+        compute = _time_on(link, forward_and_backward)
+        numel = sum(param.numel() for param in Block(WIDTH).parameters()) * BLOCKS
+        least = 3 * 4 * numel * (LINK_RANKS - 1) / LINK_RANKS
+        for ratio in (0.45, 1.2, 2.8):
+            link.bandwidth = least / (ratio * compute)
+            for (layout, name), step in steps.items():
+                sent = link.nbytes
+                took = _time_on(link, step)
+                case, variant = f"link, communication/compute {ratio}", f"{name}, {layout}"
+                yield Figure(case, variant, "step / compute", took / compute)
+                yield Figure(case, variant, "sent / limit", (link.nbytes - sent) / least)
+
+
+def _link_step(
+    mesh: DeviceMesh,
+    choose: Callable[[nn.Parameter], fsdp2.Whole | None],
+    make: Callable[[Any], Any],
+) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS)))
+    for block in model:
+        fsdp2.fully_shard(block, mesh=mesh, shard_placement_fn=choose)
+    fsdp2.fully_shard(model, mesh=mesh)
+    optimizer, x = make(model.parameters()), torch.randn(TOKENS, WIDTH)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _time_on(link: Link, step: Callable[[], None]) -> float:
+    link.wait_until_idle()
+    start = link.clock.now()
+    step()
+    link.wait_until_idle()
+    return link.clock.now() - start
+
+
 # --- planned --------------------------------------------------------------------------------------
 
 
@@ -199,33 +294,38 @@ def _plan(case: str, model: nn.Module, shapes: list[Any], ranks: int) -> Iterato
         batch=torch.zeros(1, shapes[0][1]),
         hardware=MACHINE,
     )
-    without = plan().step.seconds
-    assert without is not None
-    adamw = plan(optimizer=torch.optim.AdamW).step
-    owners = plan(optimizer=_of_owners).step
-    assert adamw.seconds is not None
-    assert owners.seconds is not None
-    balance = fsdp2.optim.plan_owners(shapes, ranks=ranks)
-    sent = sum(span.nbytes for span in owners.spans if span.name.startswith("all_to_all"))
+    balance = fsdp2.optim.plan_owners(shapes, ranks=ranks).imbalance
+    owned = _shares(shapes, len(shapes) // len(model), ranks)  # type: ignore[arg-type]  # a list of blocks
+    repeated = _repeated(shapes, ranks)
+    yield Figure(case, "Muon, repeated", "ms a step", 1e3 * repeated)
+    yield Figure(case, "Muon, repeated", "busiest / mean FLOPs", float(ranks))
     least = 2 * 4 * sum(a * b for a, b in shapes) / ranks
-    rows = {
-        "AdamW on shards": (adamw.seconds - without, adamw.optimizer_nbytes, None, None),
-        "Muon, repeated": (_repeated(shapes, ranks), None, None, float(ranks)),
-        "Muon, optim.whole": (
-            owners.seconds - without,
-            owners.optimizer_nbytes,
-            sent / least,
-            balance.imbalance,
-        ),
-    }
-    for variant, (seconds, kept, wire, busiest) in rows.items():
-        yield Figure(case, variant, "ms a step", 1e3 * seconds)
-        if kept is not None:
-            yield Figure(case, variant, "kept (GB)", kept / 1e9)
-        if wire is not None:
-            yield Figure(case, variant, "wire / least", wire)
-        if busiest is not None:
-            yield Figure(case, variant, "busiest / mean FLOPs", busiest)
+    for layout, choose in LAYOUTS.items():
+        without = plan(shard_placement_fn=choose).step.seconds
+        assert without is not None
+        for name, make in (("AdamW", torch.optim.AdamW), ("Muon, optim.whole", _of_owners)):
+            step = plan(shard_placement_fn=choose, optimizer=make).step
+            assert step.seconds is not None
+            sent = sum(span.nbytes for span in step.spans if span.name.startswith("all_to_all"))
+            variant = f"{name}, {layout}"
+            yield Figure(case, variant, "ms a step", 1e3 * (step.seconds - without))
+            yield Figure(case, variant, "whole step (ms)", 1e3 * step.seconds)
+            yield Figure(case, variant, "kept (GB)", step.optimizer_nbytes / 1e9)
+            if layout == "owned":
+                yield Figure(case, variant, "busiest / mean bytes", owned[0])
+            if name != "AdamW":
+                busiest = balance if layout == "rows" else owned[1]
+                yield Figure(case, variant, "wire / least", sent / least)
+                yield Figure(case, variant, "busiest / mean FLOPs", busiest)
+
+
+def _shares(shapes: list[Any], of_block: int, ranks: int) -> tuple[float, float]:
+    """Return bytes and FLOPs of the busiest rank over the mean, of owned shards."""
+    loads = Loads.of(ranks)
+    for start in range(0, len(shapes), of_block):
+        block = shapes[start : start + of_block]
+        choose_owners([Claim(shape, 4) for shape in block], loads)
+    return tuple(max(one) * ranks / sum(one) for one in (loads.nbytes, loads.flops))  # type: ignore[return-value]  # a pair
 
 
 def _repeated(shapes: list[Any], ranks: int) -> float:
@@ -247,5 +347,5 @@ def _repeated(shapes: list[Any], ranks: int) -> float:
 if __name__ == "__main__":
     parser = make_parser("muon", __doc__)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4], metavar="N")
-    parser.add_argument("--only", choices=("measured", "planned"), help="one of the two tables")
+    parser.add_argument("--only", choices=("measured", "link", "planned"), help="one of the tables")
     run("muon", __doc__, measure, parser)
