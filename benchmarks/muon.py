@@ -1,6 +1,6 @@
 """Muon on shards: on whole matrices that have owners, and as torch's class steps DTensors.
 
-    python -m benchmarks.muon                  all tables (three minutes)
+    python -m benchmarks.muon                  all tables (a quarter of an hour)
     python -m benchmarks.muon --only measured  gloo ranks of this machine
     python -m benchmarks.muon --only link      one serial link beside the compute, a virtual clock
     python -m benchmarks.muon --only planned   Llama's matrices on 8, 64 and 512 H100s, by the clock

@@ -170,30 +170,6 @@ class Operation:
         return Wire() if wire is None or (wire.is_custom and not self.is_custom) else wire
 
 
-def _send_uneven(expected: Operation, code: Tensor, async_op: bool, end: Any) -> Sent:
-    """Send a stamp and zeros where ranks send pieces. See [Note: owned parameters] in ``layout``.
-
-    The stamp lies as far from the start of each piece that is gathered, and as far from the end of
-    each that is reduced.
-    """
-    axis, wire, pieces = expected.over.axis, expected.sender, expected.pieces
-    dtype, seen_as, device = expected.dtype, expected.seen_as, expected.device
-    if expected.kind == "gather":
-        own = torch.zeros(pieces[axis.rank], dtype=dtype, device=device)
-        own.view(seen_as)[expected.stamp : expected.stamp + len(code)] = code.to(seen_as)
-        landed = torch.zeros(sum(pieces), dtype=dtype, device=device)
-        rows = landed.split(list(pieces))
-        work = wire.all_gather_uneven(rows, own, axis, async_op)
-        return Sent(landed.view(seen_as), [(landed, own)], end(work))
-    own = torch.zeros(sum(pieces), dtype=dtype, device=device)
-    for piece in own.split(list(pieces)):
-        first = len(piece) - (pieces[axis.rank] - expected.stamp)
-        piece[first : first + len(code)] = code.to(dtype)
-    reduced = torch.empty(pieces[axis.rank], dtype=seen_as, device=device)
-    work = wire.reduce_scatter_uneven(reduced, own, pieces, expected.reduction, axis, async_op)
-    return Sent(reduced, [(reduced, own)], end(work))
-
-
 class Enqueued:
     """What a device was given up to here, as a work."""
 
@@ -574,12 +550,36 @@ class Agreement:
         return None
 
 
+def _send_uneven(expected: Operation, code: Tensor, async_op: bool, end: Any) -> Sent:
+    """Send a stamp and zeros where ranks send pieces. See [Note: owned parameters] in ``layout``.
+
+    The stamp lies as far from the start of each piece that is gathered, and as far from the end of
+    each that is reduced.
+    """
+    axis, wire, pieces = expected.over.axis, expected.sender, expected.pieces
+    dtype, seen_as, device = expected.dtype, expected.seen_as, expected.device
+    if expected.kind == "gather":
+        own = torch.zeros(pieces[axis.rank], dtype=dtype, device=device)
+        own.view(seen_as)[expected.stamp : expected.stamp + len(code)] = code.to(seen_as)
+        landed = torch.zeros(sum(pieces), dtype=dtype, device=device)
+        rows = landed.split(list(pieces))
+        work = wire.all_gather_uneven(rows, own, axis, async_op)
+        return Sent(landed.view(seen_as), [(landed, own)], end(work))
+    own = torch.zeros(sum(pieces), dtype=dtype, device=device)
+    for piece in own.split(list(pieces)):
+        first = len(piece) - (pieces[axis.rank] - expected.stamp)
+        piece[first : first + len(code)] = code.to(dtype)
+    reduced = torch.empty(pieces[axis.rank], dtype=seen_as, device=device)
+    work = wire.reduce_scatter_uneven(reduced, own, pieces, expected.reduction, axis, async_op)
+    return Sent(reduced, [(reduced, own)], end(work))
+
+
 def numbers_in(output: Tensor, expected: Operation) -> list[int | None]:
     """Return the numbers in what a gather brought."""
     start, end = expected.stamp, expected.stamp + GATHER_STAMP_NUMEL
     if expected.pieces:
-        factor = expected.dtype.itemsize / expected.seen_as.itemsize
-        rows = output.split([round(numel * factor) for numel in expected.pieces])
+        sent, seen = expected.dtype.itemsize, expected.seen_as.itemsize
+        rows = output.split([numel * sent // seen for numel in expected.pieces])
         return [number_of_digits(row[start:end].tolist()) for row in rows]
     stamps = output.view(expected.over.axis.size, -1)[:, start:end].tolist()
     return [number_of_digits(row) for row in stamps]

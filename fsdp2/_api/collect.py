@@ -31,7 +31,6 @@ from fsdp2._comm.mesh import DataMesh
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.tree import Unit, unit_of
 from fsdp2._param_group.extension import (
-    OWNED,
     brings_extension,
     check_extension,
     owned_refused,
@@ -141,7 +140,7 @@ def collect(
     owners = _choose_owners(claims)
     for param, (fqn, sites) in found.items():
         dim, chosen = choices[param]
-        releases = check_extension(param, fqn, dim if param not in owners else OWNED)
+        releases = check_extension(param, fqn, by_rows=dim == 0 and param not in owners)
         placement = place(param, fqn, chosen, dim, owners.get(param))
         collected.own[param] = Taken(fqn, sites, chosen, placement, releases)
     on_meta = [fqn for param, (fqn, _) in found.items() if param.is_meta]
@@ -190,7 +189,7 @@ def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]]) -> None:
                     )
 
 
-def refuse_extensions(collected: Collected) -> None:
+def refuse_smaller(collected: Collected) -> None:
     """Raise ConfigError if a parameter cannot be sharded over a smaller mesh after forward."""
     escaped = [param for params in collected.escaped.values() for param in params]
     names = [param.fqn for param in escaped if param.is_extended]

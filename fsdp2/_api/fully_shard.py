@@ -21,7 +21,7 @@ from fsdp2._api.collect import (
     collect,
     count_owned,
     find_parts,
-    refuse_extensions,
+    refuse_smaller,
     take_ties,
 )
 from fsdp2._api.ignored import Ignored
@@ -253,7 +253,7 @@ def check_call(
     collected = collect(modules, data, shard_placement_fn, left)
     smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
     if any(smaller.values()):
-        refuse_extensions(collected)
+        refuse_smaller(collected)
     return collected, smaller
 
 

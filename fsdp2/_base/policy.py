@@ -272,10 +272,17 @@ class Whole:
     others are empty. So an optimizer of whole matrices (``fsdp2.optim.whole``) sends nothing for
     it. Owners are chosen so that ranks have like amounts of bytes and of a matrix optimizer's
     FLOPs, over all calls on the same ranks; each call goes on where the one before it left off.
-    Forward and backward see the same parameter as ever, under the same name.
+    Forward and backward see the same parameter as ever, under the same name. A scalar, or one
+    without elements, is laid out as without this. Needs torch 2.12 or later.
+
+    ``fully_shard`` raises ``ConfigError`` for an owner that the axis does not have, and for an int
+    of ``reshard_after_forward`` beside it; ``fsdp2.compile``, custom collectives and communication
+    hooks refuse such a parameter by name.
 
     Args:
         owner: the place of the owner on the axis to shard over. ``None``: it is chosen.
+
+    Source: ours; torch has no such placement.
     """
 
     owner: int | None = None

@@ -2,8 +2,9 @@
 
 Torch's DTensor knows chunks of equal size only, and its rules for operations make a plain ``Shard``
 of any other placement. So such a tensor is a subclass, whose operations are done here: what works
-element by element is done where the elements are; anything else on a DTensor that is whole on every
-rank. Tried on torch 2.13.0. Nothing here knows what a unit or a group is.
+element by element is done where the elements are; a view is one of the owner's memory; anything
+else is done on a DTensor that every rank has whole. Tried on torch 2.12.1, 2.13.0 and 2.14.1; torch
+2.11 does not ask a subclass. Nothing here knows what a unit or a group is.
 
 [Note: owned placements]
 ``OwnedBy`` is a ``Shard(0)`` that answers torch's own question of where rows begin, so that
@@ -11,9 +12,8 @@ checkpoints, and whatever else asks it, get right offsets. Torch's specs insist 
 ``Shard(dim)``, so it does; owners tell two of them apart. No operation of torch's own may see one:
 they all come to ``OwnedTensor`` first. Torch itself can make a plain DTensor with such placements
 (``from_local``, and states that its helpers load). For that one torch would compute with chunks of
-wrong sizes, in silence. But it looks every operation up by a hash of the placements
-first, and that is an error here. Where we see such a tensor we make an ``OwnedTensor`` of it
-(``adopt``).
+wrong sizes, in silence. But it looks every operation up by a hash of the placements first, and that
+is an error here. Where we see such a tensor, we make an ``OwnedTensor`` of it (``adopt``).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class OwnedBy(Shard):
     def __reduce__(self) -> tuple[type[OwnedBy], tuple[int]]:
         return OwnedBy, (self.owner,)
 
-    # What torch asks a shard. Names differ between versions; each is what the one before it does.
+    # What torch asks a shard: where its rows begin, and what a rank has of a whole tensor.
 
     def _local_shard_size_and_offset(
         self, curr_local_size: int, num_chunks: int, rank: Any

@@ -89,8 +89,8 @@ def brings_extension(param: Tensor) -> bool:
     return needs_extension(torch_dtensor.local_part(param))
 
 
-def check_extension(param: Tensor, fqn: str, dim: int | None) -> bool | None:
-    """Check a parameter to shard along ``dim``, if it has an extension or needs one.
+def check_extension(param: Tensor, fqn: str, by_rows: bool) -> bool | None:
+    """Check a parameter to shard, ``by_rows`` or otherwise, if it has or needs an extension.
 
     Returns what its extension says about the memory of what is gathered; None: it has none yet.
 
@@ -108,7 +108,7 @@ def check_extension(param: Tensor, fqn: str, dim: int | None) -> bool | None:
         )
     if not brings_extension(param):
         return None
-    if dim != 0:
+    if not by_rows:
         raise ConfigError("FS510", _not_by_rows(fqn))
     return _ask_for_release(local, fqn, ConfigError) if has_extension(local) else None
 
@@ -208,10 +208,6 @@ def smaller_mesh_refused(fqn: str) -> str:
         "smaller mesh between forward and backward. Pass a bool or None for "
         "reshard_after_forward, not an int."
     )
-
-
-OWNED = -1
-"""In place of a dim: one rank has the parameter whole."""
 
 
 def owned_refused(fqn: str) -> str:

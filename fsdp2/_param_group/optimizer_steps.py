@@ -45,6 +45,8 @@ from fsdp2._param_group.reduce import may_hold
 _is_watching = False
 _looked_at: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """How many param groups of each optimizer were looked at."""
+_placed: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+"""The table of states of each optimizer that were placed as owned parameters are."""
 
 
 def watch_optimizers() -> None:
@@ -86,8 +88,10 @@ def _place_states(optimizer: Optimizer) -> None:
     Of torch's own optimizers and others that have a table of states; ours look themselves.
     """
     table = vars(optimizer).get("state")
-    if table is None:
+    if table is None or _placed.get(optimizer) is table:
         return
+    if table:  # to load states makes another table
+        _placed[optimizer] = table
     for group in optimizer.param_groups:
         for param in group["params"]:
             if not isinstance(param, DTensor) or param not in table:

@@ -130,6 +130,7 @@ class Buffers:
             others,
             None if stamp is None else stamp.numel,
             wire.zero_copy,
+            # without owned parameters the plan of every rank is the same, and is kept once
             self._data.shard.rank if any(item.shard.is_owned for item in items) else 0,
         )
         if self.home is None or not layout.has_full_of(self.home.layout):

@@ -120,6 +120,16 @@ def test_one_of_many_ranks_takes_another_way(way: str, steps: int, rank: int) ->
     assert_out_of_step(model, WAYS[way] if rank == 1 else "abc")
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("way", ["swap", "skip"])
+@ranks(3, limit_s=60)
+def test_ranks_whose_parameters_are_owned_are_told_too(way: str, steps: int, rank: int) -> None:
+    """Who follows the others sends pieces as long as theirs, with a number that says it left."""
+    model = sharded(shard_placement_fn=lambda p: fsdp2.Whole() if p.dim() > 1 else None)
+    train(model, steps)
+    assert_out_of_step(model, WAYS[way] if rank == 1 else "abc")
+
+
 @ranks(2, limit_s=30)
 def test_an_evaluation_on_one_rank(rank: int) -> None:
     """Rank 0 gets to its end, with what the other gathers to train: the next step is an error."""

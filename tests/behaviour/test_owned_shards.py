@@ -271,8 +271,6 @@ class Scaled(torch.optim.Optimizer):
 def test_states_go_through_dcp_and_come_back_in_any_placement(tmp_path: Path) -> None:
     """Files hold whole tensors with right offsets; optimizer states too; full states as well."""
     case = CASES["stack"]
-    folder = [str(tmp_path)] if dist.get_rank() == 0 else [""]
-    dist.broadcast_object_list(folder)
     model = shard(seeded(case.build), case, shard_placement_fn=matrices)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     batch = case.batch(ROWS)
@@ -283,11 +281,11 @@ def test_states_go_through_dcp_and_come_back_in_any_placement(tmp_path: Path) ->
             "model": get_model_state_dict(model),
             "optimizer": get_optimizer_state_dict(model, optimizer),
         },
-        checkpoint_id=f"{folder[0]}/dcp",
+        checkpoint_id=str(tmp_path / "dcp"),
     )
     expected = {name: whole(param).clone() for name, param in model.named_parameters()}
     plain = {name: torch.zeros_like(value) for name, value in expected.items()}
-    dcp.load({"model": plain}, checkpoint_id=f"{folder[0]}/dcp")
+    dcp.load({"model": plain}, checkpoint_id=str(tmp_path / "dcp"))
     for name, value in expected.items():
         assert torch.equal(plain[name], value), name
     for choose in (everything, None, matrices):
@@ -299,7 +297,7 @@ def test_states_go_through_dcp_and_come_back_in_any_placement(tmp_path: Path) ->
             "model": get_model_state_dict(other),
             "optimizer": get_optimizer_state_dict(other, its),
         }
-        dcp.load(state, checkpoint_id=f"{folder[0]}/dcp")
+        dcp.load(state, checkpoint_id=str(tmp_path / "dcp"))
         set_model_state_dict(other, state["model"])
         set_optimizer_state_dict(other, its, state["optimizer"])
         for name, param in other.named_parameters():
@@ -371,8 +369,6 @@ def test_gradients_that_users_put_there_are_added_to(kind: str) -> None:
 def test_our_checkpoints(tmp_path: Path) -> None:
     """Sharded, full and rank-local states, of a model and of its optimizers, load again."""
     case = CASES["stack"]
-    folder = [str(tmp_path)] if dist.get_rank() == 0 else [""]
-    dist.broadcast_object_list(folder)
     batch = case.batch(ROWS)
 
     def made(seed: int, choose: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -383,7 +379,7 @@ def test_our_checkpoints(tmp_path: Path) -> None:
         return model, optimizer
 
     model, optimizer = made(1, matrices)
-    fsdp2.checkpoint.save(f"{folder[0]}/ours", model, optimizer)
+    fsdp2.checkpoint.save(tmp_path / "ours", model, optimizer)
     expected = {name: whole(param).clone() for name, param in model.named_parameters()}
     momenta = {
         name: whole(optimizer.state[param]["exp_avg"]).clone()
@@ -391,7 +387,7 @@ def test_our_checkpoints(tmp_path: Path) -> None:
     }
     for choose in (everything, None):
         other, its = made(2, choose)
-        fsdp2.checkpoint.load(f"{folder[0]}/ours", other, its)
+        fsdp2.checkpoint.load(tmp_path / "ours", other, its)
         for name, param in other.named_parameters():
             assert torch.equal(whole(param), expected[name]), name
             assert torch.equal(whole(its.state[param]["exp_avg"]), momenta[name]), name
