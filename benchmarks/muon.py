@@ -46,7 +46,7 @@ from benchmarks._link import Link, LinkGroup, VirtualClock
 from benchmarks._ranks import run_on_ranks
 from benchmarks._report import Figure, Measured, make_parser, run
 from benchmarks.wire import bytes_sent
-from fsdp2._param_group.ownership import Claim, Loads, choose_owners, newton_schulz_flops
+from fsdp2._param_group.deals import Claim, Loads, deal_blocks, newton_schulz_flops
 from fsdp2._plan.clock import ComputeTime
 from fsdp2._plan.hardware import HARDWARE
 from fsdp2._plan.lanes import LaneClock
@@ -324,7 +324,7 @@ def _shares(shapes: list[Any], of_block: int, ranks: int) -> tuple[float, float]
     loads = Loads.of(ranks)
     for start in range(0, len(shapes), of_block):
         block = shapes[start : start + of_block]
-        choose_owners([Claim(shape, 4) for shape in block], loads)
+        deal_blocks([Claim(shape, 4) for shape in block], loads)
     return tuple(max(one) * ranks / sum(one) for one in (loads.nbytes, loads.flops))  # type: ignore[return-value]  # a pair
 
 

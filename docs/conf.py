@@ -72,6 +72,7 @@ NAVIGATION = {
             "guides/activation-checkpointing",
             "guides/lora",
             "guides/muon",
+            "guides/low-bits",
             "guides/experts",
             "guides/reinforcement-learning",
             "guides/evaluation",

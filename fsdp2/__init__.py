@@ -22,6 +22,7 @@ from fsdp2._api.replacement import replace_torch
 from fsdp2._api.settings import share_comm_ctx
 from fsdp2._base.errors import ConfigError, FSDPError, StateError, UnsupportedError
 from fsdp2._base.policy import (
+    Aligned,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -49,6 +50,7 @@ if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers an
     from fsdp2.optim._clip import clip_grad_norm_
 
 __all__ = [
+    "Aligned",
     "AllGather",
     "CPUOffloadPolicy",
     "Comm",

@@ -25,7 +25,7 @@ from fsdp2._base.policy import (
     Overlap,
     Settings,
 )
-from fsdp2._base.torch_owned import OwnedBy, OwnedTensor
+from fsdp2._base.torch_dealt import DealtTensor, dealt
 from fsdp2._comm.mesh import DataMesh, KeptOnMesh
 from fsdp2._comm.wire import Wire
 from fsdp2._engine.between_steps import StateHooks
@@ -61,8 +61,8 @@ NAMED: tuple[Any, ...] = (
     MixedPrecisionPolicy,
     OffloadPolicy,
     Overlap,
-    OwnedBy,
-    OwnedTensor,
+    DealtTensor,
+    dealt,
     OwnerMark,
     ParamGroup,
     ParamPlacement,

@@ -54,7 +54,7 @@ def whole(tensor: Tensor) -> Tensor:
     """Return the full tensor on every rank, whatever its type and dtype."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    if any(shard_owner(p) is not None for p in tensor.placements):
+    if any(getattr(p, "deal", None) is not None for p in tensor.placements):
         return tensor.full_tensor()
     if _is_cut_in_chunks(tensor) and type(tensor.to_local()) is Tensor:
         return _join_chunks(tensor)
@@ -77,7 +77,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def shard_owner(placement: Any) -> int | None:
     """Return the rank that has all rows; None: they are divided."""
-    owner: int | None = getattr(placement, "owner", None)
+    owner: int | None = getattr(getattr(placement, "deal", None), "owner", None)
     return owner
 
 

@@ -48,6 +48,7 @@ def test_all() -> None:
     assert_expected_inline(
         "\n".join(fsdp2.__all__),
         """\
+Aligned
 AllGather
 CPUOffloadPolicy
 Comm

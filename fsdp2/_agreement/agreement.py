@@ -551,7 +551,7 @@ class Agreement:
 
 
 def _send_uneven(expected: Operation, code: Tensor, async_op: bool, end: Any) -> Sent:
-    """Send a stamp and zeros where ranks send pieces. See [Note: owned parameters] in ``layout``.
+    """Send a stamp and zeros where ranks send pieces. See [Note: dealt parameters] in ``layout``.
 
     The stamp lies as far from the start of each piece that is gathered, and as far from the end of
     each that is reduced.

@@ -26,18 +26,18 @@ from fsdp2._api.ignored import Ignored
 from fsdp2._base import torch_modules
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.names import class_name
-from fsdp2._base.policy import Whole
+from fsdp2._base.rows import Deal
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.tree import Unit, unit_of
+from fsdp2._param_group.deals import Claim, deal_blocks, give, given_so_far
 from fsdp2._param_group.extension import (
     brings_extension,
     check_extension,
-    owned_refused,
+    dealt_refused,
     smaller_mesh_refused,
 )
 from fsdp2._param_group.forms import Site
-from fsdp2._param_group.ownership import Claim, choose_owners, give, given_so_far
 from fsdp2._param_group.param import SUMMONED, FSDPParam, OwnerMark
 from fsdp2._param_group.placement import ParamPlacement, claim_of, place, shard_dim, shard_mesh
 
@@ -130,18 +130,18 @@ def collect(
         _check_param(param, fqn, data)
         choice = None if placement_fn is None else placement_fn(param)
         choice, chosen = shard_mesh(choice, fqn, data)
-        choices[param] = shard_dim(choice, param, fqn), chosen
-        if isinstance(choice, Whole):
-            claim = claim_of(choice, param, fqn, chosen)
-            if claim is not None:
-                claims.setdefault(chosen, {})[param] = claim
+        dim = shard_dim(choice, param, fqn)
+        choices[param] = dim, chosen
+        claim = claim_of(choice, param, dim, fqn, chosen)
+        if claim is not None:
+            claims.setdefault(chosen, {})[param] = claim
         if chosen not in collected.meshes:
             collected.meshes.append(chosen)
-    owners = _choose_owners(claims)
+    deals = _deal(claims)
     for param, (fqn, sites) in found.items():
         dim, chosen = choices[param]
-        releases = check_extension(param, fqn, by_rows=dim == 0 and param not in owners)
-        placement = place(param, fqn, chosen, dim, owners.get(param))
+        releases = check_extension(param, fqn, by_rows=dim == 0 and param not in deals)
+        placement = place(param, fqn, chosen, dim, deals.get(param))
         collected.own[param] = Taken(fqn, sites, chosen, placement, releases)
     on_meta = [fqn for param, (fqn, _) in found.items() if param.is_meta]
     if 0 < len(on_meta) < len(found):
@@ -156,22 +156,25 @@ def collect(
     return collected
 
 
-def _choose_owners(claims: dict[DataMesh, dict[nn.Parameter, Claim]]) -> dict[nn.Parameter, int]:
-    """Return the owners of parameters that are to lie whole on one rank of their mesh."""
-    owners: dict[nn.Parameter, int] = {}
+def _deal(claims: dict[DataMesh, dict[nn.Parameter, Claim]]) -> dict[nn.Parameter, Deal]:
+    """Return the deals of parameters whose rows are to lie in whole blocks."""
+    deals: dict[nn.Parameter, Deal] = {}
     for used, of_mesh in claims.items():
         loads = given_so_far(used.shard.pg, used.shard.size)
-        chosen = choose_owners(list(of_mesh.values()), loads)
-        owners.update(zip(of_mesh, chosen, strict=True))
-    return owners
+        chosen = deal_blocks(list(of_mesh.values()), loads)
+        deals.update(zip(of_mesh, chosen, strict=True))
+    return deals
 
 
-def count_owned(collected: Collected) -> None:
-    """Count what the call gives to owners, for the calls after it. See ``ownership``."""
+def count_dealt(collected: Collected) -> None:
+    """Count what the call deals to ranks, for the calls after it. See ``deals``."""
     for param, taken in collected.own.items():
-        owner, axis = taken.placement.layout.owner, taken.data.shard
-        if owner is not None:  # counted whole: alike on ranks of all other axes
-            give(axis.pg, axis.size, owner, tuple(param.shape), param.dtype.itemsize)
+        layout, axis = taken.placement.layout, taken.data.shard
+        if layout.deal is not None:  # counted whole: alike on ranks of all other axes
+            assert layout.dim is not None
+            shape, block, is_long = tuple(param.shape), layout.deal.block, bool(layout.deal.ends)
+            claim = Claim(shape, param.dtype.itemsize, layout.dim, block, is_long=is_long)
+            give(axis.pg, claim, layout.deal, axis.size)
 
 
 def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]]) -> None:
@@ -196,10 +199,11 @@ def refuse_smaller(collected: Collected) -> None:
     names += [own.fqn for original, own in collected.own.items() if brings_extension(original)]
     if names:
         raise ConfigError("FS211", smaller_mesh_refused(names[0]))
-    owned = [param.fqn for param in escaped if param.placement.layout.is_owned]
-    owned += [own.fqn for own in collected.own.values() if own.placement.layout.is_owned]
-    if owned:
-        raise ConfigError("FS211", owned_refused(owned[0]))
+    found = [(param.fqn, param.placement.layout.deal) for param in escaped]
+    found += [(own.fqn, own.placement.layout.deal) for own in collected.own.values()]
+    for fqn, deal in found:
+        if deal is not None:
+            raise ConfigError("FS211", dealt_refused(fqn, deal))
 
 
 def take_ties(collected: Collected, tops: tuple[nn.Module, ...]) -> dict[DataMesh, list[FSDPParam]]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._api.settings import refuse_during_step, refuse_owned, sharded_units
+from fsdp2._api.settings import refuse_dealt, refuse_during_step, sharded_units
 from fsdp2._base import torch_comm
 from fsdp2._base.arguments import (
     check_count,
@@ -148,7 +148,7 @@ def register_comm_hook(
     groups = [group for unit in units for group in unit.own_groups]
     refuse_during_step("register_comm_hook", units)
     if hook is not None:
-        refuse_owned("register_comm_hook", groups)
+        refuse_dealt("register_comm_hook", groups)
     for group in groups:
         scatter = group.wire.scatter
         if not isinstance(scatter, DefaultReduceScatter | Hooked):

@@ -19,7 +19,7 @@ from fsdp2._api.checks import check_method, check_modules, check_policies, check
 from fsdp2._api.collect import (
     Collected,
     collect,
-    count_owned,
+    count_dealt,
     find_parts,
     refuse_smaller,
     take_ties,
@@ -110,8 +110,9 @@ def fully_shard(
             again in any case: it sees whatever was written to the shards.
         shard_placement_fn: called with each parameter. It returns ``Shard(dim)`` for any dim (also
             a negative one, also one that the ranks do not divide), ``Replicate()``, ``None`` for
-            ``Shard(0)``, ``Whole()`` (one rank has all of it), or a ``ShardPlacementResult``, which
-            can name a mesh for the parameter. Scalars are replicated.
+            ``Shard(0)``, ``Whole()`` (one rank has all of it), ``Aligned(dim)`` (no block of rows
+            is divided), or a ``ShardPlacementResult``, which can name a mesh for the parameter.
+            Scalars are replicated.
         mp_policy: dtypes of compute, reduction and outputs. torch's own policies and
             ``DataParallelMeshDims`` are taken, too.
         offload_policy: where shards are kept. ``None`` means no offloading.
@@ -211,7 +212,7 @@ def fully_shard(
     for known in dict.fromkeys(unit_of(part) for part in names):
         if known is not None:
             take_names(known, names)
-    count_owned(collected)
+    count_dealt(collected)
     return module
 
 

@@ -29,9 +29,10 @@ class ShardInfo:
     rank's part of it, where it is tensor-parallel). ``dtype`` is the shard's. ``local_shape`` is
     the shape of this rank's shard, without padding. ``start`` is its first row along ``dim``.
     ``dim`` is None if every rank holds the whole parameter. ``owner`` is the place of the rank that
-    has all of it (``Whole``); None if it is divided. ``nbytes`` is the size of the shard in
-    bytes, padding included. ``offset`` is where it begins in the unit's flat buffer of shards, in
-    bytes; it is None if an all-gather extension keeps the shard elsewhere.
+    has all of it (``Whole``); None if it is divided. ``block`` is the number of rows along ``dim``
+    that ranks have multiples of (``Aligned``); None if they have chunks, or all. ``nbytes`` is the
+    size of the shard in bytes, padding included. ``offset`` is where it begins in the unit's flat
+    buffer of shards, in bytes; it is None if an all-gather extension keeps the shard elsewhere.
     """
 
     names: tuple[str, ...]
@@ -46,6 +47,7 @@ class ShardInfo:
     offset: int | None
     nbytes: int
     owner: int | None = None
+    block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ def _shard_info(param: FSDPParam, names: dict[nn.Module, list[str]], rank: int) 
     ]
     span, local = param.span, param.local
     nbytes = span.nbytes if span is not None else 0 if local is None else local.nbytes
+    deal = layout.deal
     return ShardInfo(
         names=tuple(dict.fromkeys(found)) or (param.fqn,),
         shape=layout.shape,
@@ -181,4 +184,5 @@ def _shard_info(param: FSDPParam, names: dict[nn.Module, list[str]], rank: int) 
         offset=None if span is None else span.start,
         nbytes=nbytes,
         owner=layout.owner,
+        block=None if deal is None or deal.owner is not None else deal.block,
     )

@@ -429,7 +429,7 @@ class ControlSurface:
             ConfigError: ``comm`` is a class, cannot be called, or has no ``allocate``.
         """
         check_comm("set_custom_all_gather", comm)
-        refuse_owned("set_custom_all_gather", groups_in(self))
+        refuse_dealt("set_custom_all_gather", groups_in(self))
         for group in groups_in(self):
             group.wire.gather = comm
             group.rewire()
@@ -448,7 +448,7 @@ class ControlSurface:
         """
         check_comm("set_custom_reduce_scatter", comm)
         groups = groups_in(self)
-        refuse_owned("set_custom_reduce_scatter", groups)
+        refuse_dealt("set_custom_reduce_scatter", groups)
         if any(group.wire.gradient_dtype is not None for group in groups):
             raise ConfigError(
                 "FS505",
@@ -485,7 +485,7 @@ class ControlSurface:
         """
         groups = groups_in(self)
         _refuse_custom("set_symm_mem_for_comm", groups)
-        refuse_owned("set_symm_mem_for_comm", groups)
+        refuse_dealt("set_symm_mem_for_comm", groups)
         made = {
             group: SymmetricMemoryAllGather(group.data.shard.pg, backend)
             for group in groups
@@ -643,16 +643,17 @@ def _flag(setter: str, value: object) -> bool:
     return check_flag(setter, setter.removeprefix("set_"), value)
 
 
-def refuse_owned(who: str, groups: Iterable[ParamGroup]) -> None:
+def refuse_dealt(who: str, groups: Iterable[ParamGroup]) -> None:
     """Raise ConfigError if a collective of the user's would have to send uneven pieces."""
     for group in groups:
         for param in group.params:
-            if param.placement.layout.is_owned:
+            deal = param.placement.layout.deal
+            if deal is not None:
                 raise ConfigError(
                     "FS505",
-                    f"{who}: {param.fqn} lies whole on one rank (fsdp2.Whole), so ranks send "
-                    "different amounts, which collectives of this interface do not. Leave it out "
-                    "for this unit, or let shard_placement_fn return Shard(0).",
+                    f"{who}: {param.fqn} {deal.asked_by}, so ranks send different amounts, which "
+                    "collectives of this interface do not. Leave it out for this unit, or let "
+                    "shard_placement_fn return Shard(0).",
                 )
 
 

@@ -289,6 +289,49 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Aligned:
+    """Divide a parameter between blocks only: what ``shard_placement_fn`` may return.
+
+    Quantised weights and 8-bit optimizer states have a scale for each block of elements, and a
+    shard that cuts a block computes other ones than the whole parameter has. Here the rows of a
+    rank, along ``dim``, begin at a multiple of ``multiple_of``, and only the last block of all may
+    have fewer. Ranks have the same number of blocks, and those that are left over go one by one to
+    the ranks that have the fewest bytes so far, over all calls on the same ranks. What does not
+    divide evenly lies unevenly, and travels so: nothing is padded to the largest shard.
+
+    Where ``torch.chunk`` divides no block, this is ``Shard(dim)``. Else the parameter is laid out
+    as one of ``Whole`` is, with the same limits: it needs torch 2.12 or later; ``fsdp2.compile``,
+    custom collectives, communication hooks and an int of ``reshard_after_forward`` refuse it by
+    name; so does tensor parallelism on the same ``dim``.
+
+    Args:
+        dim: the dim to shard, as in ``Shard``. ``None``: blocks are of elements of the flattened
+            parameter, as most optimizers with 8-bit states have them. It is sharded by rows (dim
+            0) then, as many of them as make up whole blocks.
+        multiple_of: rows of a block, or elements.
+        at_least: a rank has as many as this, or none: the short block at the end lies with the one
+            before it. Optimizers with 8-bit states keep those of small tensors in fp32.
+
+    Raises:
+        ConfigError: a dim that is no int; ``multiple_of`` or ``at_least`` that is no int of at
+            least 1.
+
+    Source: ours. RaggedShard of veScale (arXiv 2602.22437) divides between blocks, too.
+    """
+
+    dim: int | None
+    multiple_of: int = 128
+    at_least: int = 1
+
+    def __post_init__(self) -> None:
+        is_dim = self.dim is None or type(self.dim) is int
+        _require(is_dim, self, "dim", "an int, or None for elements of the flattened parameter")
+        for name in ("multiple_of", "at_least"):
+            count = getattr(self, name)
+            _require(type(count) is int and count > 0, self, name, "an int of at least 1")
+
+
+@dataclass(frozen=True)
 class ShardPlacementResult:
     """Say where one parameter goes: what ``shard_placement_fn`` may return.
 
@@ -296,7 +339,8 @@ class ShardPlacementResult:
     the ranks of its own mesh, and its gradient is the mean over these.
 
     Args:
-        placement: ``Shard(dim)``, ``Replicate()``, ``Whole()``, or ``None`` for ``Shard(0)``.
+        placement: ``Shard(dim)``, ``Replicate()``, ``Whole()``, ``Aligned(dim)``, or ``None`` for
+            ``Shard(0)``.
         mesh_info: a 1-D mesh (shard), a 2-D mesh (replicate, shard), or an object whose ``mesh`` is
             one and whose ``shard_mesh_dim`` and ``replicate_mesh_dim`` say which dim is which.
             ``None``: the mesh of the call.
@@ -304,7 +348,7 @@ class ShardPlacementResult:
     Source: the meaning of the class of this name inside torch's ``fully_shard``.
     """
 
-    placement: Placement | Whole | None
+    placement: Placement | Whole | Aligned | None
     mesh_info: Any = None
 
 

@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import (
 )
 
 from fsdp2._base.errors import UnsupportedError
+from fsdp2._base.rows import EVERYTHING, Deal
+from fsdp2._base.torch_dealt import Dealt, DealtTensor, dealt_axis, key_of
 from fsdp2._base.torch_modes import hidden_from_modes
-from fsdp2._base.torch_owned import OwnedBy, OwnedTensor, key_of, owned_axis
 
 # DTensor: a step builds a gradient DTensor for each parameter. The public ``DTensor.from_local``
 # costs eight times as much as the constructor, because it builds the spec each time.
@@ -49,7 +50,7 @@ def make_spec(
     placements, shape, stride = tuple(placements), tuple(shape), tuple(stride)
     # a spec keeps its mesh alive, so that no other mesh has the id while the spec is known; equal
     # meshes will not do: one of them may have been destroyed
-    key = id(mesh), key_of(placements) if OwnedBy.was_made else placements, shape, stride, dtype
+    key = id(mesh), key_of(placements) if Dealt.was_made else placements, shape, stride, dtype
     spec = _specs.get(key)
     if spec is None:
         meta = TensorMeta(torch.Size(shape), stride, dtype)
@@ -70,8 +71,8 @@ def new_dtensor(
     takes a wrapper with an offset for a tensor with memory, and fails to copy or pickle it. For its
     compiler see [Note: fake wrappers].
     """
-    is_owned = OwnedBy.was_made and owned_axis(spec.placements) is not None
-    kind: Any = OwnedTensor if is_owned else DTensor
+    is_dealt = Dealt.was_made and dealt_axis(spec.placements) is not None
+    kind: Any = DealtTensor if is_dealt else DTensor
     if like is None:
         return cast(DTensor, kind(local, spec, requires_grad=False))
     tensor: DTensor = kind(like, spec, requires_grad=False)
@@ -283,9 +284,9 @@ def asks_subclasses() -> bool:
     """
     with hidden_from_modes(), torch.no_grad():
         mesh = imagined_mesh((1,), ("shard",), 0)
-        spec = make_spec(mesh, [OwnedBy(0)], (1,), (1,), torch.float32)
+        spec = make_spec(mesh, [Dealt(0, Deal(EVERYTHING))], (1,), (1,), torch.float32)
         probe = new_dtensor(torch.zeros(1, dtype=torch.float32, device="cpu"), spec)
         try:
-            return type(probe.detach()) is OwnedTensor
+            return type(probe.detach()) is DealtTensor
         except UnsupportedError:
             return False

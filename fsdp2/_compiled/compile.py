@@ -382,10 +382,12 @@ def check_group(group: ParamGroup, name: str) -> None:
     """Raise UnsupportedError if a group has what no graph can hold."""
     found = None
     extended = [param.fqn for param in group.params if param.is_extended]
+    deals = ((param.fqn, param.placement.layout.deal) for param in group.params)
+    dealt = [f"{fqn} {deal.asked_by}" for fqn, deal in deals if deal is not None]
     if extended:
         found = f"parameter {extended[0]} has an all-gather extension, which runs user code"
-    elif any(param.placement.layout.is_owned for param in group.params):
-        found = "one rank has a parameter whole (fsdp2.Whole), so ranks send different amounts"
+    elif dealt:
+        found = f"parameter {dealt[0]}, so ranks send different amounts"
     elif not group.wire.carries:
         found = "debug.without_communication is on"
     elif group.wire.custom != (None, None):

@@ -110,10 +110,9 @@ class ShardBuffer:
         self._replicated: list[Tensor] = []  # where parameters go that nobody sends
         self._zero_copy: list[Tensor] = []  # where those land that travel by themselves
         self._inputs: list[Tensor] = []  # what each collective sends, if nothing is cast
-        # where the pieces of all ranks land, and their even parts, run by run, in wire dtype
-        self._pieces: list[Tensor] = []
-        self._even: list[Tensor] = []
-        self._strided: list[tuple[Tensor, Tensor]] = []  # owned ones that are in another order
+        # where the pieces of all ranks land in the full buffer, flat; None: in memory of their own
+        self._landed: Tensor | None = None
+        self._dealt: list[Tensor] = []  # where rows of dealt parameters are copied
         self._landing: Landing | None = None
         # bytes that extended parameters add to what each rank sends: an open tail, of any size
         self.open_tail_nbytes = 0
@@ -150,8 +149,8 @@ class ShardBuffer:
         self._apart = (layout.packed, targets[: len(layout.packed.order)])
         self._replicated = packing.gather_targets(full, layout, layout.replicated)
         self._zero_copy = packing.gather_targets(full, layout, layout.zero_copy)
-        self._pieces, self._even = packing.landings(full, layout)
-        self._strided = packing.owned_targets(full, layout)
+        self._landed = packing.landing_in(full, layout)
+        self._dealt = packing.dealt_targets(full, layout)
         if self.tail is not None:
             last, start = len(layout.items) - 1, layout.full_offsets[-1]
             rows = full[start : start + self.axis.size * layout.padded_nbytes(last)]
@@ -169,8 +168,8 @@ class ShardBuffer:
     @property
     def gathers_zero_copy(self) -> bool:
         """True if a gather writes to the full buffer, which then must have its memory."""
-        if self._pieces:
-            return True
+        if self.layout.pieces:
+            return self._landed is not None
         return bool(self._zero_copy) and self.open_tail_nbytes == 0 and self._lands_directly
 
     def sent_numels(self) -> list[int]:
@@ -207,11 +206,12 @@ class ShardBuffer:
             torch_tensors.copy_all(targets, landing.parts)
             landing.free()
         elif targets:
-            if self._pieces:
-                gathered = torch.cat(self._even)
-            packing.unpack(gathered, self.layout, packed, targets)
-        for target, source in self._strided:
-            target.copy_(source)
+            even = gathered
+            if self.layout.pieces:
+                even = torch.cat(packing.even_parts(gathered, self.layout))
+            packing.unpack(even, self.layout, packed, targets)
+        if self._dealt:
+            torch_tensors.copy_all(self._dealt, packing.dealt_sources(gathered, self.layout))
         if self._replicated:
             packing.unpack_replicated(sent, self.layout, self._replicated)
         if self.tail is not None:
@@ -262,10 +262,15 @@ class ShardBuffer:
         self._way = self._apart if is_apart else self._together
         if write_tail is not None:
             return self._gather_with_tail(wire, async_op, sent, kept, write_tail)
-        if self._pieces:
-            work = wire.all_gather_uneven(self._pieces, sent.view(-1), axis, async_op)
+        if layout.pieces:
+            landing = self._landed
+            if landing is None:
+                numel = layout.landing_numel
+                landing = torch.empty(numel, dtype=layout.wire_dtype, device=sent.device)
+            pieces = packing.pieces_of(landing, layout)
+            work = wire.all_gather_uneven(pieces, sent.view(-1), axis, async_op)
             lost = None if self.tail is None else self.tail.failed
-            return InFlight((sent, kept), work, lost)
+            return InFlight((landing, kept), work, lost)
         if axis.size == 1 or self.layout.wire_numel == 0:
             rows = sent.expand(axis.size, -1)
             return InFlight((rows, kept))

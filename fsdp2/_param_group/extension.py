@@ -44,6 +44,7 @@ from fsdp2._base import torch_autograd, torch_comm, torch_dtensor, torch_modes
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError, FSDPError, StateError
 from fsdp2._base.policy import MixedPrecisionPolicy
+from fsdp2._base.rows import Deal
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._param_group import packing
@@ -139,7 +140,7 @@ def is_extended(param: FSDPParam, local: Tensor) -> bool:
     """
     if needs_extension(local):  # whether it has both methods, all ranks are told in prepare
         layout = param.placement.layout
-        if layout.dim != 0 or layout.is_owned:
+        if layout.dim != 0 or layout.is_dealt:
             raise StateError("FS510", _not_by_rows(param.fqn))
         return True
     if param.is_extended:
@@ -160,7 +161,7 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
         ConfigError: it cannot, or the shard has no extension and can get none.
     """
     kind, layout = type(whole).__name__, param.placement.layout
-    if layout.is_owned:
+    if layout.is_dealt:
         raise ConfigError("FS510", _not_by_rows(param.fqn))
     try:  # by operations that the subclass may define itself
         shard = whole.new_zeros(layout.shard_shape(rank))
@@ -210,11 +211,10 @@ def smaller_mesh_refused(fqn: str) -> str:
     )
 
 
-def owned_refused(fqn: str) -> str:
+def dealt_refused(fqn: str, deal: Deal) -> str:
     return (
-        f"{fqn}: lies whole on one rank (fsdp2.Whole), and such a parameter cannot be sharded over "
-        "a smaller mesh between forward and backward. Pass a bool or None for "
-        "reshard_after_forward, not an int."
+        f"{fqn}: {deal.asked_by}, and such a parameter cannot be sharded over a smaller mesh "
+        "between forward and backward. Pass a bool or None for reshard_after_forward, not an int."
     )
 
 

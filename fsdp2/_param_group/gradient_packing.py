@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp2._base import torch_tensors
-from fsdp2._param_group.layout import ReduceLayout, contiguous_stride, runs_of
+from fsdp2._param_group.layout import ReduceLayout, contiguous_stride
 
 
 def inputs_of(
@@ -32,7 +32,7 @@ def inputs_of(
 ) -> list[Tensor]:
     """Return what is reduced: packed gradients ``[W, packed_numel]``, and zero-copy ones.
 
-    With owned members it is the pieces of all ranks, flat. For the arguments see
+    With dealt members it is the pieces of all ranks, flat. For the arguments see
     ``pack_gradients``; ``allocate`` makes the wire's buffers.
     """
     packed = allocate((layout.size, layout.packed_numel), layout.wire_dtype, device)
@@ -155,28 +155,31 @@ def zero_copy_gradients(
 def _pack_pieces(
     grads: Sequence[Tensor | None], layout: ReduceLayout, even: Tensor, out: Tensor
 ) -> None:
-    """Write what each rank owns, and its row of ``even`` ``[W, packed_numel]``, into ``out``, flat.
+    """Write what each rank is dealt, and its row of ``even`` ``[W, packed_numel]``, into ``out``.
 
-    A gradient that is ``None`` counts as zero. All are cast to the dtype of ``out``.
+    That is flat. A gradient that is ``None`` counts as zero. All are cast to the dtype of ``out``.
     """
-    width, ends = layout.packed_numel, list(itertools.accumulate(layout.pieces, initial=0))
     sources: list[Tensor] = []
     targets: list[Tensor] = []
-    for first, count in runs_of(layout.owned_numels):
-        start = ends[first] + layout.owned_numels[first]
+    start = out.storage_offset()
+    for first, count in layout.runs:
+        end, step = start, layout.pieces[first]
+        for position in layout.dealt:
+            shard, grad = layout.shards[position], grads[position]
+            assert shard.dim is not None
+            row, rows = shard.span(first)
+            rest = (*shard.shape[: shard.dim], *shard.shape[shard.dim + 1 :])
+            target = out.as_strided((count, rows * math.prod(rest)), (step, 1), end)
+            end += layout.room_for(position, first)
+            if grad is None:
+                target.zero_()
+            elif rows:
+                part = grad.movedim(shard.dim, 0)[row : row + count * rows]
+                sources.append(part.unflatten(0, (count, rows)))
+                targets.append(target.view(count, rows, *rest))
         sources.append(even[first : first + count])
-        targets.append(out[start : start + count * width].view(count, width))
-    for position in layout.owned:
-        shard, grad = layout.shards[position], grads[position]
-        assert shard.owner is not None
-        start = ends[shard.owner]
-        target = out[start : start + shard.numel]
-        ends[shard.owner] += layout.room_for(position)
-        if grad is None:
-            target.zero_()
-        else:
-            sources.append(grad)
-            targets.append(target.view(shard.shape))
+        targets.append(out.as_strided((count, layout.packed_numel), (step, 1), end))
+        start += count * step
     torch_tensors.copy_all(targets, sources)
 
 

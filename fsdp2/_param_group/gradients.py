@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_dtensor, torch_owned
+from fsdp2._base import torch_dealt, torch_dtensor
 from fsdp2._param_group.param import FSDPParam, OwnerMark
 
 
@@ -53,15 +53,15 @@ def add_to(param: torch.nn.Parameter, existing: Tensor, grad: DTensor) -> None:
 
     A whole tensor, or a DTensor with other placements on the same mesh, is placed as ours first.
     """
-    is_placed = isinstance(existing, DTensor) and torch_owned.are_same(
+    is_placed = isinstance(existing, DTensor) and torch_dealt.are_same(
         existing.placements, grad.placements
     )
     if not is_placed:
         mesh, placements = grad.device_mesh, grad.placements
         if isinstance(existing, DTensor):
-            existing = torch_owned.redistribute(existing, mesh, placements)
+            existing = torch_dealt.redistribute(existing, mesh, placements)
         else:
-            existing = torch_owned.distribute(existing, mesh, placements)
+            existing = torch_dealt.distribute(existing, mesh, placements)
         param.grad = existing
     own, new = torch_dtensor.local_tensor(existing), torch_dtensor.local_tensor(grad)
     if own.shape != new.shape:  # broadcasting would hide it

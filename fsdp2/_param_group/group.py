@@ -44,9 +44,9 @@ from fsdp2._comm.mesh import DataMesh
 from fsdp2._comm.wire import InFlight, StepContext, Streams, Wire
 from fsdp2._param_group.adoption import Source, own_rows, own_sources, source_of
 from fsdp2._param_group.buffers import ShardBuffer
+from fsdp2._param_group.deals import start_anew
 from fsdp2._param_group.early_release import EarlyRelease
 from fsdp2._param_group.functional_call import whole_tensor
-from fsdp2._param_group.ownership import start_anew
 from fsdp2._param_group.param import FSDPParam
 from fsdp2._param_group.planning import Buffers, refuse_smaller
 from fsdp2._param_group.reduce import Reducer
@@ -192,7 +192,7 @@ class ParamGroup(Observable):
         Collective, if the smaller mesh does not exist yet.
         """
         if size is not None:
-            refuse_smaller([p for p in self.params if p.is_extended or p.placement.layout.is_owned])
+            refuse_smaller([p for p in self.params if p.is_extended or p.placement.layout.is_dealt])
         smaller = None if size is None else self.data.split(size)
         if smaller is not self.buffers.post_forward.mesh:
             self.reshard()

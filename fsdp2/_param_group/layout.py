@@ -8,16 +8,18 @@ Map: ``ShardLayout`` (one parameter), ``GatherLayout`` (the flat buffers of an a
 
 Legend: W = ranks of the shard axis; a *shard* is what one rank holds; a *padded shard* has the size
 of the largest one. A parameter that is *zero-copy* travels in a collective of its own, between the
-memory where it is kept and that where it is used; all others are *packed* in one. An *owned* one
-lies whole on one rank.
+memory where it is kept and that where it is used; all others are *packed* in one. A *dealt* one
+lies in whole blocks of rows (see ``Deal``); an *owned* one is one block, whole on one rank.
 
-[Note: owned parameters]
-With owned parameters what ranks send has different lengths. Each sends a *piece*: the *even* part,
-which is as long on every rank, and what it owns. So a layout is that of one rank, and knows the
-pieces of the others. Nothing is padded to the longest piece. Pieces are gathered right into the
-full buffer, one behind the other, and there an owned parameter is used; the even parts between
-them are unpacked as if they had come alone. In what is reduced the owned gradients come first, so
-that stamps stay at its end.
+[Note: dealt parameters]
+With dealt parameters what ranks send has different lengths. Each sends a *piece*: the *even* part,
+which is as long on every rank, and its rows of each dealt parameter. So a layout is that of one
+rank, and knows the pieces of the others. Nothing is padded to the longest piece. Ranks side by side
+that have as many rows of each dealt parameter are a *run*: their pieces are alike, so what they
+have of a parameter is unpacked in one copy. If all dealt parameters are owned, pieces are gathered
+right into the full buffer, one behind the other, and there an owned parameter is used; the even
+parts between them are unpacked as if they had come alone. In what is reduced the dealt gradients
+come first, so that stamps stay at its end.
 """
 
 from __future__ import annotations
@@ -25,13 +27,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 
 from fsdp2._base.capabilities import ROW_NBYTES, ZeroCopy
+from fsdp2._base.rows import Deal, chunk_of, rows_of
 
 ALIGN_NBYTES = 16
 """Start of a dtype segment, and of every unsharded parameter, in its flat buffer."""
@@ -44,24 +48,6 @@ MAX_SLOTTED_NUMEL = 16384
 def align(nbytes: int, to: int = ALIGN_NBYTES) -> int:
     """Round up to a multiple of ``to``."""
     return -(-nbytes // to) * to
-
-
-def chunk_of(length: int, count: int, place: int) -> tuple[int, int]:
-    """Return the first row of a chunk, and how many it has.
-
-    Chunks are those of ``torch.chunk``, which is what DTensor's ``Shard(dim)`` means: the first is
-    the largest, and the last ones may have fewer rows, or none.
-    """
-    chunk = -(-length // count)
-    start = min(place * chunk, length)
-    return start, min(chunk, length - start)
-
-
-def rows_of(length: int, count: int, place: int, owner: int | None = None) -> tuple[int, int]:
-    """Return the first row that a place has, and how many: a chunk, or all if it is the owner."""
-    if owner is None:
-        return chunk_of(length, count, place)
-    return (0, length) if place == owner else (length, 0)
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -91,16 +77,15 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 class ShardLayout:
     """How one tensor of ``shape`` splits over ``size`` ranks along ``dim``.
 
-    Shards are chunks (see ``chunk_of``). ``dim=None`` replicates: every rank holds all of it. With
-    an ``owner`` that rank holds all rows, and the others none; ``dim`` is 0 then.
-    ``stride`` is the unsharded tensor's; shards are contiguous.
+    Shards are chunks (see ``chunk_of``), or what a ``deal`` says. ``dim=None`` replicates: every
+    rank holds all of it. ``stride`` is the unsharded tensor's; shards are contiguous.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dim: int | None
     size: int
-    owner: int | None = None
+    deal: Deal | None = None
 
     @cached_property
     def chunk(self) -> int:
@@ -123,20 +108,26 @@ class ShardLayout:
     @property
     def signature(self) -> object:
         """What ranks must agree on for their shards to fit together."""
-        return (self.shape, self.dim) if self.owner is None else (self.shape, self.dim, self.owner)
+        cut: tuple[object, ...] = (self.shape, self.dim)
+        return cut if self.deal is None else (*cut, *astuple(self.deal))
 
     @property
     def is_replicated(self) -> bool:
         return self.dim is None
 
     @property
-    def is_owned(self) -> bool:
-        return self.owner is not None
+    def is_dealt(self) -> bool:
+        return self.deal is not None
+
+    @property
+    def owner(self) -> int | None:
+        """The rank that holds all of it alone; None: there is none."""
+        return None if self.deal is None else self.deal.owner
 
     @property
     def is_even(self) -> bool:
         """True if every rank sends as much of it."""
-        return self.dim is not None and self.owner is None
+        return self.dim is not None and self.deal is None
 
     @cached_property
     def is_rank_major(self) -> bool:
@@ -146,13 +137,11 @@ class ShardLayout:
     @property
     def stays_where_it_lands(self) -> bool:
         """True if what an owner sends is the unsharded tensor."""
-        return self.is_owned and self.stride == contiguous_stride(self.shape)
+        return self.owner is not None and self.stride == contiguous_stride(self.shape)
 
     def kept_numel(self, rank: int) -> int:
-        """Elements that a rank has room for: of its padded shard, or of all if it owns them."""
-        if self.owner is None:
-            return self.padded_numel
-        return self.numel if rank == self.owner else 0
+        """Elements that a rank has room for: of its padded shard, or of what it is dealt."""
+        return self.padded_numel if self.deal is None else math.prod(self.shard_shape(rank))
 
     def goes_alone(self, dtype: torch.dtype, rule: ZeroCopy | None) -> bool:
         """True if it is rank-major and large enough to be zero-copy; None: never."""
@@ -173,7 +162,7 @@ class ShardLayout:
     def span(self, rank: int) -> tuple[int, int]:
         """Return the first row of a rank's shard, and how many it has."""
         assert self.dim is not None
-        return rows_of(self.shape[self.dim], self.size, rank, self.owner)
+        return rows_of(self.shape[self.dim], self.size, rank, self.deal)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
         if self.dim is None:
@@ -222,6 +211,24 @@ class CastSegment:
     indices: tuple[int, ...]
 
 
+class Run(NamedTuple):
+    """Ranks side by side whose pieces are alike: the first one, and how many."""
+
+    first: int
+    ranks: int
+
+
+class Landed(NamedTuple):
+    """What a run of ranks has of a dealt item: in the first one's piece it begins at ``start``.
+
+    That is in bytes behind the start of the first piece of all.
+    """
+
+    item: int
+    run: Run
+    start: int
+
+
 @dataclass(frozen=True)
 class GatherLayout:
     """Flat buffers of a group, in bytes.
@@ -233,10 +240,11 @@ class GatherLayout:
     - *full buffer*: unsharded parameters, each behind the other, with room for the padding, so
       that a zero-copy one is gathered right there.
 
-    ``pieces``: bytes that each rank sends, if some parameter is owned. Each begins with what is
-    packed, and they land in the full buffer from ``landing_start`` on. The shard and the send
-    buffer are those of rank ``rank`` then. ``strided``: owned parameters that are not used where
-    they land, because they are in another order, and where they do. See [Note: owned parameters].
+    ``pieces``: bytes that each rank sends, if some parameter is dealt. Each begins with what is
+    packed. They land in the full buffer from ``landing_start`` on, or, if that is None, in memory
+    of their own. The shard and the send buffer are those of rank ``rank`` then. ``runs`` are the
+    runs of ranks, and ``copied`` says which dealt parameters are copied from where they land. See
+    [Note: dealt parameters].
     """
 
     size: int
@@ -254,8 +262,9 @@ class GatherLayout:
     full_nbytes: int
     rank: int = 0
     pieces: tuple[int, ...] = ()
-    landing_start: int = 0
-    strided: tuple[tuple[int, int], ...] = ()
+    landing_start: int | None = None
+    runs: tuple[Run, ...] = ()
+    copied: tuple[Landed, ...] = ()
 
     @staticmethod
     def plan(
@@ -265,15 +274,15 @@ class GatherLayout:
         zero_copy: ZeroCopy | None = None,
         rank: int = 0,
     ) -> GatherLayout:
-        """Place every item: packed, zero-copy, owned, replicated; equal dtypes side by side.
+        """Place every item: packed, zero-copy, dealt, replicated; equal dtypes side by side.
 
         ``full_sizes`` are the sizes of other axes over which the same parameters are gathered into
         the same full buffer: room is left for the padding of each. Rank-major parameters that
         fit ``zero_copy`` travel alone; None: none does.
         """
         is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
-        has_owned = any(item.shard.is_owned for item in items)
-        if has_owned:  # one collective carries everything
+        has_dealt = any(item.shard.is_dealt for item in items)
+        if has_dealt:  # one collective carries everything
             zero_copy = None
 
         is_zero_copy = [
@@ -284,13 +293,13 @@ class GatherLayout:
         def sort_key(index: int) -> tuple[bool, bool, bool, int, str, str]:
             item = items[index]
             compute, storage = item.compute_dtype, item.storage_dtype
-            kind = item.shard.is_replicated, item.shard.is_owned, is_zero_copy[index]
+            kind = item.shard.is_replicated, item.shard.is_dealt, is_zero_copy[index]
             return *kind, -compute.itemsize, str(compute), str(storage)
 
         def segment_key(index: int) -> tuple[object, ...]:
-            """Zero-copy ones right behind packed ones are one kernel with them; owned ones not."""
-            is_replicated, is_owned, goes_alone, *dtypes = sort_key(index)
-            place = index if is_owned else -1
+            """Zero-copy ones right behind packed ones are one kernel with them; dealt ones not."""
+            is_replicated, is_dealt, goes_alone, *dtypes = sort_key(index)
+            place = index if is_dealt else -1
             return is_replicated, place, goes_alone and is_mixed, *dtypes
 
         order = sorted(range(len(items)), key=sort_key)
@@ -304,7 +313,7 @@ class GatherLayout:
             last = items[indices[-1]]
             nbytes = last.shard.kept_numel(rank) * last.compute_dtype.itemsize
             end = offsets_in_send[indices[-1]] + nbytes
-            return align(end) if is_mixed or has_owned else end
+            return align(end) if is_mixed or has_dealt else end
 
         def end_of_packed() -> int:
             end = end_in_send(packed)
@@ -322,7 +331,7 @@ class GatherLayout:
             indices = tuple(run)
             first = items[indices[0]]
             storage, compute = first.storage_dtype, first.compute_dtype
-            if first.shard.is_owned and not is_behind_even:
+            if first.shard.is_dealt and not is_behind_even:
                 gap = end_of_packed() - send_end  # the even part is as long on every rank
                 shard_end, send_end, is_behind_even = shard_end + gap, send_end + gap, True
             shard_start = shard_end = align(shard_end)
@@ -337,16 +346,26 @@ class GatherLayout:
 
         packed_nbytes = end_of_packed()
         gather_nbytes = max(packed_nbytes, end_in_send(sharded))
-        rooms = [0 if i.shard.stays_where_it_lands else full_nbytes(i, full_sizes) for i in items]
+        # where all dealt ones are owned, they may be used where they land
+        lands_in_full = has_dealt and all(
+            item.shard.owner is not None for item in items if item.shard.is_dealt
+        )
+        stay = {
+            i for i, one in enumerate(items) if one.shard.stays_where_it_lands and lands_in_full
+        }
+        rooms = [0 if i in stay else full_nbytes(one, full_sizes) for i, one in enumerate(items)]
         full_ends = [0, *itertools.accumulate(map(align, rooms))]
         full_offsets, full_end = full_ends[:-1], full_ends[-1]
         pieces: list[int] = []
-        landed: dict[int, int] = {}
-        if has_owned:
-            pieces, landed = _land(items, order, size, packed_nbytes, full_end)
-        for index, offset in landed.items():
-            if items[index].shard.stays_where_it_lands:
-                full_offsets[index] = offset
+        runs: list[Run] = []
+        landed: list[Landed] = []
+        if has_dealt:
+            dealt = [index for index in order if items[index].shard.is_dealt]
+            runs = runs_of([items[index].shard for index in dealt], size)
+            pieces, landed = _land(items, dealt, runs, packed_nbytes)
+        for one in landed:
+            if one.item in stay:
+                full_offsets[one.item] = full_end + one.start
         return GatherLayout(
             size=size,
             items=tuple(items),
@@ -360,13 +379,12 @@ class GatherLayout:
             send_nbytes=max(send_end, gather_nbytes),
             packed_nbytes=packed_nbytes,
             gather_nbytes=gather_nbytes,
-            full_nbytes=full_end + sum(pieces),
-            rank=rank if has_owned else 0,
+            full_nbytes=full_end + (sum(pieces) if lands_in_full else 0),
+            rank=rank if has_dealt else 0,
             pieces=tuple(pieces),
-            landing_start=full_end,
-            strided=tuple(
-                (i, at) for i, at in landed.items() if not items[i].shard.stays_where_it_lands
-            ),
+            landing_start=full_end if lands_in_full else None,
+            runs=tuple(runs),
+            copied=tuple(one for one in landed if one.item not in stay),
         )
 
     @staticmethod
@@ -415,6 +433,11 @@ class GatherLayout:
         return self.gather_nbytes // self.wire_dtype.itemsize
 
     @cached_property
+    def landing_numel(self) -> int:
+        """Elements in wire dtype of the pieces of all ranks."""
+        return sum(self.pieces) // self.wire_dtype.itemsize
+
+    @cached_property
     def is_one_cast(self) -> bool:
         """True if one kernel casts everything that is sent."""
         segments = self.segments
@@ -429,7 +452,7 @@ class GatherLayout:
 
     @cached_property
     def whole(self) -> Packed:
-        """What is sent where one collective carries everything; owned parameters not counted."""
+        """What is sent where one collective carries everything; dealt parameters not counted."""
         if not self.zero_copy:
             return self.packed
         even = [i for i in self.order if self.items[i].shard.is_even]
@@ -479,46 +502,37 @@ class GatherLayout:
         return item.shard.padded_numel * item.compute_dtype.itemsize
 
 
-def runs_of(owned: Sequence[int]) -> list[tuple[int, int]]:
-    """Return runs of ranks (the first, and how many) whose even parts lie one behind the other.
-
-    ``owned`` is what each rank owns. Who owns something is a run alone: of many ranks, few do.
-    """
-    runs: list[tuple[int, int]] = []
-    for rank, has in enumerate(owned):
-        if not has and runs and not owned[rank - 1]:
-            first, count = runs[-1]
-            runs[-1] = first, count + 1
+def runs_of(shards: Sequence[ShardLayout], size: int) -> list[Run]:
+    """Return the runs of ranks. See [Note: dealt parameters]."""
+    runs: list[Run] = []
+    last: list[int] | None = None
+    for rank in range(size):
+        rows = [shard.rows(rank) for shard in shards]
+        if rows == last:
+            runs[-1] = Run(runs[-1].first, runs[-1].ranks + 1)
         else:
-            runs.append((rank, 1))
+            runs.append(Run(rank, 1))
+        last = rows
     return runs
 
 
 def _land(
-    items: Sequence[GatherItem],
-    order: Sequence[int],
-    size: int,
-    even_nbytes: int,
-    start: int,
-) -> tuple[list[int], dict[int, int]]:
-    """Return the bytes of pieces that lie from ``start`` on, and where owned parameters do.
+    items: Sequence[GatherItem], dealt: Sequence[int], runs: Sequence[Run], even_nbytes: int
+) -> tuple[list[int], list[Landed]]:
+    """Return the bytes of each rank's piece, and where dealt parameters lie in all of them.
 
-    They lie in each piece as in its owner's send buffer.
+    In a piece they lie as in the send buffer of its rank.
     """
-    pieces = [even_nbytes] * size
-    within: dict[int, int] = {}
-    for index in order:
-        owner = items[index].shard.owner
-        if owner is not None:
-            within[index] = pieces[owner]
-            nbytes = items[index].shard.numel * items[index].compute_dtype.itemsize
-            pieces[owner] += align(nbytes)
-    starts = list(itertools.accumulate(pieces, initial=start))
-    landed = {}
-    for index, offset in within.items():
-        owner = items[index].shard.owner
-        assert owner is not None
-        landed[index] = starts[owner] + offset
+    pieces: list[int] = []
+    landed: list[Landed] = []
+    for run in runs:
+        start, end = sum(pieces), even_nbytes
+        for index in dealt:
+            kept = items[index].shard.kept_numel(run.first)
+            if kept:
+                landed.append(Landed(index, run, start + end))
+            end += align(kept * items[index].compute_dtype.itemsize)
+        pieces += [end] * run.ranks
     return pieces, landed
 
 
@@ -544,9 +558,9 @@ def full_nbytes(item: GatherItem, full_sizes: Sequence[int] = ()) -> int:
 class ReduceLayout:
     """The reduce-scatter of a group: the same, whatever took part.
 
-    It is the same on every rank, but for owned members: ``pieces`` are the elements that are
-    reduced for each rank, and the gradients that rank ``rank`` owns come before all others. See
-    [Note: owned parameters].
+    It is the same on every rank, but for dealt members: ``pieces`` are the elements that are
+    reduced for each rank, and what rank ``rank`` is dealt comes before all others. See
+    [Note: dealt parameters].
 
     The output is ``[numel]`` elements of ``dtype``: the shards of *zero-copy* members, each reduced
     by itself from its gradient, and from ``packed_start`` on what one more collective reduces from
@@ -569,7 +583,8 @@ class ReduceLayout:
     tail_gap: int  # elements before the tail that nobody uses: they fill the row up
     numel: int
     rank: int = 0
-    owned_numels: tuple[int, ...] = ()  # elements that each rank owns; (): nothing is owned
+    dealt_numels: tuple[int, ...] = ()  # elements that each rank is dealt; (): nothing is dealt
+    runs: tuple[Run, ...] = ()
 
     @staticmethod
     def plan(
@@ -589,11 +604,15 @@ class ReduceLayout:
         ``zero_copy``, and whose rows divide evenly, travel alone; None: none does.
         """
         sent_as = wire_dtype or dtype
-        has_owned = any(shard.is_owned for shard in shards)
-        if has_owned:  # one collective carries everything
+        dealt = [shard for shard in shards if shard.is_dealt]
+        if dealt:  # one collective carries everything
             zero_copy = None
-        unit = _owned_unit(dtype, sent_as)
-        owned_numels = [0] * size if has_owned else []
+        unit = _dealt_unit(dtype, sent_as)
+        runs = runs_of(dealt, size) if dealt else []
+        dealt_numels: list[int] = []
+        for run in runs:
+            kept = sum(align(shard.kept_numel(run.first), unit) for shard in dealt)
+            dealt_numels += [kept] * run.ranks
 
         alone = [
             position
@@ -605,15 +624,12 @@ class ReduceLayout:
             offsets[position] = end
             end += shards[position].padded_numel
         for position, shard in enumerate(shards):
-            if shard.owner is not None:
-                if shard.owner == rank:
-                    offsets[position] = owned_numels[rank]
-                owned_numels[shard.owner] += align(shard.numel, unit)
-        if has_owned:
-            end = owned_numels[rank]
+            if shard.is_dealt:
+                offsets[position] = end
+                end += align(shard.kept_numel(rank), unit)
         packed_start = end
         for position, shard in enumerate(shards):
-            if position in alone or shard.is_owned:
+            if position in alone or shard.is_dealt:
                 continue
             offsets[position] = end
             slotted[position] = shard.is_replicated and 1 < size <= MAX_SLOTTED_NUMEL // (
@@ -633,8 +649,9 @@ class ReduceLayout:
             tail_start=end,
             tail_gap=0,
             numel=end,
-            rank=rank if has_owned else 0,
-            owned_numels=tuple(owned_numels),
+            rank=rank if dealt else 0,
+            dealt_numels=tuple(dealt_numels),
+            runs=tuple(runs),
         )
         return layout.with_tail(tail_numel, row_nbytes)
 
@@ -651,24 +668,25 @@ class ReduceLayout:
         kept = self.shards[position].kept_numel(self.rank)
         return kept * (self.size if self.slotted[position] else 1)
 
-    def room_for(self, position: int) -> int:
-        """Elements that an owned member takes at its owner."""
-        return align(self.shards[position].numel, _owned_unit(self.dtype, self.wire_dtype))
+    def room_for(self, position: int, rank: int) -> int:
+        """Elements that a dealt member takes in what is reduced for a rank."""
+        kept = self.shards[position].kept_numel(rank)
+        return align(kept, _dealt_unit(self.dtype, self.wire_dtype))
 
     @cached_property
-    def owned(self) -> tuple[int, ...]:
-        """Positions of the owned members, in the order in which they lie at each owner."""
-        return tuple(p for p, shard in enumerate(self.shards) if shard.is_owned and shard.numel)
+    def dealt(self) -> tuple[int, ...]:
+        """Positions of the dealt members, in the order in which they lie on each rank."""
+        return tuple(p for p, shard in enumerate(self.shards) if shard.is_dealt and shard.numel)
 
     @cached_property
     def pieces(self) -> tuple[int, ...]:
         """Elements that are reduced for each rank; () if that is as much for every rank."""
-        return tuple(owned + self.packed_numel for owned in self.owned_numels)
+        return tuple(dealt + self.packed_numel for dealt in self.dealt_numels)
 
     @cached_property
     def packed(self) -> tuple[int, ...]:
         """Positions of the members that are packed, and have elements."""
-        positions = set(range(len(self.shards))) - set(self.zero_copy) - set(self.owned)
+        positions = set(range(len(self.shards))) - set(self.zero_copy) - set(self.dealt)
         return tuple(p for p in sorted(positions) if self.shards[p].padded_numel)
 
     @cached_property
@@ -695,6 +713,6 @@ class ReduceLayout:
         return numel * self.wire_dtype.itemsize
 
 
-def _owned_unit(dtype: torch.dtype, wire_dtype: torch.dtype) -> int:
-    """Elements that an owned gradient takes a multiple of, so that each begins aligned."""
+def _dealt_unit(dtype: torch.dtype, wire_dtype: torch.dtype) -> int:
+    """Elements that a dealt gradient takes a multiple of, so that each begins aligned."""
     return ALIGN_NBYTES // min(ALIGN_NBYTES, dtype.itemsize, wire_dtype.itemsize)

@@ -36,7 +36,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fsdp2._base import torch_compiler, torch_owned
+from fsdp2._base import torch_compiler, torch_dealt
 from fsdp2._base.errors import StateError, coded
 from fsdp2._param_group import registration
 from fsdp2._param_group.param import OwnerMark, is_forgotten, stand_in_of
@@ -63,7 +63,7 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     groups = optimizer.param_groups
     if may_hold:
         _tell_of_unreduced(optimizer)
-    if torch_owned.OwnedBy.was_made:
+    if torch_dealt.Dealt.was_made:
         _place_states(optimizer)
     if _looked_at.get(optimizer) == len(groups):
         return
@@ -96,8 +96,8 @@ def _place_states(optimizer: Optimizer) -> None:
         for param in group["params"]:
             if not isinstance(param, DTensor) or param not in table:
                 continue
-            if any(isinstance(t, torch_owned.OwnedTensor) for t in (param, *table[param].values())):
-                torch_owned.place_like(param, table[param])
+            if any(isinstance(t, torch_dealt.DealtTensor) for t in (param, *table[param].values())):
+                torch_dealt.place_like(param, table[param])
 
 
 def _tell_of_unreduced(optimizer: Optimizer) -> None:

@@ -18,7 +18,6 @@ from fsdp2._param_group.layout import (
     Packed,
     ShardLayout,
     contiguous_stride,
-    runs_of,
 )
 
 
@@ -94,34 +93,56 @@ def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -
     return targets
 
 
-def landings(full: Tensor, layout: GatherLayout) -> tuple[list[Tensor], list[Tensor]]:
-    """View where each rank's piece lands, and the even parts, in wire dtype.
+def landing_in(full: Tensor, layout: GatherLayout) -> Tensor | None:
+    """View where the pieces of all ranks land in the full buffer, flat, in wire dtype.
 
-    Even parts are ``[n, C]`` for each run of ``n`` ranks. None without owned parameters.
+    None if they do not land there.
     """
-    if not layout.pieces:
-        return [], []
+    if layout.landing_start is None:
+        return None
+    return typed(full, layout.landing_start, layout.landing_numel, layout.wire_dtype)
+
+
+def pieces_of(landing: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View where the piece of each rank lands."""
     itemsize = layout.wire_dtype.itemsize
-    landing = typed(full, layout.landing_start, sum(layout.pieces) // itemsize, layout.wire_dtype)
-    sizes = [nbytes // itemsize for nbytes in layout.pieces]
-    pieces, width = list(landing.split(sizes)), layout.packed_nbytes // itemsize
-    even = []
-    for first, count in runs_of([size - width for size in sizes]):
-        start = sum(sizes[:first])
-        even.append(landing[start : start + count * width].view(count, width))
-    return pieces, even
+    return list(landing.split([nbytes // itemsize for nbytes in layout.pieces]))
 
 
-def owned_targets(full: Tensor, layout: GatherLayout) -> list[tuple[Tensor, Tensor]]:
-    """View owned parameters that are copied once they are there: where to, and from where."""
-    pairs = []
-    for index, landed in layout.strided:
+def even_parts(landing: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View the even parts of what landed: ``[n, C]`` for each run of ``n`` ranks."""
+    itemsize = layout.wire_dtype.itemsize
+    width, start, parts = layout.packed_nbytes // itemsize, landing.storage_offset(), []
+    for first, count in layout.runs:
+        step = layout.pieces[first] // itemsize
+        parts.append(landing.as_strided((count, width), (step, 1), start))
+        start += count * step
+    return parts
+
+
+def dealt_sources(landing: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View what is copied of dealt parameters in what landed: ``[n, *shard]`` for each run."""
+    sources, flat = [], landing.view(torch.uint8)
+    for index, run, start in layout.copied:
         item = layout.items[index]
-        numel, shape = item.shard.numel, item.shard.shape
-        target = typed(full, layout.full_offsets[index], numel, item.compute_dtype)
-        source = typed(full, landed, numel, item.compute_dtype)
-        pairs.append((target.as_strided(shape, item.shard.stride), source.view(shape)))
-    return pairs
+        shape, step = item.shard.shard_shape(run.first), layout.pieces[run.first]
+        size = (run.ranks, math.prod(shape) * item.compute_dtype.itemsize)
+        rows = flat.as_strided(size, (step, 1), flat.storage_offset() + start)
+        sources.append(rows.view(item.compute_dtype).view(run.ranks, *shape))
+    return sources
+
+
+def dealt_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
+    """View where ``dealt_sources`` belong in the unsharded tensors."""
+    targets = []
+    for index, run, _ in layout.copied:
+        item, shard = layout.items[index], layout.items[index].shard
+        assert shard.dim is not None
+        flat = typed(full, layout.full_offsets[index], shard.numel, item.compute_dtype)
+        start, rows = shard.span(run.first)
+        part = flat.as_strided(shard.shape, shard.stride).narrow(shard.dim, start, run.ranks * rows)
+        targets.append(part.unflatten(shard.dim, (run.ranks, rows)).movedim(shard.dim, 0))
+    return targets
 
 
 def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list[Tensor]) -> None:

@@ -8,6 +8,7 @@ were named, keep their places. It must not know groups, states or collectives.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fsdp2._base import torch_dtensor, torch_owned, torch_spmd
+from fsdp2._base import torch_dealt, torch_dtensor, torch_spmd
 from fsdp2._base.errors import ConfigError, UnsupportedError
-from fsdp2._base.policy import Whole
+from fsdp2._base.policy import Aligned, Whole
+from fsdp2._base.rows import EVERYTHING, Deal, cuts_a_block
 from fsdp2._comm.mesh import OWN, SHARD, DataMesh, mesh_of
+from fsdp2._param_group.deals import Claim
 from fsdp2._param_group.layout import ShardLayout, dense_stride
-from fsdp2._param_group.ownership import Claim
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class ParamPlacement:
         return (
             isinstance(tensor, DTensor)
             and tensor.device_mesh == mesh
-            and torch_owned.are_same(tensor.placements, placements)
+            and torch_dealt.are_same(tensor.placements, placements)
             and tuple(tensor.shape) == self.global_shape
         )
 
@@ -111,11 +113,11 @@ class ParamPlacement:
 
 
 def place(
-    param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None, owner: int | None = None
+    param: torch.Tensor, fqn: str, data: DataMesh, dim: int | None, deal: Deal | None = None
 ) -> ParamPlacement:
     """Place a parameter over the shard axis of ``data`` along ``dim`` (None replicates it).
 
-    An ``owner`` has all rows.
+    ``deal``: the rows of each rank, if they are no chunks.
 
     Raises:
         ConfigError: the parameter's own mesh or placements do not go with the data mesh.
@@ -123,13 +125,13 @@ def place(
     named = () if data.dims is None else (*data.dims.shard_names, *data.dims.replicate_names)
     annotation = torch_spmd.annotation_of(param, fqn, data.full, named)
     if annotation is not None or isinstance(param, DTensor):
-        return _place(param, fqn, data, dim, owner, annotation)
+        return _place(param, fqn, data, dim, deal, annotation)
     # the placement keeps its mesh alive, so that no other has the id while it is known
     axes = id(data.mesh), data.roles, data.shard.size
-    key = (*axes, tuple(param.shape), param.stride(), dim, owner)
+    key = (*axes, tuple(param.shape), param.stride(), dim, deal)
     placement = _plain.get(key)
     if placement is None:
-        placement = _plain[key] = _place(param, fqn, data, dim, owner, None)
+        placement = _plain[key] = _place(param, fqn, data, dim, deal, None)
     return placement
 
 
@@ -142,7 +144,7 @@ def _place(
     fqn: str,
     data: DataMesh,
     dim: int | None,
-    owner: int | None,
+    deal: Deal | None,
     annotation: torch_spmd.Annotation | None,
 ) -> ParamPlacement:
     if annotation is not None:
@@ -153,7 +155,7 @@ def _place(
         dim = 0 if local.dim() else None  # all rows, in the layout that costs least
     # of the whole parameter: tensor-parallel ranks may have none of it, and agree all the same
     if SHARD not in own.roles or data.shard.size == 1 or not param.numel():
-        owner = None
+        deal = None
     rest = iter(own.placements)
     placements = [next(rest) if role == OWN else Replicate() for role in own.roles]
     if SHARD in own.roles and dim is not None:
@@ -163,10 +165,17 @@ def _place(
             if torch_dtensor.shards_dim(placements[right], dim):
                 factor *= own.mesh.size(right)
         placements[axis] = Shard(dim) if factor == 1 else torch_dtensor.strided_shard(dim, factor)
-        if owner is not None:
-            placements[axis] = torch_owned.OwnedBy(owner)
+        if deal is not None:
+            is_divided = any(torch_dtensor.shards_dim(p, dim) for p in own.placements)
+            if deal.owner is None and is_divided:
+                raise ConfigError(
+                    "FS213",
+                    f"{fqn}: {deal.asked_by}, and its dim {dim} is divided by tensor parallelism "
+                    f"too ({own.placements}). Align another dim, or return Shard({dim}).",
+                )
+            placements[axis] = torch_dealt.Dealt(dim, deal)
     shape, stride = tuple(local.shape), dense_stride(local.shape, local.stride())
-    layout = ShardLayout(shape, stride, dim, data.shard.size, owner)
+    layout = ShardLayout(shape, stride, dim, data.shard.size, deal)
     stride = stride if spec is None else tuple(param.stride())
     return ParamPlacement(
         layout,
@@ -245,41 +254,63 @@ def shrink(placement: ParamPlacement, smaller: DataMesh) -> ParamPlacement:
 def shard_dim(choice: object, param: torch.Tensor, fqn: str) -> int | None:
     """Read what ``shard_placement_fn`` returned: a dim, or None to replicate.
 
-    ``Whole()`` is dim 0, of which one rank has all rows.
+    ``Whole()``, and what is aligned by elements, is dim 0.
 
     Raises:
-        ConfigError: not None, ``Shard``, ``Replicate`` or ``Whole``; a dim out of range; a dim of a
-            scalar.
+        ConfigError: nothing that it may return; a dim out of range; a dim of a scalar.
     """
     if isinstance(choice, Replicate):
         return None
-    if choice is None or isinstance(choice, Whole):
+    is_by_elements = isinstance(choice, Aligned) and choice.dim is None
+    if choice is None or isinstance(choice, Whole) or is_by_elements:
         return 0 if param.dim() else None
-    if not isinstance(choice, Shard):
+    if not isinstance(choice, Shard | Aligned):
         raise ConfigError(
             "FS213",
-            f"{fqn}: shard_placement_fn returned {choice!r}. Return None, Shard(dim), Replicate() "
-            "or Whole().",
+            f"{fqn}: shard_placement_fn returned {choice!r}. Return None, Shard(dim), Replicate(), "
+            "Whole() or Aligned(dim, multiple_of=...).",
         )
+    assert choice.dim is not None
     if not -param.dim() <= choice.dim < param.dim():
         raise ConfigError(
             "FS213",
-            f"{fqn}: shard_placement_fn returned Shard({choice.dim}) for a parameter of "
-            f"{param.dim()} dims with shape {tuple(param.shape)}. Return a dim in range, or "
-            "Replicate() to keep the parameter whole.",
+            f"{fqn}: shard_placement_fn returned {type(choice).__name__}({choice.dim}) for a "
+            f"parameter of {param.dim()} dims with shape {tuple(param.shape)}. Return a dim in "
+            "range, or Replicate() to keep the parameter whole.",
         )
     return choice.dim % param.dim()
 
 
-def claim_of(choice: Whole, param: torch.Tensor, fqn: str, data: DataMesh) -> Claim | None:
-    """Return what is to lie whole on one rank; None: it is a scalar, or there is one rank only.
+def claim_of(
+    choice: object, param: torch.Tensor, dim: int | None, fqn: str, data: DataMesh
+) -> Claim | None:
+    """Return which blocks are to be dealt to ranks; None: rows lie in chunks.
+
+    So do those of an aligned parameter of which no chunk ends inside a block.
 
     Raises:
         ConfigError: the user names a rank that the axis does not have.
         UnsupportedError: this torch cannot hold such a tensor.
     """
-    if not param.dim() or data.shard.size == 1:
+    is_asked = isinstance(choice, Whole | Aligned)
+    if not is_asked or dim is None or data.shard.size == 1 or not param.numel():
         return None
+    claim: Claim
+    if isinstance(choice, Whole):
+        claim = _whole_claim(choice, param, fqn, data)
+    else:
+        assert isinstance(choice, Aligned)
+        length, block, least = param.shape[dim], choice.multiple_of, choice.at_least
+        if choice.dim is None:  # rows that have whole blocks of elements
+            row = _row_numel(param)
+            block, least = block // math.gcd(block, row), -(-least // row)
+        if not cuts_a_block(length, data.shard.size, block, least):
+            return None
+        is_long = least > 1  # a block is long enough by itself
+        block *= -(-least // block)
+        if block >= length or (is_long and 2 * block > length):
+            block, is_long = EVERYTHING, False
+        claim = Claim(tuple(param.shape), param.dtype.itemsize, dim, block, is_long=is_long)
     if not torch_dtensor.asks_subclasses():
         raise UnsupportedError(
             "FS233",
@@ -287,6 +318,19 @@ def claim_of(choice: Whole, param: torch.Tensor, fqn: str, data: DataMesh) -> Cl
             "cannot hold: it computes with a DTensor of ours as if it lay in equal chunks. Use "
             "torch 2.12 or later, or return Shard(0).",
         )
+    return claim
+
+
+def _row_numel(param: torch.Tensor) -> int:
+    """Return the elements of a row as a rank has it; 1 if tensor-parallel ranks differ in that."""
+    numel, parts = math.prod(param.shape[1:]), 1
+    if isinstance(param, DTensor):
+        for axis, placement in enumerate(param.placements):
+            parts *= 1 if placement.is_replicate() else param.device_mesh.size(axis)
+    return 1 if numel % parts else numel // parts
+
+
+def _whole_claim(choice: Whole, param: torch.Tensor, fqn: str, data: DataMesh) -> Claim:
     owner = choice.owner
     if owner is not None and (type(owner) is not int or not 0 <= owner < data.shard.size):
         raise ConfigError(
@@ -294,7 +338,7 @@ def claim_of(choice: Whole, param: torch.Tensor, fqn: str, data: DataMesh) -> Cl
             f"{fqn}: shard_placement_fn returned {choice!r}, and the mesh has {data.shard.size} "
             f"ranks to shard over. Name one of 0 to {data.shard.size - 1}, or none.",
         )
-    return Claim(tuple(param.shape), param.dtype.itemsize, owner)
+    return Claim(tuple(param.shape), param.dtype.itemsize, 0, EVERYTHING, owner)
 
 
 def shard_mesh(choice: Any, fqn: str, data: DataMesh) -> tuple[object, DataMesh]:

@@ -35,9 +35,9 @@ from fsdp2._param_group.adoption import Source, own_rows
 from fsdp2._param_group.buffers import FullBuffer, PostForward, ShardBuffer
 from fsdp2._param_group.extension import (
     ExtensionTail,
+    dealt_refused,
     has_extension,
     is_extended,
-    owned_refused,
     smaller_mesh_refused,
 )
 from fsdp2._param_group.layout import GatherItem, GatherLayout
@@ -130,8 +130,8 @@ class Buffers:
             others,
             None if stamp is None else stamp.numel,
             wire.zero_copy,
-            # without owned parameters the plan of every rank is the same, and is kept once
-            self._data.shard.rank if any(item.shard.is_owned for item in items) else 0,
+            # without dealt parameters the plan of every rank is the same, and is kept once
+            self._data.shard.rank if any(item.shard.is_dealt for item in items) else 0,
         )
         if self.home is None or not layout.has_full_of(self.home.layout):
             self.full = self.post_forward.buffer = None
@@ -169,15 +169,17 @@ class Buffers:
         """
         extended = [is_extended(p, s) for p, s in zip(self._params, shards, strict=True)]
         some_extended = [p for p, is_so in zip(self._params, extended, strict=True) if is_so]
-        owned = [p for p in self._params if p.placement.layout.is_owned]
+        dealt = [p for p in self._params if p.placement.layout.is_dealt]
         if self.post_forward.mesh is not None:
-            refuse_smaller([*some_extended, *owned])
-        if some_extended and owned:
+            refuse_smaller([*some_extended, *dealt])
+        if some_extended and dealt:
+            deal = dealt[0].placement.layout.deal
+            assert deal is not None
             raise ConfigError(
                 "FS510",
-                f"{some_extended[0].fqn}: has an all-gather extension, and {owned[0].fqn}, of the "
-                "same group, lies whole on one rank (fsdp2.Whole). Let shard_placement_fn return "
-                "Shard(0) or None for that one, or give the two units of their own.",
+                f"{some_extended[0].fqn}: has an all-gather extension, and {dealt[0].fqn}, of the "
+                f"same group, {deal.asked_by}. Let shard_placement_fn return Shard(0) or None for "
+                "that one, or give the two units of their own.",
             )
         for param, shard, is_so in zip(self._params, shards, extended, strict=True):
             if is_so and not param.is_extended and shard is param.local:
@@ -309,11 +311,11 @@ class Buffers:
 
 
 def refuse_smaller(params: Sequence[FSDPParam]) -> None:
-    """Raise ConfigError for parameters, extended or owned, that cannot wait on a smaller mesh."""
+    """Raise ConfigError for parameters, extended or dealt, that cannot wait on a smaller mesh."""
     if params:
-        first = params[0]
-        why = owned_refused if first.placement.layout.is_owned else smaller_mesh_refused
-        raise ConfigError("FS211", why(first.fqn))
+        fqn, deal = params[0].fqn, params[0].placement.layout.deal
+        why = smaller_mesh_refused(fqn) if deal is None else dealt_refused(fqn, deal)
+        raise ConfigError("FS211", why)
 
 
 @functools.lru_cache(maxsize=64)  # the blocks of a model are alike

@@ -267,12 +267,8 @@ def _describe(
         places.append(axes.index(ranks))
     shards = info.shards
     numels = [math.prod(shard.shape) for shard in shards]
-    exact = sum(
-        n * shard.dtype.itemsize
-        for n, shard in zip(numels, shards, strict=True)
-        if shard.dim is not None and shard.owner is None
-    )
-    even = [shard for shard in shards if shard.dim is not None and shard.owner is None]
+    even = [s for s in shards if s.dim is not None and s.owner is None and s.block is None]
+    exact = sum(math.prod(shard.shape) * shard.dtype.itemsize for shard in even)
     padded = sum(shard.nbytes for shard in even) * info.shard_size
     return {
         "name": name,

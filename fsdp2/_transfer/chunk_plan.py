@@ -4,12 +4,12 @@ Owns the arithmetic of blocks and the plan of a stream of tensors in bounded mem
 It must not know tensors, meshes or process groups.
 
 [Note: chunks]
-Ranks cut a tensor dim by dim, so what a rank holds is a *block*: a range on every dim. The first
-place of each axis, or the owner on it, holds the largest one. A *chunk* is a range of a block,
-counted from the block's own start, so that all ranks send equal parts at a time; where a rank's
-block is shorter, its part of the chunk is smaller or empty. A *bucket* is the chunks that travel in
-one collective, each at the same offset of every rank's buffer; a *batch* is the buckets that are in
-memory at a time. Of an axis on which one rank owns everything, that rank alone sends.
+Ranks cut a tensor dim by dim, so what a rank holds is a *block*: a range on every dim. A *chunk* is
+a range of the largest one, counted from the start of each rank's own, so that all ranks send equal
+parts at a time; where a rank's block is shorter, its part of the chunk is smaller or empty. A
+*bucket* is the chunks that travel in one collective, each at the same offset of every rank's
+buffer; a *batch* is the buckets that are in memory at a time. Of an axis on which one rank owns
+everything, that rank alone sends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from fsdp2._param_group.layout import align, rows_of
+from fsdp2._base.rows import Deal, most_rows, rows_of
+from fsdp2._param_group.layout import align
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,16 @@ class Region:
 
 
 class CutOf(NamedTuple):
-    """A dim that ranks of an axis divide: in chunks (see ``chunk_of``), or ``owner`` has it all."""
+    """A dim that ranks of an axis divide: in chunks (see ``chunk_of``), or as they are dealt it."""
 
     axis: int
     dim: int
-    owner: int | None = None
+    deal: Deal | None = None
+
+    @property
+    def owner(self) -> int | None:
+        """The rank of the axis that has everything; None: it is divided."""
+        return None if self.deal is None else self.deal.owner
 
 
 Owners = tuple[tuple[int, int], ...]
@@ -85,18 +91,18 @@ class Blocks:
     def block(self, place: Sequence[int]) -> Region:
         """Return what the rank at ``place`` (a coordinate for each axis) holds."""
         starts, sizes = [0] * len(self.shape), list(self.shape)
-        for axis, dim, owner in self.cuts:
-            first, sizes[dim] = rows_of(sizes[dim], self.counts[axis], place[axis], owner)
+        for axis, dim, deal in self.cuts:
+            first, sizes[dim] = rows_of(sizes[dim], self.counts[axis], place[axis], deal)
             starts[dim] += first
         return Region(tuple(starts), tuple(sizes))
 
     @cached_property
     def largest(self) -> tuple[int, ...]:
         """Sizes of the largest block."""
-        place = [0] * len(self.counts)
-        for cut in self.cuts:
-            place[cut.axis] = cut.owner or 0
-        return self.block(place).sizes
+        sizes = list(self.shape)
+        for axis, dim, deal in self.cuts:
+            sizes[dim] = most_rows(sizes[dim], self.counts[axis], deal)
+        return tuple(sizes)
 
     def places(self) -> list[tuple[int, ...]]:
         """Return the places that hold different elements, the last axis fastest."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_comm, torch_dtensor, torch_owned
+from fsdp2._base import torch_comm, torch_dealt, torch_dtensor
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.interrupts import kept_interrupts, take_interrupt
 from fsdp2._comm.mesh import MeshAxis
@@ -203,7 +203,7 @@ def blocks_of(name: str, tensor: DTensor) -> Blocks:
             )
         for dim in range(tensor.dim()):
             if torch_dtensor.shards_dim(placement, dim):
-                cut = CutOf(axis, dim, torch_owned.owner_in(placement))
+                cut = CutOf(axis, dim, torch_dealt.deal_in(placement))
                 (strided if torch_dtensor.is_strided(placement) else plain).append(cut)
     mesh = tensor.device_mesh
     counts = tuple(mesh.size(axis) for axis in range(mesh.ndim))

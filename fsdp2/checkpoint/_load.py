@@ -258,13 +258,16 @@ def _optimizer_rooms(
     """Return the optimizer's state under names with placed and empty tensors for those on meta."""
     params = named_parameters(model)
     now, numbers = optimizer.state, numbers_of(optimizer)
+    in_blocks = getattr(optimizer, "block_state_room", None)  # of optim.local
     helds: list[LocalShard] = []
 
     def make_room(name: str, key: str, value: Tensor) -> Tensor:
         if not value.is_meta:
             return value
         current = now.get(params[name], {}).get(key)
-        made = state_like(params[name], current, value, key in numbers)
+        made = in_blocks(params[name], key, tuple(value.shape)) if in_blocks is not None else None
+        if made is None:
+            made = state_like(params[name], current, value, key in numbers)
         helds.append(grids.hold(f"{name}.{key}", made))
         return made
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._api.settings import refuse_during_step, units_in
-from fsdp2._base import torch_owned, torch_tensors
+from fsdp2._base import torch_dealt, torch_tensors
 from fsdp2._base.arguments import (
     check_dtype,
     check_flag,
@@ -263,9 +263,9 @@ def _placed_alike(value: Tensor, average: Tensor) -> Tensor:
     mesh, placements = average.device_mesh, average.placements
     if isinstance(value, DTensor):
         if value.device_mesh == mesh:
-            return torch_owned.redistribute(value, mesh, placements)
+            return torch_dealt.redistribute(value, mesh, placements)
         value = value.full_tensor()
-    return torch_owned.distribute(value, mesh, placements)
+    return torch_dealt.distribute(value, mesh, placements)
 
 
 def _is_averaged(value: Tensor) -> bool:

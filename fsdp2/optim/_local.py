@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,12 +19,14 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_compiler, torch_dtensor, torch_owned
+from fsdp2._base import torch_compiler, torch_dealt, torch_dtensor
 from fsdp2._base.arguments import check_flag, check_function, translated, wrong_type
 from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
 from fsdp2._comm.process_mesh import carrying, named
+from fsdp2._param_group.param import OwnerMark
+from fsdp2.optim._blocks import Probe, StatesInBlocks, is_apart, is_tensor
 from fsdp2.optim._fused import VARIANTS, FusedAdam
-from fsdp2.optim._runs import Granule, StepPlan, Table
+from fsdp2.optim._runs import Granule, State, StepPlan, Table
 from fsdp2.optim._zero import zero_gradients
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -89,9 +91,12 @@ def local(
             element from that element's parameter, gradient and states alone, and keep nothing
             about parameters between steps but its states. Its first step runs parameter by
             parameter; if it keeps states in the parameter's shape or 0-dim, and in plain tensors,
-            neighbours step as one from then on. Other states (scales of blocks of an 8-bit
-            optimizer) belong to this rank's shards: ``state_dict()`` refuses them, and
-            ``local_state_dict()`` or ``fsdp2.checkpoint.local_state`` is how to save them.
+            neighbours step as one from then on. Other states (codes and scales of the blocks of
+            an 8-bit optimizer) are those of the whole parameter if no shard divides a block, by
+            ``fsdp2.Aligned(None, multiple_of=256, at_least=4096)``; to say what they are, the
+            class steps once on zeros of a shard's shape. Where a shard divides a block they belong
+            to this rank's shards: ``state_dict()`` refuses them, and ``local_state_dict()`` or
+            ``fsdp2.checkpoint.local_state`` is how to save them.
         kwargs: the arguments of ``cls``.
 
     Raises:
@@ -284,18 +289,30 @@ class LocalOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return what the plain optimizer's ``state_dict`` returns, with DTensors.
 
+        States in blocks are the plain tensors that they are made of, each of the whole parameter.
+        See [Note: states in blocks] in ``_blocks``.
+
         Raises:
             UnsupportedError: a state belongs to this rank's shards and says nothing on others.
         """
-        for param, entry in self.state.items():
-            if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+        state = self.local_state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in enumerate(params):
+            entry = self.state.get(param)
+            if not entry or not isinstance(param, DTensor) or param.device_mesh.size() == 1:
+                continue
+            if is_apart(entry, param):  # it was loaded, and there was no step
+                state["state"][number] = dict(entry)
                 continue
             odd = [
-                key
-                for key, value in entry.items()
-                if isinstance(value, Tensor) and value.dim() and not isinstance(value, DTensor)
+                key for key, value in entry.items() if is_tensor(value) and not _has_parts(value)
             ]
-            if odd:
+            if not odd and torch_dtensor.local_tensor(param).numel():
+                continue
+            blocks = self._blocks_of(param)
+            if blocks is not None:
+                state["state"][number] = blocks.apart(entry)
+            elif odd:
                 raise UnsupportedError(
                     "FS704",
                     f"fsdp2.optim.local({self._plain_class.__name__}).state_dict: "
@@ -305,7 +322,65 @@ class LocalOptimizer:
                     "checkpoint would give them to other ranks. Save "
                     "fsdp2.checkpoint.local_state(model, optimizer) on each rank.",
                 )
-        return self.local_state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Do what the plain optimizer's ``load_state_dict`` does, also with states in blocks.
+
+        These keep their dtypes: classes cast what they load to that of the parameter.
+        """
+        ids = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
+        own = itertools.chain(*(group["params"] for group in self.param_groups))
+        reduced, in_blocks = dict(state_dict["state"]), dict[Tensor, State]()
+        for key, param in zip(ids, own, strict=False):  # the class says what does not fit
+            entry = reduced.get(key)
+            if isinstance(entry, dict) and is_apart(entry, param):
+                in_blocks[param] = {k: v for k, v in entry.items() if is_tensor(v)}
+                reduced[key] = {k: v for k, v in entry.items() if not is_tensor(v)}
+        load = cast(Any, super()).load_state_dict
+        load({**state_dict, "state": reduced}, *args, **kwargs)
+        for param, parts in in_blocks.items():
+            self._table[param].update(parts)
+
+    def block_state_room(self, param: Tensor, key: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Return room for a part of a state in blocks that is loaded; None: it is another one."""
+        if self._plain_class in ELEMENTWISE or not isinstance(param, DTensor):
+            return None
+        if param.device_mesh.size() == 1 or (shape == tuple(param.shape) and "." not in key):
+            return None
+        blocks = self._blocks_of(param)
+        if blocks is None or key not in blocks.parts:
+            return None
+        room = blocks.placed(key, None)
+        return room if tuple(room.shape) == shape else None
+
+    def _blocks_of(self, param: DTensor) -> StatesInBlocks | None:
+        """Return what the class keeps in blocks for a parameter; None: nothing."""
+        if self._plain_class in ELEMENTWISE:
+            return None
+        return StatesInBlocks.of(_name_of(param), param, self._probe_for(param))
+
+    def _probe_for(self, param: Tensor) -> Probe:
+        """Return what makes states of a shape as the class makes them for a parameter."""
+        groups = self.param_groups
+        index = next(i for i, g in enumerate(groups) if any(p is param for p in g["params"]))
+
+        def probe(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> State:
+            leaf = torch.zeros(tuple(shape), dtype=dtype, device=device)
+            leaf.grad = torch.zeros_like(leaf)
+            own = [{**group, "params": []} for group in groups]
+            own[index]["params"] = [leaf]
+            inside: Table = defaultdict(dict)
+            step = plain_step(self._plain_class)
+            self._inside, self.param_groups = inside, own
+            try:
+                with torch.compiler.set_stance("force_eager"), torch.no_grad():
+                    step(self)
+            finally:
+                self._inside, self.param_groups = None, groups
+            return inside[leaf]
+
+        return probe
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return ``state_dict()`` with what is this rank's own, which loads on this rank only."""
@@ -391,8 +466,15 @@ class LocalOptimizer:
         with named("step of an optimizer: a state placed otherwise"), carrying():
             for group in groups:
                 for param in group["params"]:
-                    if isinstance(param, DTensor) and param in self._table:
-                        torch_owned.place_like(param, self._table[param])
+                    if not isinstance(param, DTensor) or param not in self._table:
+                        continue
+                    if is_apart(self._table[param], param):
+                        blocks = self._blocks_of(param)
+                        if blocks is not None:
+                            probe = self._probe_for(param)
+                            self._table[param] = blocks.together(self._table[param], probe)
+                            continue
+                    torch_dealt.place_like(param, self._table[param])
 
     def _step_inside(self, plans: list[StepPlan], groups: Groups) -> None:
         """Run the class's own step with local tensors in the place of parameters."""
@@ -471,6 +553,16 @@ def _laid_like(tensor: Tensor, grad: Tensor) -> Tensor:
     if grad.stride() == tensor.stride():
         return grad
     return torch.empty_like(tensor, dtype=grad.dtype).copy_(grad)
+
+
+def _has_parts(value: Any) -> bool:
+    """True for a DTensor of plain numbers, which any rank can have a part of."""
+    return isinstance(value, DTensor) and type(torch_dtensor.local_tensor(value)) is Tensor
+
+
+def _name_of(param: Tensor) -> str:
+    owner = OwnerMark.owner_of(param)
+    return "a parameter" if owner is None else owner.fqn
 
 
 def _never(tensor: Tensor) -> int:

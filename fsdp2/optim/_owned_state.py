@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_dtensor, torch_owned, torch_tensors
+from fsdp2._base import torch_dealt, torch_dtensor, torch_tensors
 from fsdp2._base.containers import map_tensors
-from fsdp2._param_group.layout import dense_stride, rows_of
+from fsdp2._base.rows import rows_of
+from fsdp2._param_group.layout import dense_stride
 from fsdp2._param_group.param import OwnerMark, own_attributes
 from fsdp2._transfer.crew import Crew, part_of, stream
 from fsdp2._transfer.owners import Cargo
@@ -382,9 +383,10 @@ def room_for_state(
         placements, count = [Replicate()] * mesh.ndim, shape[0]
         for axis, placement in enumerate(param.placements):
             if not placement.is_replicate():
-                owner = torch_owned.owner_in(placement)
-                placements[axis] = Shard(0) if owner is None else placement
-                _, count = rows_of(count, mesh.size(axis), mesh.get_local_rank(axis), owner)
+                is_by_rows = torch_dtensor.shards_dim(placement, 0)
+                deal = torch_dealt.deal_in(placement) if is_by_rows else None
+                placements[axis] = Shard(0) if deal is None else placement
+                _, count = rows_of(count, mesh.size(axis), mesh.get_local_rank(axis), deal)
                 break
         sizes = (count, *shape[1:])
     spec = torch_dtensor.make_spec(mesh, placements, shape, stride, dtype)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base import torch_dtensor
 from fsdp2._base.arguments import check_count, check_function, wrong_type, wrong_value
 from fsdp2._comm.process_mesh import operation
-from fsdp2._param_group.ownership import newton_schulz_flops
+from fsdp2._param_group.deals import newton_schulz_flops
 from fsdp2._transfer.chunk_plan import Blocks, CutOf
 from fsdp2._transfer.crew import Crew, part_of, stream
 from fsdp2._transfer.owners import Cargo, Cut, assign

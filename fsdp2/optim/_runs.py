@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base import torch_dtensor, torch_owned
+from fsdp2._base import torch_dealt, torch_dtensor
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._param_group import packing
 from fsdp2._param_group.param import OwnerMark, Span
@@ -52,11 +52,11 @@ def placed_part(param: Tensor, value: Tensor, what: str) -> Tensor:
     if (
         isinstance(value, DTensor)
         and isinstance(param, DTensor)
-        and not torch_owned.are_same(value.placements, param.placements)
+        and not torch_dealt.are_same(value.placements, param.placements)
     ):
         with named(what), carrying():
-            value = torch_owned.redistribute(value, value.device_mesh, param.placements)
-    torch_owned.adopt(value)
+            value = torch_dealt.redistribute(value, value.device_mesh, param.placements)
+    torch_dealt.adopt(value)
     return torch_dtensor.local_part(value)
 
 

@@ -25,7 +25,7 @@ from fsdp2._base.arguments import (
     wrong_value,
 )
 from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
-from fsdp2._param_group.ownership import newton_schulz_flops
+from fsdp2._param_group.deals import newton_schulz_flops
 from fsdp2.optim._local import ELEMENTWISE, local, needs_closure
 from fsdp2.optim._options import options_of
 from fsdp2.optim._owned_step import WHO, How, WholeOptimizer, step_together

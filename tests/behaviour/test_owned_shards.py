@@ -33,7 +33,7 @@ import fsdp2
 from fsdp2 import ConfigError, UnsupportedError
 from fsdp2._base import torch_dtensor
 from fsdp2._comm.wire import DefaultAllGather
-from fsdp2._param_group.ownership import start_anew
+from fsdp2._param_group.deals import start_anew
 from fsdp2.optim import EMA
 from tests._models import CASES, loss_of, seeded
 from tests._parity import (
@@ -481,7 +481,7 @@ def test_what_is_not_for_owned_parameters_is_told() -> None:
         model.set_custom_all_gather(DefaultAllGather())
     with pytest.raises(ConfigError, match="weight lies whole on one rank"):
         fsdp2.register_comm_hook(model, fsdp2.Compress(torch.bfloat16))
-    with pytest.raises(UnsupportedError, match="one rank has a parameter whole"):
+    with pytest.raises(UnsupportedError, match="parameter weight lies whole on one rank"):
         fsdp2.compile(model)
     weight = next(p for p in model.parameters() if owner_of(p) is not None)
     with pytest.raises(UnsupportedError, match="of which there is no such view"):

@@ -1,4 +1,4 @@
-"""Promise: what ranks of owned parameters send in pieces, joined by hand, is what was there."""
+"""Promise: what ranks of dealt parameters send in pieces, joined by hand, is what was there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fsdp2._base.rows import EVERYTHING, Deal, rows_of
 from fsdp2._param_group import gradient_packing, packing
+from fsdp2._param_group.deals import (
+    Claim,
+    Loads,
+    deal_blocks,
+    newton_schulz_flops,
+)
 from fsdp2._param_group.layout import (
     ALIGN_NBYTES,
     GatherItem,
@@ -19,12 +26,6 @@ from fsdp2._param_group.layout import (
     ShardLayout,
     align,
 )
-from fsdp2._param_group.ownership import (
-    Claim,
-    Loads,
-    choose_owners,
-    newton_schulz_flops,
-)
 from tests.unit._loopback import same_bits
 from tests.unit._strategies import Spec, specs, whole_numbers
 
@@ -32,18 +33,21 @@ CPU = torch.device("cpu")
 
 
 @st.composite
-def owned_groups(
+def dealt_groups(
     draw: st.DrawFn, *, differentiable: bool = False
 ) -> tuple[int, list[Spec], list[ShardLayout]]:
-    """Draw ranks, parameters, and how they lie: at least one of them whole on some rank."""
+    """Draw ranks, parameters, and how they lie: some in blocks, or whole on one rank."""
     size = draw(st.integers(2, 5))
     group = draw(st.lists(specs(differentiable=differentiable), min_size=1, max_size=5))
+    only_owned = draw(st.booleans())
     shards = []
     for spec in group:
         shard = spec.over(size)
         if shard.numel and shard.shape and draw(st.integers(0, 2)):
-            owner = draw(st.integers(0, size - 1))
-            shard = dataclasses.replace(shard, dim=0, owner=owner)
+            block = EVERYTHING if only_owned else draw(st.sampled_from([1, 2, 3, EVERYTHING]))
+            dim = 0 if block == EVERYTHING else draw(st.integers(0, len(shard.shape) - 1))
+            deal = Deal(block, draw(st.integers(0, size - 1)))
+            shard = dataclasses.replace(shard, dim=dim, deal=deal)
         shards.append(shard)
     return size, group, shards
 
@@ -58,13 +62,13 @@ def layouts_of(
     return [GatherLayout.plan_with_tail(items, size, tail, rank=rank) for rank in range(size)]
 
 
-@given(owned_groups(), st.integers(0, 40), st.integers(0, 99))
+@given(dealt_groups(), st.integers(0, 40), st.integers(0, 99))
 def test_gathered_parameters_are_the_original_ones(
     drawn: tuple[int, list[Spec], list[ShardLayout]], tail: int, seed: int
 ) -> None:
     """Each rank sends its piece, and gets all of them: bits, dtypes and strides are as they were.
 
-    A piece is the even part and what its rank owns: it is padded to no other rank's.
+    A piece is the even part and what its rank is dealt: it is padded to no other rank's.
     """
     size, group, shards = drawn
     layouts = layouts_of(size, group, shards, tail)
@@ -83,9 +87,13 @@ def test_gathered_parameters_are_the_original_ones(
         else:
             send = shard_buffer
         sent.append(send)
-        owned = [s.numel * g.compute_dtype.itemsize for g, s in zip(group, shards, strict=True)
-                 if s.owner == rank]  # fmt: skip
-        assert layout.pieces[rank] == layout.packed_nbytes + sum(map(align, owned))
+        dealt = [
+            wholes[index].narrow(shard.dim or 0, *shard.span(rank)).numel()
+            * spec.compute_dtype.itemsize
+            for index, (spec, shard) in enumerate(zip(group, shards, strict=True))
+            if shard.deal is not None
+        ]
+        assert layout.pieces[rank] == layout.packed_nbytes + sum(map(align, dealt))
         assert layout.pieces[rank] == layout.gather_nbytes
         assert layout.pieces == layouts[0].pieces
         assert layout.full_offsets == layouts[0].full_offsets
@@ -94,13 +102,19 @@ def test_gathered_parameters_are_the_original_ones(
     for rank in (0, size - 1):
         layout = layouts[rank]
         full = torch.full((layout.full_nbytes,), 0xA5, dtype=torch.uint8)
-        landings, even = packing.landings(full, layout)
-        for landing, send in zip(landings, sent, strict=True):
-            landing.view(torch.uint8).copy_(send[: landing.nbytes])
+        landing = packing.landing_in(full, layout)
+        are_owned = all(s.deal is None or s.deal.owner is not None for s in shards)
+        assert (landing is not None) == are_owned
+        if landing is None:
+            landing = torch.empty(layout.landing_numel, dtype=layout.wire_dtype)
+        for piece, send in zip(packing.pieces_of(landing, layout), sent, strict=True):
+            piece.view(torch.uint8).copy_(send[: piece.nbytes])
         targets = packing.gather_targets(full, layout, layout.whole.order)
         if targets:
-            packing.unpack(torch.cat(even), layout, layout.whole, targets)
-        for target, source in packing.owned_targets(full, layout):
+            even = torch.cat(packing.even_parts(landing, layout))
+            packing.unpack(even, layout, layout.whole, targets)
+        sources = packing.dealt_sources(landing, layout)
+        for target, source in zip(packing.dealt_targets(full, layout), sources, strict=True):
             target.copy_(source)
         replicated = packing.gather_targets(full, layout, layout.replicated)
         packing.unpack_replicated(sent[rank], layout, replicated)
@@ -111,8 +125,8 @@ def test_gathered_parameters_are_the_original_ones(
         assert all(start % ALIGN_NBYTES == 0 for start in layout.full_offsets)
 
 
-@given(owned_groups(differentiable=True), st.sampled_from([1, 128]), st.data())
-def test_reduced_gradients_are_the_owners_and_the_rows_of_the_sum(
+@given(dealt_groups(differentiable=True), st.sampled_from([1, 128]), st.data())
+def test_reduced_gradients_are_the_dealt_rows_of_the_sum(
     drawn: tuple[int, list[Spec], list[ShardLayout]], row_nbytes: int, data: st.DataObject
 ) -> None:
     """Every rank sends each other one a piece, padded to no other rank's; missing ones are zero."""
@@ -174,18 +188,30 @@ def test_owners_over_the_blocks_of_a_model_have_like_amounts() -> None:
     for ranks, limit in ((8, 1.03), (64, 1.27)):
         loads = Loads.of(ranks)
         for _ in range(32):
-            choose_owners([Claim(shape, 4) for shape in LLAMA_8B], loads)
+            deal_blocks([Claim(shape, 4) for shape in LLAMA_8B], loads)
         assert max(loads.nbytes) / (sum(loads.nbytes) / ranks) <= limit
         assert max(loads.flops) / (sum(loads.flops) / ranks) <= limit
     # one matrix cannot be divided: with more ranks than matrices it is the bound
     loads = Loads.of(512)
     for _ in range(32):
-        choose_owners([Claim(shape, 4) for shape in LLAMA_8B], loads)
+        deal_blocks([Claim(shape, 4) for shape in LLAMA_8B], loads)
     assert max(loads.flops) == max(newton_schulz_flops(shape) for shape in LLAMA_8B)
 
 
 def test_who_is_named_is_the_owner() -> None:
     loads = Loads.of(3)
     claims = [Claim((5, 5), 4, owner=2), Claim((9, 9), 4), Claim((5, 5), 4, owner=2)]
-    assert choose_owners(claims, loads) == [2, 0, 2]
+    assert [deal.owner for deal in deal_blocks(claims, loads)] == [2, 0, 2]
     assert [*itertools.accumulate(loads.nbytes)][-1] == 4 * (25 + 81 + 25)
+
+
+def test_blocks_that_are_left_over_go_to_who_has_least() -> None:
+    """Blocks of 128 rows on more ranks than a matrix has blocks: the busiest rank over the mean."""
+    for ranks, limit in ((8, 1.0), (64, 1.02), (512, 1.32)):
+        loads, held = Loads.of(ranks), [0] * ranks
+        for _ in range(32):
+            deals = deal_blocks([Claim(shape, 4, 0, 128) for shape in LLAMA_8B], loads)
+            for deal, shape in zip(deals, LLAMA_8B, strict=True):
+                for rank in range(ranks):
+                    held[rank] += rows_of(shape[0], ranks, rank, deal)[1] * shape[1]
+        assert max(held) / (sum(held) / ranks) <= limit
