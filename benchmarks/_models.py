@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 LIBRARIES = ("plain", "ddp", "fsdp1", "torch", "torch tuned", "fsdp2")
 OURS = "fsdp2"
+CODED = "fsdp2 fp8"  # ours, whose parameters travel in fp8: `low_bits` alone compares it
 PRECISIONS = ("fp32", "bf16")
 PRECISION_NAMES = {"fp32": "fp32", "bf16": "bf16 parameters, fp32 reduction"}
 GROUPINGS = ("default", "split root")
@@ -130,10 +131,11 @@ def build(
     if library == "fsdp1":
         return _wrap(model, mesh, bf16=bf16)
     units = _find_units(model, split_root, blocks_per_group)
-    if library == OURS:
+    if library in (OURS, CODED):
         import fsdp2
 
-        return _shard(model, units, mesh, fsdp2, bf16=bf16)
+        more = {"gather_dtype": torch.float8_e4m3fn} if library == CODED else {}
+        return _shard(model, units, mesh, fsdp2, bf16=bf16, **more)
     from torch.distributed import fsdp
 
     _shard(model, units, mesh, fsdp, bf16=bf16)
@@ -151,13 +153,19 @@ def _find_units(model: Stack, split_root: bool, blocks_per_group: int) -> list[l
 
 
 def _shard(
-    model: Stack, units: Sequence[list[nn.Module]], mesh: DeviceMesh, library: Any, *, bf16: bool
+    model: Stack,
+    units: Sequence[list[nn.Module]],
+    mesh: DeviceMesh,
+    library: Any,
+    *,
+    bf16: bool,
+    **more: Any,
 ) -> Stack:
     kwargs: dict[str, Any] = {"mesh": mesh}
     if bf16:
-        kwargs["mp_policy"] = library.MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
+        more |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    if more:
+        kwargs["mp_policy"] = library.MixedPrecisionPolicy(**more)
     for unit in units:
         library.fully_shard(unit if len(unit) > 1 else unit[0], **kwargs)
     library.fully_shard(model, **kwargs)

@@ -46,6 +46,7 @@ class Options:
     mesh: tuple[int, ...]
     device_type: str
     dtype: str
+    gradients: str
     backend: str | None
     size: str
     model: ModelConfig
@@ -119,9 +120,15 @@ def _build_parser() -> _Parser:
     where("--device", choices=("auto", "cpu", "cuda"), default="auto")
     where(
         "--dtype",
-        choices=("fp32", "bf16"),
+        choices=("fp32", "bf16", "fp8"),
         default="fp32",
-        help="bf16: compute in it, reduce in fp32",
+        help="bf16: compute in it, reduce in fp32; fp8: the same, and parameters travel in 8 bits",
+    )
+    where(
+        "--gradients",
+        choices=("fp32", "bf16", "int8", "fp8"),
+        default="fp32",
+        help="in what gradients travel; 8 bits: with scales of blocks, and error feedback",
     )
     where(
         "--compile",
@@ -204,6 +211,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         mesh=given.mesh or (ranks,),
         device_type=device_type,
         dtype=given.dtype,
+        gradients=given.gradients,
         backend=given.compile,
         size=given.size,
         model=ModelConfig(preset.width, preset.layers, preset.heads, given.sequence_length),

@@ -27,11 +27,13 @@ from _model import Transformer
 from _options import Options
 from _pages import Pages
 from fsdp2 import (
+    Compress,
     FSDPModule,
     MixedPrecisionPolicy,
     compile,  # noqa: A004  # torch's name for it
     fully_shard,
     optim,
+    register_comm_hook,
     register_fsdp_forward_method,
 )
 
@@ -49,9 +51,16 @@ class Unit:
 
 def precision_of(dtype: str) -> MixedPrecisionPolicy:
     """Return what computes in a dtype and reduces in fp32."""
-    if dtype == "bf16":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return MixedPrecisionPolicy()
+    if dtype == "fp32":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        gather_dtype=torch.float8_e4m3fn if dtype == "fp8" else None,
+    )
+
+
+NARROW = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 def shard_transformer(model: Transformer, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
@@ -150,6 +159,9 @@ class Trainer:
         self.model = Transformer(options.model).to(device)
         policy = precision_of(options.dtype)
         shard_transformer(self.model, mesh, policy)
+        if options.gradients in NARROW:
+            hook = Compress(NARROW[options.gradients], error_feedback=True)
+            register_comm_hook(self.model, hook)
         self.pages = Pages(options, policy)
         # Training and evaluation run the compiled forward; everything else uses the model itself.
         self.forward: nn.Module = self.model

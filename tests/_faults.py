@@ -589,14 +589,15 @@ FAULTS = [
     Fault(
         "uneven-tail-unpacked-by-columns",
         "fsdp2/_param_group/packing.py",
-        "_unpack_strided",
+        "_unpadded",
         """
-        tail = target.narrow(dim, whole * chunk, rest)
-        tail.copy_(padded[whole].flatten()[: tail.numel()].view(tail.shape))
+        numel = part[0].numel()  # one rank's, which begin where the padded shard does
+        return padded.reshape(1, -1)[:, :numel].view(part.shape)
         """,
         """
-        tail = target.narrow(dim, whole * chunk, rest)
-        tail.copy_(padded[whole].narrow(dim, 0, rest))
+        for dim in range(1, part.dim()):
+            padded = padded.narrow(dim, 0, part.shape[dim])
+        return padded
         """,
         "A parameter sharded on dim 1 (or higher) whose size the ranks do not divide has wrong values in the last rank's columns after the all-gather.",
         near=("unit/test_packing.py",),

@@ -30,6 +30,7 @@ OF_OTHERS = {
     ("_record/trace.py", "ValueError"): "becomes FS917",
     ("_pages/files.py", "OSError"): "of the system, with the path that the user gave",
     ("_param_group/gradients.py", "RuntimeError"): "becomes FS319",
+    ("_param_group/parts.py", "ValueError"): "becomes FS221",
     ("_base/regular_files.py", "OSError"): "becomes FS618, FS914 or FS917",
     ("checkpoint/_archive.py", "DamagedError"): "becomes FS618",
     ("checkpoint/_checksums.py", "DamagedError"): "becomes FS618",

@@ -193,7 +193,9 @@ fully_shard(module,
     cast_root_forward_inputs=False,
     buffer_dtype=None,
     keep_low_precision_grads=False,
-    full_precision_in_eval=False),
+    full_precision_in_eval=False,
+    gather_dtype=None,
+    gather_scale='row'),
     offload_policy=OffloadPolicy(),
     ignored_params=None,
     dp_mesh_dims=None,
@@ -210,7 +212,9 @@ MixedPrecisionPolicy(param_dtype=None,
     cast_root_forward_inputs=False,
     buffer_dtype=None,
     keep_low_precision_grads=False,
-    full_precision_in_eval=False)
+    full_precision_in_eval=False,
+    gather_dtype=None,
+    gather_scale='row')
 OffloadPolicy()
 CPUOffloadPolicy(pin_memory=True)
 DataParallelMeshDims(shard=None, replicate=None)
@@ -277,6 +281,8 @@ OWN_FIELDS = {
     "buffer_dtype": "None",
     "keep_low_precision_grads": "False",
     "full_precision_in_eval": "False",
+    "gather_dtype": "None",
+    "gather_scale": "'row'",
 }
 """Of `MixedPrecisionPolicy`, ours alone: keywords whose defaults leave torch's meaning as it is."""
 

@@ -12,7 +12,7 @@ floating-point dtype, leaves them intact.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from fsdp2._base.arguments import (
     wrong_value,
 )
 from fsdp2._base.errors import ConfigError
+from fsdp2._comm.coded_sum import CODES, CodedSum, Exact
 from fsdp2._comm.comms import ReduceScatter
 from fsdp2._comm.wire import DefaultReduceScatter, TorchMemory
 from fsdp2._param_group.reduce_plan import GradientScale
@@ -40,44 +41,91 @@ Hook = Callable[[Any, Tensor, Tensor, dist.ProcessGroup], None]
 class Compress:
     """A communication hook that sends gradients in a narrower dtype. See ``register_comm_hook``.
 
+    16-bit dtypes are cast, and the backend sums in them. Of 8-bit ones each rank sends codes, with
+    a scale for each block of a rank's part, to the rank whose part it is, which adds up what they
+    stand for in the reduce dtype. Over a replicate axis the sums travel back in codes, too, the
+    same to every rank. What must not be rounded (numbers of the engine, and gradients of replicated
+    parameters, which replicas must agree on) travels as it is.
+
     Args:
-        dtype: ``torch.bfloat16`` or ``torch.float16``. For fp16, gradients are divided before they
-            are sent, as far as sums could overflow, and multiplied afterwards.
+        dtype: ``torch.bfloat16``, ``torch.float16``, ``torch.int8``, ``torch.float8_e4m3fn`` or
+            ``torch.float8_e5m2``. For fp16, gradients are divided before they are sent, as far as
+            sums could overflow, and multiplied afterwards.
         error_feedback: add what the last cast rounded off to the next gradients of the same unit.
             On every rank this takes the memory of the whole unit's gradients, in the reduce dtype.
+            With 8 bits you will want it.
+        block: of an 8-bit dtype, elements that share a scale, of 2 bytes.
+        only_replicas: of an 8-bit dtype, sum over a shard axis in the reduce dtype as ever, and in
+            codes over a replicate axis only, which mostly crosses slower links.
 
     Raises:
-        ConfigError: another dtype; ``error_feedback`` is not a bool.
+        ConfigError: another dtype; a flag that is not a bool; a ``block`` below 8.
 
     Source: the compression hooks of ``torch.distributed.algorithms``; error feedback: Seide et al.,
-    2014, and Karimireddy et al., 2019.
+    2014, and Karimireddy et al., 2019; codes that travel once, and are added up by the receiver:
+    qgZ of ZeRO++ (arXiv 2306.10209).
     """
 
-    def __init__(self, dtype: torch.dtype, *, error_feedback: bool = False) -> None:
-        expected = "torch.bfloat16 or torch.float16"
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        error_feedback: bool = False,
+        block: int = 256,
+        only_replicas: bool = False,
+    ) -> None:
+        expected = "torch.bfloat16, torch.float16, torch.int8 or an 8-bit float"
         if not isinstance(dtype, torch.dtype):
             raise wrong_type("Compress", "dtype", expected, dtype)
-        if dtype not in (torch.bfloat16, torch.float16):
+        if dtype not in (torch.bfloat16, torch.float16, *CODES):
             raise wrong_value("Compress", "dtype", expected, dtype)
         self.dtype = dtype
         self.error_feedback = check_flag("Compress", "error_feedback", error_feedback)
+        if check_count("Compress", "block", block) < 8:
+            raise wrong_value("Compress", "block", "an int of at least 8", block)
+        self.block = block
+        self.only_replicas = check_flag("Compress", "only_replicas", only_replicas)
 
     def __call__(
-        self, state: Any, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup
+        self,
+        state: Any,
+        packed: Tensor,
+        reduced: Tensor,
+        group: dist.ProcessGroup,
+        exact: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Sum ``packed`` over the ranks of ``group`` into ``reduced``, on a wire of ``dtype``."""
+        """Sum ``packed`` over the ranks of ``group`` into ``reduced``, on a wire of ``dtype``.
+
+        ``exact``: first and last columns, exclusive, of a rank's part that are not to be rounded.
+        """
         if not isinstance(group, dist.ProcessGroup):
             raise wrong_type("Compress", "group", "a process group", group)
         if not isinstance(reduced, Tensor):
             raise wrong_type("Compress", "reduced", "a tensor", reduced)
-        narrow, factor = self.narrow(state, packed, group.size())
+        if not isinstance(packed, Tensor) or not packed.is_floating_point():
+            raise wrong_type("Compress", "packed", "a tensor of floating-point numbers", packed)
         if reduced.numel() not in (packed.numel(), packed.numel() / group.size()):
             raise ConfigError(
                 "FS508",
                 f"Compress: found {packed.numel()} packed and {reduced.numel()} reduced elements "
                 f"for {group.size()} ranks. Pass as many, or one rank's part of them.",
             )
-        if reduced.numel() == packed.numel():
+        is_replicas = reduced.numel() == packed.numel()
+        if self.dtype in CODES:
+            if self.error_feedback and not isinstance(state, dict):
+                raise wrong_type("Compress", "state", "a dict that it keeps its error in", state)
+            errors: dict[Any, Tensor] | None = state if self.error_feedback else None
+            exchange = CodedSum(self.dtype, self.block, errors, exact, group)
+            if is_replicas:
+                exchange.all_reduce(packed, reduced)
+            elif self.only_replicas:
+                rows = packed.contiguous()
+                torch_comm.reduce_scatter_single(reduced, rows, dist.ReduceOp.SUM, group, False)
+            else:
+                exchange.reduce_scatter(packed, reduced)
+            return
+        narrow, factor = self.narrow(state, packed, group.size())
+        if is_replicas:
             dist.all_reduce(narrow, group=group)
             reduced.copy_(narrow)
         else:
@@ -88,10 +136,12 @@ class Compress:
             reduced.mul_(factor)
 
     def narrow(self, state: dict[Any, Tensor], packed: Tensor, ranks: int) -> tuple[Tensor, float]:
-        """Return ``packed`` in ``dtype``, divided by a factor, and that factor."""
+        """Return ``packed`` in a 16-bit ``dtype``, divided by a factor, and that factor."""
         if not isinstance(packed, Tensor) or not packed.is_floating_point():
             raise wrong_type("Compress", "packed", "a tensor of floating-point numbers", packed)
         check_count("Compress", "ranks", ranks)
+        if self.dtype in CODES:
+            raise wrong_value("Compress", "dtype", "a 16-bit one, to be cast to", self.dtype)
         if self.error_feedback and not isinstance(state, dict):
             raise wrong_type("Compress", "state", "a dict that it keeps its error in", state)
         factor = 1.0
@@ -168,8 +218,10 @@ def register_comm_hook(
         if hook is None:
             if isinstance(group.wire.scatter, Hooked):
                 group.wire.scatter, group.wire.sum_replicas = DefaultReduceScatter(), None
+                group.wire.sum_rows = None
         else:
-            group.wire.scatter = Hooked(hook, {} if state is None else state)
+            group.wire.scatter = hooked = Hooked(hook, {} if state is None else state)
+            group.wire.sum_rows = hooked.sum_rows
             group.wire.sum_replicas = Hooked(hook, {} if state is None else state).sum_replicas
         group.rewire()
 
@@ -189,10 +241,18 @@ class Hooked(TorchMemory, ReduceScatter):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        with torch.no_grad():
-            self._hook(self._state, input_tensor, output_tensor, group)
+        self.sum_rows(input_tensor, output_tensor, group, ())  # a wire says what must stay exact
 
-    def sum_replicas(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
-        """Sum over the replicate axis, in place."""
+    def sum_rows(
+        self, packed: Tensor, reduced: Tensor, group: dist.ProcessGroup, exact: Exact
+    ) -> None:
+        """Sum over the shard axis; ``exact``: columns of a row that are not to be rounded."""
         with torch.no_grad():
-            self._hook(self._state, tensor, tensor, group)
+            if isinstance(self._hook, Compress):
+                self._hook(self._state, packed, reduced, group, exact)
+            else:
+                self._hook(self._state, packed, reduced, group)
+
+    def sum_replicas(self, tensor: Tensor, group: dist.ProcessGroup, exact: Exact) -> None:
+        """Sum over the replicate axis, in place."""
+        self.sum_rows(tensor, tensor, group, exact)

@@ -21,6 +21,7 @@ from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLAGS = (
     "cast_forward_inputs",
     "cast_root_forward_inputs",
@@ -77,18 +78,28 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
             ``param_dtype`` changes nothing. The parameter's own dtype keeps the parameter in that
             dtype. Nothing else may be returned, and every rank returns the same. Inputs are cast to
             ``param_dtype`` in any case.
+        gather_dtype: an 8-bit float (``torch.float8_e4m3fn`` or ``torch.float8_e5m2``) in which
+            matrices travel in all-gathers, with scales. Whole ones are in ``param_dtype`` as ever,
+            rounded to what the codes hold (3 or 2 bits behind the point). Shards, gradients,
+            optimizers and checkpoints do not change. Vectors and scalars, in which precision
+            counts and bytes do not, and parameters that keep their own dtype travel in that.
+        gather_scale: ``"row"``, a scale for each row of a rank's shard, or ``"tensor"``, one for
+            all of it. Scales are powers of two, of 2 bytes, and travel behind the codes: they need
+            no collective of their own.
 
-    The last five are keywords. Of these, torch's class has ``param_dtype_override_fn`` only.
+    The last seven are keywords. Of these, torch's class has ``param_dtype_override_fn`` only.
 
     Integer, boolean, complex and 8-bit float parameters are never cast. A group with complex
     gradients reduces in a complex dtype at least as wide as ``reduce_dtype``.
 
     Raises:
         ConfigError: a dtype that is not of floating-point numbers; a flag that is not a bool; a
-            ``param_dtype_override_fn`` that cannot be called.
+            ``param_dtype_override_fn`` that cannot be called; another ``gather_dtype`` or
+            ``gather_scale``.
 
-    Source: the meaning of the same class in ``torch.distributed.fsdp``, torch 2.15; the other four
-    keywords are those of FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
+    Source: the meaning of the same class in ``torch.distributed.fsdp``, torch 2.15; four of the
+    other keywords are those of FSDP1's ``MixedPrecision`` and its ``FSDP_USE_FULL_PREC_IN_EVAL``.
+    Gathers of quantised weights follow ZeRO++ (arXiv 2306.10209) in their purpose.
     """
 
     param_dtype: torch.dtype | None = None
@@ -102,6 +113,8 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
     buffer_dtype: torch.dtype | None = field(default=None, kw_only=True)
     keep_low_precision_grads: bool = field(default=False, kw_only=True)
     full_precision_in_eval: bool = field(default=False, kw_only=True)
+    gather_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    gather_scale: str = field(default="row", kw_only=True)
 
     def __post_init__(self) -> None:
         for name in _DTYPES:
@@ -113,6 +126,10 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
         choose = self.param_dtype_override_fn
         expected = "a function of a parameter or None"
         _require(choose is None or callable(choose), self, "param_dtype_override_fn", expected)
+        expected = "torch.float8_e4m3fn, torch.float8_e5m2 or None"
+        _require(self.gather_dtype in (None, *_CODES), self, "gather_dtype", expected)
+        is_known = isinstance(self.gather_scale, str) and self.gather_scale in ("row", "tensor")
+        _require(is_known, self, "gather_scale", "'row' or 'tensor'")
 
 
 def keeps_dtype(policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str) -> bool:

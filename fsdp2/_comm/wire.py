@@ -36,6 +36,7 @@ from fsdp2._base.events import IDLE
 from fsdp2._base.observing import Observable
 from fsdp2._base.torch_autograd import packing_hooks
 from fsdp2._comm import gloo_p2p
+from fsdp2._comm.coded_sum import Exact
 from fsdp2._comm.comms import AllGather, ReduceScatter
 from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.mesh import MeshAxis
@@ -135,7 +136,10 @@ class Wire:
         self.scatter_group: dist.ProcessGroup | None = None
         self.zero_copy: ZeroCopy | None = ZeroCopy(ZERO_COPY_NBYTES)
         self.gradient_dtype: torch.dtype | None = None
-        self.sum_replicas: Callable[[torch.Tensor, dist.ProcessGroup], None] | None = None
+        # a hook of the user's, over each axis; what must stay exact is told with the tensors
+        self.sum_rows: Callable[..., None] | None = None
+        self.sum_replicas: Callable[..., None] | None = None
+        self.exact: Exact = ()  # columns of a rank's part that nothing may round
         self.keeps_landing = True  # on a host what is gathered may land in memory that is kept
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,7 +166,8 @@ class Wire:
 
     def take_over(self, wire: Wire) -> None:
         """Have the collectives and the choices of another wire, in whose place this one is put."""
-        self.gather, self.scatter, self.sum_replicas = wire.gather, wire.scatter, wire.sum_replicas
+        self.gather, self.scatter = wire.gather, wire.scatter
+        self.sum_rows, self.sum_replicas = wire.sum_rows, wire.sum_replicas
         self.is_separate, self.scatter_group = wire.is_separate, wire.scatter_group
         self.uses_group_memory = wire.uses_group_memory
         self.zero_copy, self.gradient_dtype = wire.zero_copy, wire.gradient_dtype
@@ -295,8 +300,13 @@ class Wire:
         """
         group = self.scatter_group or axis.pg
         assert group is not None
+        exact = self.exact
         if sent.is_complex():
             output, sent = torch_comm.flat_as_real(output), torch_comm.flat_as_real(sent)
+            exact = [(2 * first, 2 * last) for first, last in exact]
+        if self.sum_rows is not None:
+            self.sum_rows(sent, output, group, exact)
+            return None
         return self.scatter(output, sent, group, op, async_op)
 
     def reduce_scatter_each(
@@ -321,7 +331,7 @@ class Wire:
         """Replace ``tensor`` by what all ranks of the axis hold, joined."""
         if self.sum_replicas is not None:
             assert axis.pg is not None
-            self.sum_replicas(tensor, axis.pg)
+            self.sum_replicas(tensor, axis.pg, self.exact)
             return None
         work: dist.Work | None = dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)
         return work

@@ -32,7 +32,13 @@ from torch import Tensor
 
 from fsdp2._base import torch_comm
 from fsdp2._compiled.plan import GatherPiece, ReducePiece, TracedPlan, plans
-from fsdp2._param_group.layout import ShardLayout, contiguous_stride
+from fsdp2._param_group import coding, packing
+from fsdp2._param_group.layout import (
+    SCALE_DTYPE,
+    GatherItem,
+    ShardLayout,
+    contiguous_stride,
+)
 
 _library = torch.library.Library("fsdp2", "FRAGMENT")
 _library.define(
@@ -58,7 +64,7 @@ def _outer_gather(key: str, flats: Sequence[Tensor]) -> list[Tensor]:
     neighbours = plan.neighbours
     assert neighbours is not None
     rows = plan.size // neighbours.size
-    sent = [_to_send(piece, flats, plan.device) for piece in plan.gathers]
+    sent = [_to_send(piece, flats, plan.rank, plan.device) for piece in plan.gathers]
     if neighbours.outer_group:
         return _all_gather(plan, sent, rows, neighbours.outer_group)
     return [
@@ -115,8 +121,11 @@ class _Unshard(torch.autograd.Function):
 # Gathering.
 
 
-def _to_send(piece: GatherPiece, flats: Sequence[Tensor], device: str) -> Tensor:
+def _to_send(piece: GatherPiece, flats: Sequence[Tensor], rank: int, device: str) -> Tensor:
     """Return what a rank sends of a piece, flat, in wire dtype."""
+    if piece.coded is not None:
+        (run,) = piece.runs
+        return _encoded(flats[run.segment], piece, rank, device)
     parts = [
         flats[run.segment][run.start : run.start + run.numel].to(device, piece.dtype)
         for run in piece.runs
@@ -127,12 +136,38 @@ def _to_send(piece: GatherPiece, flats: Sequence[Tensor], device: str) -> Tensor
     return sent if sent.dtype == piece.wire_dtype else sent.view(piece.wire_dtype)
 
 
+def _encoded(flat: Tensor, piece: GatherPiece, rank: int, device: str) -> Tensor:
+    """Return a shard in codes, as bytes, as ``coding.write`` lays them out."""
+    item = piece.coded
+    assert item is not None
+    assert item.coding is not None
+    room, shape = item.room(rank), item.shard.shard_shape(rank)
+    made = coding.encode(flat[: math.prod(shape)].view(shape).to(device), item.coding)
+    start, count = item.coding.scales_start(room), len(made.scales)
+    filled = start - made.codes.numel()
+    scales = made.scales.view(torch.uint8)
+    rest = item.sent_nbytes(rank) + piece.gap - start - count * SCALE_DTYPE.itemsize
+    codes = made.codes.reshape(-1).view(torch.uint8)
+    return torch.cat([codes, codes.new_zeros(filled), scales, codes.new_zeros(rest)])
+
+
+def _decoded(gathered: Tensor, item: GatherItem) -> Tensor:
+    """Return a parameter of the bytes ``[W, nbytes]`` that ranks sent of it."""
+    assert item.coding is not None
+    whole = gathered.new_empty(item.shard.shape, dtype=item.compute_dtype)
+    packing.decode_padded(whole, gathered, item.shard, item.coding)
+    return _with_stride(whole.view(-1), item.shard)
+
+
 def _unshard(
     plan: TracedPlan, waiting: Sequence[Tensor], flats: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     layout = plan.layout
     wholes: list[Tensor | None] = [None] * len(layout.items)
     for piece, gathered in zip(plan.gathers, _gather(plan, waiting, flats), strict=True):
+        if piece.coded is not None:
+            wholes[piece.indices[0]] = _decoded(gathered, piece.coded)
+            continue
         end = 0
         for index in piece.indices:
             item = layout.items[index]
@@ -171,7 +206,7 @@ def _gather(plan: TracedPlan, waiting: Sequence[Tensor], flats: Sequence[Tensor]
             one.view(inner.size, rows, -1).transpose(0, 1).reshape(plan.size, -1)
             for one in _all_gather(plan, waiting, inner.size, inner.inner_group)
         ]
-    sent = [_to_send(piece, flats, plan.device) for piece in plan.gathers]
+    sent = [_to_send(piece, flats, plan.rank, plan.device) for piece in plan.gathers]
     if plan.size == 1:
         return [one.clone().view(1, -1) for one in sent]
     gathered = _all_gather(plan, sent, plan.size, plan.shard_group)

@@ -50,6 +50,7 @@ class GatherPiece:
     runs: tuple[Run, ...]
     indices: tuple[int, ...]  # of the items
     gap: int  # elements behind them, which fill a row up
+    coded: GatherItem | None = None  # the one parameter that travels in codes, as bytes
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
@@ -159,7 +160,7 @@ class TracedPlan:
                 if index >= count or start == end:
                     continue
                 piece = [(index, Run(position, start, end - start))]
-                if self._goes_alone(item, least) or not self.bucketed:
+                if item.coding is not None or self._goes_alone(item, least) or not self.bucketed:
                     pieces.append(piece)
                 else:
                     small.setdefault(segment.compute_dtype, []).extend(piece)
@@ -189,7 +190,12 @@ class TracedPlan:
         dtype = self.layout.items[indices[0]].compute_dtype
         nbytes = sum(run.numel for _, run in placed) * dtype.itemsize
         gap = -nbytes % self._row_nbytes // dtype.itemsize
-        return GatherPiece(dtype, _joined([run for _, run in placed]), indices, gap)
+        runs = _joined([run for _, run in placed])
+        first = self.layout.items[indices[0]]
+        if first.coding is None:
+            return GatherPiece(dtype, runs, indices, gap)
+        missing = -first.sent_nbytes(self.rank) % self._row_nbytes
+        return GatherPiece(torch.uint8, runs, indices, missing, first)
 
     def _reduce_piece(self, positions: tuple[int, ...], counts: int) -> ReducePiece:
         shards = [self.shards[position] for position in positions]

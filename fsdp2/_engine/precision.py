@@ -59,4 +59,4 @@ def _policy_for(policy: MixedPrecisionPolicy, modules: Iterable[nn.Module]) -> M
     """Return the policy that holds in the modules' present mode."""
     if not policy.full_precision_in_eval or any(module.training for module in modules):
         return policy
-    return dataclasses.replace(policy, param_dtype=None, buffer_dtype=None)
+    return dataclasses.replace(policy, param_dtype=None, buffer_dtype=None, gather_dtype=None)

@@ -211,7 +211,7 @@ class ShardBuffer:
                 even = torch.cat(packing.even_parts(gathered, self.layout))
             packing.unpack(even, self.layout, packed, targets)
         if self._dealt:
-            torch_tensors.copy_all(self._dealt, packing.dealt_sources(gathered, self.layout))
+            packing.unpack_dealt(gathered, self.layout, self._dealt)
         if self._replicated:
             packing.unpack_replicated(sent, self.layout, self._replicated)
         if self.tail is not None:
@@ -256,7 +256,7 @@ class ShardBuffer:
             sent.copy_(to_cast)
         elif sent is None:
             kept = torch.empty(layout.send_nbytes, dtype=torch.uint8, device=flat.device)
-            packing.cast_shards(flat, kept, layout)
+            packing.cast_shards(flat, kept, layout, axis.rank)
             sent = self._as_wire(kept)
         is_apart = self._zero_copy and self.gathers_zero_copy
         self._way = self._apart if is_apart else self._together

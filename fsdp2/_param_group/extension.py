@@ -16,6 +16,9 @@ the unsharded parameter is one object for life. A third method (``RELEASE``), as
 parameter, may say that what it makes shares no memory with what arrived: that memory is then freed
 as soon as the parameter is made.
 
+Of a frozen tensor whose class has no methods we may do the same: see [Note: parts of wrapped
+parameters] in ``parts``.
+
 [Note: sizes of extensions]
 Ranks may hold different numbers of rows, so only all of them together know how much is sent. They
 exchange that once for each plan of the group, in one small collective over the shard axis (and a
@@ -47,7 +50,7 @@ from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._base.rows import Deal
 from fsdp2._comm.mesh import DataMesh, MeshAxis
 from fsdp2._comm.process_mesh import carrying, named
-from fsdp2._param_group import packing
+from fsdp2._param_group import packing, parts
 from fsdp2._param_group.layout import ALIGN_NBYTES, align, contiguous_stride
 from fsdp2._param_group.param import FSDPParam
 
@@ -163,10 +166,26 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
     kind, layout = type(whole).__name__, param.placement.layout
     if layout.is_dealt:
         raise ConfigError("FS510", _not_by_rows(param.fqn))
+    if _divides_by_rows(param, whole):
+        try:
+            shard = parts.shard_by_rows(whole, *layout.span(rank))
+        except Exception as error:
+            raise ConfigError(
+                "FS221",
+                f"{param.fqn}: is a {kind}, of which no shard can be made: it lacks {PRE}, and "
+                f"{type(error).__name__}: {error}. Let the class define {PRE} and {POST}, or "
+                "dequantize(), __tensor_flatten__ and __tensor_unflatten__ of tensors that have a "
+                "dim of as many rows; or put the parameter into ignored_params.",
+            ) from error
+        param.parts, param.divides_parts = parts.parts_by_rows(whole), True
+        return shard
     try:  # by operations that the subclass may define itself
         shard = whole.new_zeros(layout.shard_shape(rank))
         if layout.rows(rank):
             shard.copy_(whole.chunk(layout.size, dim=0)[rank])
+        if layout.size > 1 and parts.can_be_taken_apart(whole):
+            # the first chunk, which is never empty: all ranks see the same
+            param.parts = parts.parts_seen(whole, whole.chunk(layout.size, dim=0)[0])
     except Exception as error:
         raise ConfigError(
             "FS221",
@@ -182,6 +201,13 @@ def own_shard(whole: Tensor, param: FSDPParam, rank: int) -> Tensor:
             "the local tensors after fully_shard.",
         )
     return shard
+
+
+def _divides_by_rows(param: FSDPParam, whole: Tensor) -> bool:
+    """True for a frozen tensor that we divide for its class. See [Note: parts of wrapped ...]."""
+    if has_extension(whole) or param.trainable or not param.placement.layout.numel:
+        return False
+    return parts.can_be_taken_apart(whole)
 
 
 def _check_both(local: Tensor, fqn: str, error: type[FSDPError]) -> None:
@@ -326,6 +352,9 @@ class Extension:
     def _ask(self) -> Sequence[Tensor]:
         fqn, layout = self.param.fqn, self.param.placement.layout
         local = torch_dtensor.local_tensor(self.param.sharded)
+        if self.param.divides_parts and not has_extension(local):
+            moved = local.to(self._device) if local.device != self._device else local
+            return parts.to_send(moved, self._parts)
         if not has_extension(local):
             raise _LackingError("FS511", _lacks_extension(local, fqn, "this rank"))
         _check_both(local, fqn, StateError)
@@ -443,8 +472,12 @@ class Extension:
             storage.resize_(nbytes)
         for output in self._outputs:
             output.fill(gathered)
-        method = _method(torch_dtensor.local_tensor(self.param.sharded), POST)
+        local = torch_dtensor.local_tensor(self.param.sharded)
         outputs = tuple(output.tensor for output in self._outputs)
+        if self.param.divides_parts and not has_extension(local):
+            self._put_together(local, outputs)
+            return
+        method = _method(local, POST)
         if self._is_intact:
             with torch_autograd.preserved_versions(self._versioned):
                 method(outputs, self._metadata, self.param.compute_dtype, out=self.param.unsharded)
@@ -452,6 +485,21 @@ class Extension:
             self._adopt(method(outputs, self._metadata, self.param.compute_dtype))
         if self._releases:
             self._free_outputs()
+
+    @property
+    def _parts(self) -> tuple[parts.Part, ...]:
+        assert self.param.parts is not None
+        return self.param.parts
+
+    def _put_together(self, local: Tensor, outputs: tuple[Tensor, ...]) -> None:
+        """Do for a class what its own extension would. See [Note: parts of wrapped parameters]."""
+        if self._is_intact:
+            whole = torch_dtensor.local_part(self.param.unsharded)  # type: ignore[arg-type]  # it is there
+            with torch_autograd.preserved_versions(self._versioned):
+                parts.fill_again(whole, self._parts, outputs)
+        else:
+            shape = self.param.placement.layout.shape
+            self._adopt(parts.whole_of(local, self._parts, outputs, shape))
 
     @property
     def _is_intact(self) -> bool:

@@ -143,6 +143,7 @@ class _GatherShard(torch.autograd.Function):
         )
         packed.mul_(scale.before)
         reduced = packed.view(-1)
+        wire.exact = layout.exact  # the next reduction of the group tells its own
         if data.shard.size > 1:
             reduced = wire.allocate((layout.numel,), grad.dtype, grad.device)
             if layout.pieces:

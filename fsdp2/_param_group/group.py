@@ -161,7 +161,7 @@ class ParamGroup(Observable):
         self.policy = policy
         self.buffers.compute_by(policy)
         for param in self.params:
-            param.chosen.param_dtype = policy.param_dtype
+            param.compute_by(policy)
         self._plan(own_sources(self.params))
 
     def release(self, params: Sequence[FSDPParam]) -> None:

@@ -170,14 +170,66 @@ class ShardLayout:
         return (*self.shape[: self.dim], self.rows(rank), *self.shape[self.dim + 1 :])
 
 
+SCALE_DTYPE = torch.bfloat16
+"""Dtype of scales, which are powers of two."""
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How a shard travels in codes of 8 bits: codes of ``dtype``, and behind them their scales.
+
+    A scale is for a row (an index of dim 0) of the shard, or for all of it.
+    """
+
+    dtype: torch.dtype
+    by_row: bool
+
+    def scale_count(self, shape: Sequence[int]) -> int:
+        return shape[0] if self.by_row else 1
+
+    def scales_start(self, shape: Sequence[int]) -> int:
+        """Bytes before the scales of a shard of a shape."""
+        return align(math.prod(shape) * self.dtype.itemsize, SCALE_DTYPE.itemsize)
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes that a shard of a shape travels in."""
+        if not math.prod(shape):
+            return 0
+        return align(self.scales_start(shape) + self.scale_count(shape) * SCALE_DTYPE.itemsize)
+
+
 @dataclass(frozen=True)
 class GatherItem:
-    """One parameter, or a tail behind them all, as the gather layout needs it."""
+    """One parameter, or a tail behind them all, as the gather layout needs it.
+
+    ``coding``: it travels in codes; None: in its compute dtype.
+    """
 
     shard: ShardLayout
     storage_dtype: torch.dtype
     compute_dtype: torch.dtype
     is_tail: bool = False
+    coding: Coding | None = None
+
+    @property
+    def lands_as_it_is(self) -> bool:
+        """True if all padded shards, one after another, are the tensor followed by padding."""
+        return self.shard.is_rank_major and self.coding is None
+
+    @property
+    def sent_as(self) -> object:
+        """In what it travels: what ranks must agree on."""
+        return self.compute_dtype if self.coding is None else (self.compute_dtype, self.coding)
+
+    def room(self, rank: int) -> tuple[int, ...]:
+        """Shape of what a rank has room for: of a padded shard, or of what it is dealt."""
+        return self.shard.shard_shape(rank) if self.shard.is_dealt else self.shard.padded_shape
+
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes of a rank's shard in the send buffer."""
+        if self.coding is not None:
+            return self.coding.nbytes(self.room(rank))
+        return self.shard.kept_numel(rank) * self.compute_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -199,7 +251,8 @@ class Packed:
 class CastSegment:
     """A run of padded shards with one (storage dtype, compute dtype), for one kernel.
 
-    It starts at bytes of the shard buffer and of the send buffer, and has no gap.
+    It starts at bytes of the shard buffer and of the send buffer, and has no gap. One that
+    ``is_coded`` is one item's.
     """
 
     storage_dtype: torch.dtype
@@ -209,6 +262,7 @@ class CastSegment:
     send_start: int
     numel: int
     indices: tuple[int, ...]
+    is_coded: bool = False
 
 
 class Run(NamedTuple):
@@ -282,11 +336,14 @@ class GatherLayout:
         """
         is_mixed = len({i.compute_dtype for i in items if not i.shard.is_replicated}) > 1
         has_dealt = any(item.shard.is_dealt for item in items)
+        has_coded = any(item.coding is not None for item in items)
         if has_dealt:  # one collective carries everything
             zero_copy = None
 
         is_zero_copy = [
-            not item.is_tail and item.shard.goes_alone(item.compute_dtype, zero_copy)
+            not item.is_tail
+            and item.coding is None
+            and item.shard.goes_alone(item.compute_dtype, zero_copy)
             for item in items
         ]
 
@@ -297,9 +354,12 @@ class GatherLayout:
             return *kind, -compute.itemsize, str(compute), str(storage)
 
         def segment_key(index: int) -> tuple[object, ...]:
-            """Zero-copy ones right behind packed ones are one kernel with them; dealt ones not."""
+            """Zero-copy ones right behind packed ones are one kernel with them.
+
+            Dealt and coded ones are not.
+            """
             is_replicated, is_dealt, goes_alone, *dtypes = sort_key(index)
-            place = index if is_dealt else -1
+            place = index if is_dealt or items[index].coding is not None else -1
             return is_replicated, place, goes_alone and is_mixed, *dtypes
 
         order = sorted(range(len(items)), key=sort_key)
@@ -310,10 +370,8 @@ class GatherLayout:
         def end_in_send(indices: Sequence[int]) -> int:
             if not indices:
                 return 0
-            last = items[indices[-1]]
-            nbytes = last.shard.kept_numel(rank) * last.compute_dtype.itemsize
-            end = offsets_in_send[indices[-1]] + nbytes
-            return align(end) if is_mixed or has_dealt else end
+            end = offsets_in_send[indices[-1]] + items[indices[-1]].sent_nbytes(rank)
+            return align(end) if is_mixed or has_dealt or has_coded else end
 
         def end_of_packed() -> int:
             end = end_in_send(packed)
@@ -339,10 +397,11 @@ class GatherLayout:
             for index in indices:
                 offsets_in_shard[index], offsets_in_send[index] = shard_end, send_end
                 shard_end += items[index].shard.kept_numel(rank) * storage.itemsize
-                send_end += items[index].shard.kept_numel(rank) * compute.itemsize
+                send_end += items[index].sent_nbytes(rank)
             numel = sum(items[index].shard.kept_numel(rank) for index in indices)
             kind = storage, compute, first.shard.is_replicated
-            segments.append(CastSegment(*kind, shard_start, send_start, numel, indices))
+            segment = CastSegment(*kind, shard_start, send_start, numel, indices)
+            segments.append(replace(segment, is_coded=first.coding is not None))
 
         packed_nbytes = end_of_packed()
         gather_nbytes = max(packed_nbytes, end_in_send(sharded))
@@ -351,7 +410,9 @@ class GatherLayout:
             item.shard.owner is not None for item in items if item.shard.is_dealt
         )
         stay = {
-            i for i, one in enumerate(items) if one.shard.stays_where_it_lands and lands_in_full
+            index
+            for index, one in enumerate(items)
+            if lands_in_full and one.shard.stays_where_it_lands and one.coding is None
         }
         rooms = [0 if i in stay else full_nbytes(one, full_sizes) for i, one in enumerate(items)]
         full_ends = [0, *itertools.accumulate(map(align, rooms))]
@@ -414,14 +475,19 @@ class GatherLayout:
 
     @cached_property
     def casts(self) -> bool:
-        """True if some parameter is computed in another dtype than it is kept in."""
-        return any(item.storage_dtype != item.compute_dtype for item in self.items)
+        """True if some parameter is computed in another dtype than it is kept in, or coded."""
+        return self.has_codes or any(i.storage_dtype != i.compute_dtype for i in self.items)
+
+    @cached_property
+    def has_codes(self) -> bool:
+        """True if some parameter travels in codes."""
+        return any(item.coding is not None for item in self.items)
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:
         """Dtype of the all-gather: the parameters' own where there is one, else bytes."""
         dtypes = {item.compute_dtype for item in self.items if not item.shard.is_replicated}
-        if len(dtypes) == 1:
+        if len(dtypes) == 1 and not self.has_codes:
             (dtype,) = dtypes
             if dtype.is_floating_point and dtype.itemsize > 1:
                 return dtype
@@ -442,7 +508,8 @@ class GatherLayout:
         """True if one kernel casts everything that is sent."""
         segments = self.segments
         is_sent = self.items[0].shard.is_even
-        return self.casts and len(segments) == 1 and is_sent and not self.pieces
+        is_plain = not self.pieces and not self.has_codes
+        return self.casts and len(segments) == 1 and is_sent and is_plain
 
     @cached_property
     def packed(self) -> Packed:
@@ -460,7 +527,7 @@ class GatherLayout:
 
     def _pack(self, indices: list[int], nbytes: int) -> Packed:
         padded = [self.padded_nbytes(index) for index in indices]
-        rank_major = all(self.items[index].shard.is_rank_major for index in indices)
+        rank_major = all(self.items[index].lands_as_it_is for index in indices)
         sizes = tuple(one // self.wire_dtype.itemsize for one in padded)
         is_one_split = rank_major and sum(padded) == nbytes > 0
         return Packed(tuple(indices), nbytes, sizes, is_one_split)
@@ -498,8 +565,7 @@ class GatherLayout:
 
     def padded_nbytes(self, index: int) -> int:
         """Bytes of a parameter's padded shard in the send buffer."""
-        item = self.items[index]
-        return item.shard.padded_numel * item.compute_dtype.itemsize
+        return self.items[index].sent_nbytes(self.rank)
 
 
 def runs_of(shards: Sequence[ShardLayout], size: int) -> list[Run]:
@@ -528,10 +594,10 @@ def _land(
     for run in runs:
         start, end = sum(pieces), even_nbytes
         for index in dealt:
-            kept = items[index].shard.kept_numel(run.first)
-            if kept:
+            nbytes = items[index].sent_nbytes(run.first)
+            if nbytes:
                 landed.append(Landed(index, run, start + end))
-            end += align(kept * items[index].compute_dtype.itemsize)
+            end += align(nbytes)
         pieces += [end] * run.ranks
     return pieces, landed
 
@@ -672,6 +738,20 @@ class ReduceLayout:
         """Elements that a dealt member takes in what is reduced for a rank."""
         kept = self.shards[position].kept_numel(rank)
         return align(kept, _dealt_unit(self.dtype, self.wire_dtype))
+
+    @cached_property
+    def exact(self) -> tuple[tuple[int, int], ...]:
+        """Columns of a row that nothing may round: replicated members, and from the tail on.
+
+        Replicas add up the same values, and must get the same sum; a tail holds whole numbers.
+        """
+        spans = [
+            (self.offsets[position], self.offsets[position] + self.width(position))
+            for position, shard in enumerate(self.shards)
+            if shard.is_replicated
+        ]
+        spans.append((self.tail_start - self.tail_gap, self.numel))
+        return tuple((first, last) for first, last in spans if first < last)
 
     @cached_property
     def dealt(self) -> tuple[int, ...]:

@@ -8,12 +8,15 @@ Legend: W = ranks of the shard axis, C = bytes (or wire elements) that a rank co
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from fsdp2._base import torch_tensors
+from fsdp2._param_group import coding
 from fsdp2._param_group.layout import (
+    Coding,
     GatherLayout,
     Packed,
     ShardLayout,
@@ -58,11 +61,26 @@ def shard_of(tensor: Tensor, shard: ShardLayout, rank: int) -> Tensor:
     return tensor.narrow(shard.dim, *shard.span(rank))
 
 
-def cast_shards(shards: Tensor, send: Tensor, layout: GatherLayout) -> None:
-    """Fill the send buffer from the shard buffer: one kernel for each dtype pair."""
+def cast_shards(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> None:
+    """Fill the send buffer from the shard buffer: one kernel for each dtype pair.
+
+    What travels in codes is encoded one by one.
+    """
     for segment in layout.segments:
+        if segment.is_coded:
+            _encode(shards, send, layout, segment.indices[0], rank)
+            continue
         source = typed(shards, segment.shard_start, segment.numel, segment.storage_dtype)
         typed(send, segment.send_start, segment.numel, segment.compute_dtype).copy_(source)
+
+
+def _encode(shards: Tensor, send: Tensor, layout: GatherLayout, index: int, rank: int) -> None:
+    item, start = layout.items[index], layout.send_offsets[index]
+    assert item.coding is not None
+    values = shard_view(shards, layout, index, rank)
+    if values.numel():
+        out = send[start : start + item.sent_nbytes(rank)]
+        coding.write(values, item.coding, item.room(rank), out)
 
 
 def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
@@ -83,7 +101,7 @@ def gather_targets(full: Tensor, layout: GatherLayout, indices: Sequence[int]) -
     targets = []
     for index in indices:
         item, start = layout.items[index], layout.full_offsets[index]
-        if item.shard.is_replicated or not item.shard.is_rank_major:
+        if item.shard.is_replicated or not item.lands_as_it_is:
             flat = typed(full, start, item.shard.numel, item.compute_dtype)
             targets.append(flat.as_strided(item.shard.shape, item.shard.stride))
         else:
@@ -120,20 +138,27 @@ def even_parts(landing: Tensor, layout: GatherLayout) -> list[Tensor]:
     return parts
 
 
-def dealt_sources(landing: Tensor, layout: GatherLayout) -> list[Tensor]:
-    """View what is copied of dealt parameters in what landed: ``[n, *shard]`` for each run."""
-    sources, flat = [], landing.view(torch.uint8)
-    for index, run, start in layout.copied:
+def unpack_dealt(landing: Tensor, layout: GatherLayout, targets: Sequence[Tensor]) -> None:
+    """Copy what landed of dealt parameters into ``targets`` (of ``dealt_targets``)."""
+    plain: list[Tensor] = []
+    sources: list[Tensor] = []
+    flat = landing.view(torch.uint8)
+    for (index, run, start), target in zip(layout.copied, targets, strict=True):
         item = layout.items[index]
         shape, step = item.shard.shard_shape(run.first), layout.pieces[run.first]
-        size = (run.ranks, math.prod(shape) * item.compute_dtype.itemsize)
+        size = (run.ranks, item.sent_nbytes(run.first))
         rows = flat.as_strided(size, (step, 1), flat.storage_offset() + start)
-        sources.append(rows.view(item.compute_dtype).view(run.ranks, *shape))
-    return sources
+        if item.coding is None:
+            plain.append(target)
+            sources.append(rows.view(item.compute_dtype).view(run.ranks, *shape))
+        else:
+            coding.decode(target, *coding.parts(rows, item.coding, shape))
+    if plain:
+        torch_tensors.copy_all(plain, sources)
 
 
 def dealt_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
-    """View where ``dealt_sources`` belong in the unsharded tensors."""
+    """View where dealt parameters are copied, once they are there: ``[n, *shard]`` for each run."""
     targets = []
     for index, run, _ in layout.copied:
         item, shard = layout.items[index], layout.items[index].shard
@@ -154,12 +179,15 @@ def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list
         item, start = layout.items[index], layout.send_offsets[index]
         if item.shard.numel == 0:
             continue
-        if item.shard.is_rank_major:
+        if item.lands_as_it_is:
             begin = start // gathered.dtype.itemsize
             target.copy_(gathered[:, begin : begin + target.shape[1]])
         else:
             rows = gathered.view(torch.uint8)[:, start : start + layout.padded_nbytes(index)]
-            _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
+            if item.coding is None:
+                _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
+            else:
+                decode_padded(target, rows, item.shard, item.coding)
 
 
 def unpack_replicated(send: Tensor, layout: GatherLayout, targets: list[Tensor]) -> None:
@@ -172,12 +200,36 @@ def unpack_replicated(send: Tensor, layout: GatherLayout, targets: list[Tensor])
 
 def _unpack_strided(target: Tensor, padded: Tensor, shard: ShardLayout) -> None:
     """Copy padded shards ``[W, padded_numel]`` into a tensor of any stride, sharded on any dim."""
+    padded = padded.unflatten(1, shard.padded_shape)
+    for first, part in _shards_in(target, shard):
+        part.copy_(_unpadded(padded, first, part))
+
+
+def decode_padded(target: Tensor, rows: Tensor, shard: ShardLayout, how: Coding) -> None:
+    """The same of what travelled in codes, as bytes ``[W, nbytes]``."""
+    codes, scales = coding.parts(rows, how, shard.padded_shape)
+    for first, part in _shards_in(target, shard):
+        count = how.scale_count(part.shape[1:])
+        own = scales[first : first + len(part), :count]
+        coding.decode(part, _unpadded(codes, first, part), own)
+
+
+def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor]]:
+    """Yield ranks side by side that have as many rows: the first, and a view ``[n, *shard]``."""
     assert shard.dim is not None
     dim, chunk = shard.dim, shard.chunk
-    padded = padded.unflatten(1, shard.padded_shape)
     whole, rest = divmod(shard.shape[dim], chunk)
-    head = target.narrow(dim, 0, whole * chunk).unflatten(dim, (whole, chunk)).movedim(dim, 0)
-    head.copy_(padded[:whole])
+    if whole:
+        head = target.narrow(dim, 0, whole * chunk)
+        yield 0, head.unflatten(dim, (whole, chunk)).movedim(dim, 0)
     if rest:
-        tail = target.narrow(dim, whole * chunk, rest)
-        tail.copy_(padded[whole].flatten()[: tail.numel()].view(tail.shape))
+        yield whole, target.narrow(dim, whole * chunk, rest).unsqueeze(0)
+
+
+def _unpadded(padded: Tensor, first: int, part: Tensor) -> Tensor:
+    """View the shards of as many ranks as ``part`` has, in its shape."""
+    padded = padded[first : first + len(part)]
+    if padded.shape == part.shape:
+        return padded
+    numel = part[0].numel()  # one rank's, which begin where the padded shard does
+    return padded.reshape(1, -1)[:, :numel].view(part.shape)

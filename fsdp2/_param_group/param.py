@@ -21,6 +21,8 @@ from fsdp2._base import torch_autograd, torch_dtensor, torch_spmd
 from fsdp2._base.errors import ConfigError
 from fsdp2._base.policy import MixedPrecisionPolicy, Settings
 from fsdp2._param_group.forms import Forms, Site
+from fsdp2._param_group.layout import Coding, ShardLayout
+from fsdp2._param_group.parts import Part
 from fsdp2._param_group.placement import ParamPlacement
 from fsdp2._param_group.registration import ParamState, Registration
 
@@ -100,6 +102,7 @@ class ChosenDtypes:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None  # the dtype to reduce in; None: as grad_dtype says
     keeps_dtype: bool = False  # this parameter is not cast to param_dtype
+    coding: Coding | None = None  # matrices travel in codes; None: in the compute dtype
     keeps_reduced_dtype: bool = False  # the sharded gradient is not cast back
 
     @property
@@ -128,6 +131,9 @@ class FSDPParam(Forms):
         self.storage_dtype = original.dtype  # the dtype of the shard
         self.is_extended = False  # the parameter's class has an all-gather extension
         self.releases_gathered: bool | None = None  # what an extension answered; None: not asked
+        # how the tensors inside a wrapped parameter follow its rows; None: it is none, or not known
+        self.parts: tuple[Part, ...] | None = None
+        self.divides_parts = False  # we gather them, in the place of an extension
         self.chosen = ChosenDtypes(*torch_autograd.own_grad_dtype(original))
         # the dtype that was found on a gradient that may have any
         self.found_dtype: torch.dtype | None = None
@@ -166,6 +172,27 @@ class FSDPParam(Forms):
         if self.chosen.param_dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:
             return dtype
         return dtype if self.chosen.keeps_dtype else self.chosen.param_dtype
+
+    def compute_by(self, policy: MixedPrecisionPolicy) -> None:
+        """Compute, and travel before that, as a policy says from now on."""
+        self.chosen.param_dtype, dtype = policy.param_dtype, policy.gather_dtype
+        self.chosen.coding = None if dtype is None else Coding(dtype, policy.gather_scale == "row")
+
+    def coding_of(self, layout: ShardLayout, is_again: bool = False) -> Coding | None:
+        """Return how a shard of this parameter travels; None: in its compute dtype.
+
+        Vectors, in which each row is one element, and what is kept in its own dtype stay as they
+        are. ``is_again``: values that were decoded are sent once more. By the same rows that
+        changes nothing; others would have other scales, and values.
+        """
+        coding, dtype = self.chosen.coding, self.compute_dtype
+        is_cast = dtype.is_floating_point and dtype.itemsize > 1 and not self.chosen.keeps_dtype
+        if coding is None or not is_cast or layout.dim is None or layout.size == 1:
+            return None
+        if len(layout.shape) < 2 or not layout.numel:
+            return None
+        keeps_values = coding.by_row and layout.dim == 0
+        return coding if keeps_values or not is_again else None
 
     @property
     def _computed_dtype(self) -> torch.dtype:
@@ -216,7 +243,8 @@ class FSDPParam(Forms):
     def follow(self, policy: MixedPrecisionPolicy) -> None:
         """Take the dtypes of a group's policy; a tied parameter may come from another group."""
         chosen, stored = self.chosen, self.sharded.dtype
-        chosen.param_dtype, chosen.reduce_dtype = policy.param_dtype, policy.reduce_dtype
+        self.compute_by(policy)
+        chosen.reduce_dtype = policy.reduce_dtype
         if chosen.keeps_reduced_dtype and not policy.keep_low_precision_grads:
             self.sharded.grad_dtype = chosen.grad_dtype if chosen.has_grad_dtype else stored
         chosen.keeps_reduced_dtype = policy.keep_low_precision_grads

@@ -119,7 +119,12 @@ class Buffers:
         for param, (source, _) in zip(self._params, sources, strict=True):
             param.storage_dtype = source.dtype
         items = [
-            GatherItem(param.placement.layout, param.storage_dtype, param.compute_dtype)
+            GatherItem(
+                param.placement.layout,
+                param.storage_dtype,
+                param.compute_dtype,
+                coding=param.coding_of(param.placement.layout),
+            )
             for param in self.flat_params
         ]
         smaller, stamp = self.post_forward.mesh, self._ids.gather
@@ -208,7 +213,7 @@ class Buffers:
         if stamp is None or buffer.tail is None:
             return
         layout = buffer.layout
-        sent = [(item.shard.signature, item.compute_dtype) for item in layout.items]
+        sent = [(item.shard.signature, item.sent_as) for item in layout.items]
         numels, dtype = buffer.sent_numels(), layout.wire_dtype
         is_custom = wire.custom[0] is not None
         tensors = tuple((param.fqn, param.placement.layout.shape) for param in self.flat_params)
@@ -250,7 +255,12 @@ class Buffers:
         """Plan the shards over the smaller mesh. Both plans must place unsharded tensors alike."""
         placements = [shrink(param.placement, smaller) for param in self._params]
         items = [
-            GatherItem(placement.layout, param.compute_dtype, param.compute_dtype)
+            GatherItem(
+                placement.layout,
+                param.compute_dtype,
+                param.compute_dtype,
+                coding=param.coding_of(placement.layout, is_again=True),
+            )
             for placement, param in zip(placements, self._params, strict=True)
         ]
         stamp, others = self._ids.gather_smaller, (self._data.shard.size,)

@@ -219,6 +219,7 @@ class ReducePlanner:
         stamps, sent_as = self._ids.reductions, layout.wire_dtype
         stamps.expect(plan.codes, joined, layout.dtype, layout.numel)
         *zero_copy, packed = [layout.numel] if layout.pieces else layout.output_sizes
+        wire.exact = layout.exact
         stamps.register(wire, [packed, *zero_copy], sent_as, scale.op, layout.pieces)
         return plan
 

@@ -48,6 +48,7 @@ from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbour
 from fsdp2.checkpoint._reading import Reader
 from fsdp2.checkpoint._saved import METADATA, Entry, Saved, read
 from fsdp2.checkpoint._state import check, is_extra, model_tensors, sharded_state
+from fsdp2.checkpoint._wrapped import opened
 
 OLD = "old"
 """What the names of checkpoints say that saves replaced, or had no time to."""
@@ -104,6 +105,7 @@ def save(
 
     place = Path(path).resolve()
     state["model"] = {k: v for k, v in state["model"].items() if v is not None}
+    state["model"] = opened(model, state["model"])
     grids = Grids([*state["model"].values()])
     main = grids.main
     settle_state(optimizer)

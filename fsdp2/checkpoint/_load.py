@@ -41,7 +41,14 @@ from fsdp2.checkpoint._change import (
     with_memory,
 )
 from fsdp2.checkpoint._optimizer_state import map_state, settle_state
-from fsdp2.checkpoint._state import MAX_BYTES, check, is_extra, model_tensors
+from fsdp2.checkpoint._state import (
+    MAX_BYTES,
+    check,
+    is_extra,
+    made_anew,
+    model_tensors,
+    require_kept,
+)
 
 PLAIN_DICTS = (dict, OrderedDict)
 """A state of any other mapping may be read from files as it is asked."""
@@ -189,8 +196,12 @@ def load_full(
                 assert told.optimizer is not None
                 check_optimizer(what, model, optimizer, told.optimizer, strict)
             told = source.with_objects(told, extra)
+            loose = made_anew(model, own)
             for name, tensor in own.items() if has_state and is_in_memory else ():
-                require_representable(what, name, source.read(name, False), tensor.dtype)
+                value = source.read(name, False)
+                require_representable(what, name, value, tensor.dtype)
+                if name in loose:
+                    require_kept(what, name, value, loose[name])
 
         def fill(helds: list[LocalShard], in_optimizer: bool) -> None:
             if from_rank0:
@@ -221,6 +232,9 @@ def load_full(
             fill(in_optimizer, True)
         if not is_in_memory:
             fill(helds, False)
+            with grids.main.together(what):
+                for name in loose:
+                    require_kept(what, name, own[name], loose[name])
         extras = {n: value for n, value in told.extra.items() if n in extra and is_extra(n)}
         change(what, model, optimizer, named, extras, grids, write)
         return keys
@@ -352,6 +366,8 @@ def _load_parts(
                     value = local_of(value)
                 require_representable(what, name, value, own.dtype)
                 values[name] = value
+            for name, current in made_anew(model, chosen(told.model, tensors)).items():
+                require_kept(what, name, values[name], current)
             if optimizer is not None:
                 named = optimizer_part(what, state, model, optimizer)
                 if is_local:

@@ -8,7 +8,7 @@ A state is ``{"model": {name: tensor}, "optimizer": {"state": {...}, "param_grou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp2._base import torch_dtensor
 from fsdp2._base.arguments import check_count, check_flag, check_module, check_optimizer
+from fsdp2._base.errors import ConfigError
 from fsdp2._base.names import cleaned
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
@@ -32,6 +33,7 @@ from fsdp2.checkpoint._optimizer_state import (
     rekey,
     settle_state,
 )
+from fsdp2.checkpoint._wrapped import opened
 
 MAX_BYTES = 256 << 20
 """Default cap on what a rank holds beside its shards while tensors travel."""
@@ -56,14 +58,52 @@ def check(
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return parameters and persistent buffers by name, ties being one object; and extra state."""
+    """Return parameters and persistent buffers by name, ties being one object; and extra state.
+
+    Of a frozen parameter that wraps other tensors it is these. See ``_wrapped``.
+    """
     found = cleaned(model.state_dict(keep_vars=True))
     tensors = {
         name: value
         for name, value in found.items()
         if isinstance(value, Tensor) and not is_extra(name)
     }
-    return tensors, {name: value for name, value in found.items() if name not in tensors}
+    extra = {name: value for name, value in found.items() if name not in tensors}
+    return opened(model, tensors), extra
+
+
+def made_anew(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return those tensors of a model's state that are made for each state: nobody reads them back.
+
+    A module may put into its state what is no parameter and no buffer. If that is the module's own
+    memory, a load writes there; what was made for the state is lost.
+    """
+    own = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    known = cleaned(dict(own))
+    loose = {n: t for n, t in tensors.items() if n not in known and not isinstance(t, DTensor)}
+    if not loose:
+        return {}
+    again = cleaned(model.state_dict(keep_vars=True))
+    return {
+        name: tensor
+        for name, tensor in loose.items()
+        if isinstance(again.get(name), Tensor) and again[name].data_ptr() != tensor.data_ptr()
+    }
+
+
+def require_kept(what: str, name: str, value: Tensor, current: Tensor) -> None:
+    """Raise ConfigError if a value is to be loaded that the module would not take, and has not."""
+    there = value.to(current.device, current.dtype)
+    if not torch.equal(there, current):
+        raise ConfigError(
+            "FS603",
+            f"{what}: {name} differs from the model's, and its module makes it anew for each "
+            "state, so nothing can be loaded into it. Load into a model that was made, and "
+            "quantised, from the same weights. Nothing was changed.",
+        )
 
 
 def is_extra(name: str) -> bool:

@@ -153,7 +153,9 @@ class StatesInBlocks:
         local = torch_dtensor.local_tensor(param)
         found: dict[int, dict[str, Part]] = {}
         is_plain = True
-        for count in sorted({count for _, count in lines.rows if count}, reverse=True):
+
+        def ask(count: int) -> None:
+            nonlocal is_plain
             entry = probe((count, *param.shape[1:]), local.dtype, local.device)
             numel, parts = count * lines.row_numel, {}
             for name, part in plain_parts(entry).items():
@@ -163,11 +165,19 @@ class StatesInBlocks:
                 is_plain = is_plain and block == 1 and name in entry
                 parts[name] = Part(block, part.dtype)
             found[numel] = parts
+
+        counts = {count for _, count in lines.rows if count}
+        for count in sorted(counts, reverse=True):
+            ask(count)
         if is_plain:
             return None
+        ask(2 * max(counts))  # scales of columns are as many for any number of rows
         if len(set(map(str, found.values()))) > 1:
-            raise _refused(fqn, f"shards of {sorted(found)} elements have states of several kinds")
-        kept = next(iter(found.values()))
+            names = ", ".join(sorted({name for parts in found.values() for name in parts}))
+            raise _refused(
+                fqn, f"{names} are of several kinds for shards of {sorted(found)} elements"
+            )
+        kept = found[max(found)]
         for name, one in kept.items():
             if lines.ends(one.block) is None:
                 raise _refused(fqn, f"shards divide the blocks of {one.block} elements of {name}")

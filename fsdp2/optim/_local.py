@@ -352,13 +352,21 @@ class LocalOptimizer:
         if blocks is None or key not in blocks.parts:
             return None
         room = blocks.placed(key, None)
-        return room if tuple(room.shape) == shape else None
+        if tuple(room.shape) != shape:
+            raise UnsupportedError(
+                "FS704",
+                f"{_name_of(param)}: found {key} of shape {shape} where the shards of this model "
+                f"have {tuple(room.shape)} together. Save and load where no shard divides a block "
+                "of the optimizer's states, by shard_placement_fn: fsdp2.Aligned.",
+            )
+        return room
 
     def _blocks_of(self, param: DTensor) -> StatesInBlocks | None:
         """Return what the class keeps in blocks for a parameter; None: nothing."""
         if self._plain_class in ELEMENTWISE:
             return None
-        return StatesInBlocks.of(_name_of(param), param, self._probe_for(param))
+        name = f"fsdp2.optim.local({self._plain_class.__name__}): {_name_of(param)}"
+        return StatesInBlocks.of(name, param, self._probe_for(param))
 
     def _probe_for(self, param: Tensor) -> Probe:
         """Return what makes states of a shape as the class makes them for a parameter."""

@@ -98,13 +98,13 @@ def _(mended: bool) -> None:
 
 
 class Scaled(torch.optim.SGD):
-    """Keeps a scale for each row, as 8-bit optimizers keep one for each block."""
+    """Keeps a scale for each column of a shard, which says nothing on other ranks."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
         for group in self.param_groups:
             for param in group["params"]:
-                self.state[param]["scales"] = param.detach().flatten(1).amax(1) + 1.0
+                self.state[param]["scales"] = param.detach().amax(0) + 1.0
 
 
 @way("FS704", "Scaled", "scales", "local_state")

@@ -83,7 +83,7 @@ def test_gathered_parameters_are_the_original_ones(
             packing.own_shard(shard_buffer, layout, index, rank).copy_(mine)
         send = torch.full((layout.send_nbytes,), 0xA5, dtype=torch.uint8)
         if layout.casts:
-            packing.cast_shards(shard_buffer, send, layout)
+            packing.cast_shards(shard_buffer, send, layout, rank)
         else:
             send = shard_buffer
         sent.append(send)
@@ -113,9 +113,7 @@ def test_gathered_parameters_are_the_original_ones(
         if targets:
             even = torch.cat(packing.even_parts(landing, layout))
             packing.unpack(even, layout, layout.whole, targets)
-        sources = packing.dealt_sources(landing, layout)
-        for target, source in zip(packing.dealt_targets(full, layout), sources, strict=True):
-            target.copy_(source)
+        packing.unpack_dealt(landing, layout, packing.dealt_targets(full, layout))
         replicated = packing.gather_targets(full, layout, layout.replicated)
         packing.unpack_replicated(sent[rank], layout, replicated)
         tensors = packing.full_tensors(full, layout)[: len(group)]

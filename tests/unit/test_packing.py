@@ -47,8 +47,8 @@ def send_buffers(buffers: list[Tensor], layout: GatherLayout) -> list[Tensor]:
     if not layout.casts:
         return buffers
     sends = [garbage(layout.send_nbytes) for _ in buffers]
-    for buffer, send in zip(buffers, sends, strict=True):
-        packing.cast_shards(buffer, send, layout)
+    for rank, (buffer, send) in enumerate(zip(buffers, sends, strict=True)):
+        packing.cast_shards(buffer, send, layout, rank)
     return sends
 
 

@@ -1,0 +1,229 @@
+"""Promise: gradients that travel in 8 bits are near the exact ones, and replicas stay equal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import Replicate
+
+import fsdp2
+from fsdp2 import ConfigError
+from fsdp2._comm.coded_sum import CodedSum
+from tests._meshes import random_numbers
+from tests._models import CASES, loss_of, seeded
+from tests._parity import Pair, bits, make_mesh, shard, whole
+from tests._pool import ranks_that_share as ranks
+from tests._slow import slow, with_slow
+
+INT8, E4M3, E5M2 = torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
+STEP = {INT8: 1 / 253, E4M3: 1 / 16, E5M2: 1 / 8}
+"""Half a step of a code over what it is for: of the block's largest (int8), of itself (floats)."""
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3, slow(E5M2)])
+@pytest.mark.parametrize("shape", [(3,), slow((2,)), slow((4,))])
+@ranks(4)
+def test_a_sum_is_as_near_as_its_codes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Over all ranks, to one of them and to all; exact columns are exact; replicas are equal."""
+    del shape
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+    for numel, exact in ((700, ((690, 700),)), (37, ()), (9, ((0, 3), (5, 9))), (8, ((0, 8),))):
+        every = [torch.randn(size * numel, generator=random_numbers(r)) for r in range(size)]
+        total = torch.stack(every).sum(0)
+        one = CodedSum(dtype, 16, None, exact, group)
+        reduced = torch.empty(numel)
+        one.reduce_scatter(every[rank].clone(), reduced)
+        mine = slice(rank * numel, (rank + 1) * numel)
+        near(reduced, total[mine], [e[mine] for e in every], exact, dtype)
+        everywhere = torch.empty(numel)
+        one.all_reduce(every[rank][:numel].clone(), everywhere)
+        parts = [e[:numel] for e in every]
+        near(everywhere, total[:numel], [*parts, total[:numel]], exact, dtype)
+        copies = [torch.empty(numel) for _ in range(size)]
+        dist.all_gather(copies, everywhere)
+        assert all(torch.equal(bits(copy), bits(everywhere)) for copy in copies)
+
+
+def near(
+    found: Tensor, expected: Tensor, summands: list[Tensor], exact: Any, dtype: torch.dtype
+) -> None:
+    """Assert that each summand was rounded by half a step at most, and exact columns not."""
+    bound = sum((part.abs().amax() * STEP[dtype] * 1.02 for part in summands), torch.tensor(1e-6))
+    assert ((found - expected).abs() <= bound).all()
+    for first, last in exact:
+        torch.testing.assert_close(found[first:last], expected[first:last], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), slow((4, 1))])
+@ranks(4)
+def test_gradients_are_near_and_errors_are_fed_back(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """The sum over steps is nearer with feedback than without; what is missing is zero, or None."""
+    grads = {}
+    for way, hook in {
+        "exact": None,
+        "coded": fsdp2.Compress(dtype, block=16),
+        "fed back": fsdp2.Compress(dtype, block=16, error_feedback=True),
+        "replicas": fsdp2.Compress(dtype, block=16, only_replicas=True),
+    }.items():
+        case = CASES["unused_parts"]
+        model = shard(seeded(case.build), case, mesh=make_mesh(*shape))
+        if hook is not None:
+            fsdp2.register_comm_hook(model, hook)
+        torch.manual_seed(3)
+        batch = case.batch(8).chunk(dist.get_rank(), 4)
+        total: dict[str, Tensor] = {}
+        for _ in range(8):
+            loss_of(model(*batch.args, **batch.kwargs)).backward()
+            for name, param in model.named_parameters():
+                if param.grad is not None:
+                    total[name] = total.get(name, torch.zeros(())) + whole(param.grad)
+            model.zero_grad()
+        grads[way] = total
+    worst = {
+        way: max(
+            float((value - grads["exact"][name]).abs().max() / grads["exact"][name].abs().max())
+            for name, value in total.items()
+            if grads["exact"][name].abs().max() > 0
+        )
+        for way, total in grads.items()
+    }
+    assert all(set(total) == set(grads["exact"]) for total in grads.values())
+    assert 0 < worst["coded"] < {INT8: 0.05, E4M3: 0.2}[dtype]
+    assert worst["fed back"] < 0.5 * worst["coded"]
+    if shape == (4,):
+        assert worst["replicas"] < 1e-6  # there is no such axis
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@ranks(4)
+def test_replicas_stay_equal_to_the_bit(shape: tuple[int, ...]) -> None:
+    """Replicated parameters, and shards of replicas, after steps from coded gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 29), nn.LayerNorm(29), nn.Linear(29, 5))
+    model.register_parameter("scalar", nn.Parameter(torch.tensor(1.0)))
+    fsdp2.fully_shard(
+        model,
+        mesh=make_mesh(*shape),
+        shard_placement_fn=lambda p: Replicate() if p.dim() == 1 else None,
+    )
+    fsdp2.register_comm_hook(model, fsdp2.Compress(INT8, block=8, error_feedback=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(5):
+        x = torch.randn(3, 13, generator=random_numbers(dist.get_rank()))
+        (model(x) * model.scalar).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    replicas = 4 if len(shape) == 1 else 2
+    for name, param in model.named_parameters():
+        local = param.to_local() if not any(p.is_shard() for p in param.placements) else None  # type: ignore[attr-defined]
+        if local is None and replicas == 2:
+            local = param.to_local()  # type: ignore[attr-defined]
+        if local is None:
+            continue
+        found: list[Any] = [None] * 4
+        dist.all_gather_object(found, local.detach().numpy().tobytes())
+        if param.placements[-1].is_shard():  # type: ignore[attr-defined]
+            assert found[0] == found[2], name
+            assert found[1] == found[3], name
+        else:
+            assert len(set(found)) == 1, name
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3])
+@pytest.mark.parametrize("case", with_slow(["few_rows", "tied_lm", "mixed_dtypes"], ["tied_lm"]))
+@ranks(3)
+def test_a_model_trains(case: str, dtype: torch.dtype) -> None:
+    """The loss falls as with exact gradients, to a few percent."""
+    losses = {}
+    for hook in (None, fsdp2.Compress(dtype, error_feedback=True)):
+        pair = Pair(case, mesh=make_mesh())
+        if hook is not None:
+            fsdp2.register_comm_hook(pair.model, hook)
+        optimizer = torch.optim.SGD(pair.model.parameters(), lr=0.05)
+        torch.manual_seed(1)
+        batch = pair.batch()
+        for _ in range(12):
+            loss = pair.run(pair.model, pair.local(batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        total = loss.detach().float()
+        dist.all_reduce(total)
+        losses[hook is not None] = float(total)
+    assert losses[True] == pytest.approx(losses[False], rel=0.05)
+
+
+@ranks(2, slow(3))
+def test_bytes_on_the_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte an element and two a block, of 256, in place of four an element."""
+    sent: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def counted(received: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(given.nbytes)
+        return exchange(received, given, *args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_to_all_single", counted)
+    torch.manual_seed(0)
+    model = fsdp2.fully_shard(nn.Linear(512, 768, bias=False), mesh=make_mesh())
+    fsdp2.register_comm_hook(model, fsdp2.Compress(INT8))
+    model(torch.randn(2, 512)).sum().backward()
+    assert 0.25 < sum(sent) / (4 * 512 * 768) < 0.255
+
+
+@ranks(2)
+def test_overflow_is_seen_and_errors_of_it_are_not_kept() -> None:
+    """An infinity makes its block NaN, as a sum would; the next step is as if it had not been."""
+    model = fsdp2.fully_shard(nn.Linear(16, 16, bias=False), mesh=make_mesh())
+    fsdp2.register_comm_hook(model, fsdp2.Compress(INT8, block=8, error_feedback=True))
+    x = torch.ones(2, 16)
+    (model(x).sum() * (float("inf") if dist.get_rank() else 1.0)).backward()
+    assert model.weight.grad is not None
+    assert not whole(model.weight.grad).isfinite().any()
+    model.zero_grad()
+    model(x).sum().backward()
+    assert model.weight.grad is not None
+    expected = torch.full((16, 16), 2.0)
+    torch.testing.assert_close(whole(model.weight.grad), expected, rtol=0.02, atol=0)
+
+
+@ranks(2)
+def test_ranks_that_differ_are_told_beside_codes() -> None:
+    """What ranks tell each other behind the gradients is not rounded."""
+    models = [seeded(CASES["few_rows"].build), seeded(CASES["few_rows"].build, 2)]
+    for model in models:
+        shard(model, CASES["few_rows"])
+        fsdp2.register_comm_hook(model, fsdp2.Compress(INT8))
+    batch = CASES["few_rows"].batch(4)
+    for _ in range(2):
+        for model in models:
+            loss_of(model(*batch.args, **batch.kwargs)).backward()
+    order = models if dist.get_rank() else models[::-1]
+
+    def run() -> None:
+        for model in [*order, *order]:
+            loss_of(model(*batch.args, **batch.kwargs)).backward()
+
+    with pytest.raises(fsdp2.FSDPError):
+        run()
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Compress"):
+        fsdp2.Compress(torch.uint8)
+    with pytest.raises(ConfigError, match="block"):
+        fsdp2.Compress(INT8, block=4)
+    with pytest.raises(ConfigError, match="only_replicas"):
+        fsdp2.Compress(INT8, only_replicas=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="16-bit"):
+        fsdp2.Compress(INT8).narrow({}, torch.zeros(3), 2)
