@@ -290,6 +290,14 @@ def test_bf16_stays_near_fp32(workplace: Workplace, whole_run: str) -> None:
         assert loss == pytest.approx(whole[step], rel=0.05), step
 
 
+def test_eight_bits_stay_near_fp32(workplace: Workplace, whole_run: str) -> None:
+    expect_success(workplace.run_forked("eight", "--dtype", "fp8", "--gradients", "int8"))
+    whole, eight = workplace.losses("whole"), workplace.losses("eight")
+    assert eight != whole
+    for step, loss in eight.items():
+        assert loss == pytest.approx(whole[step], rel=0.05), step
+
+
 @pytest.mark.slow
 def test_compiled_resumes_what_ran_eagerly(
     workplace: Workplace, whole_run: str, half_run: str
@@ -370,7 +378,7 @@ def test_each_bad_argument_has_a_clear_message(workplace: Workplace, half_run: s
         (["--lr", "nan"], "--lr must be above 0, found nan"),
         (["--weight-decay", "-1"], "--weight-decay must be 0 or more"),
         (["--size", "huge"], "--size: invalid choice"),
-        (["--dtype", "fp8"], "--dtype: invalid choice"),
+        (["--dtype", "fp4"], "--dtype: invalid choice"),
         (["--corpus", "absent"], "--corpus absent is not a folder"),
         (["--corpus", str(workplace.folder / "cache")], "name a folder with more of them"),
         (["--resume"], "--resume: no checkpoint in"),

@@ -69,3 +69,13 @@ number_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
 """How many tensors and objects share the storage of a number."""
+
+
+def clamped_quotients(
+    values: Sequence[torch.Tensor], divisors: Sequence[torch.Tensor], most: float
+) -> tuple[torch.Tensor, ...]:
+    """Return each value over its divisor, between ``-most`` and ``most``, by few calls."""
+    found = torch._foreach_div(list(values), list(divisors))
+    torch._foreach_clamp_max_(found, most)
+    torch._foreach_clamp_min_(found, -most)
+    return found

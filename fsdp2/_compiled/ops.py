@@ -142,7 +142,7 @@ def _encoded(flat: Tensor, piece: GatherPiece, rank: int, device: str) -> Tensor
     assert item is not None
     assert item.coding is not None
     room, shape = item.room(rank), item.shard.shard_shape(rank)
-    made = coding.encode(flat[: math.prod(shape)].view(shape).to(device), item.coding)
+    (made,) = coding.encode([flat[: math.prod(shape)].view(shape).to(device)], item.coding)
     start, count = item.coding.scales_start(room), len(made.scales)
     filled = start - made.codes.numel()
     scales = made.scales.view(torch.uint8)
@@ -155,7 +155,9 @@ def _decoded(gathered: Tensor, item: GatherItem) -> Tensor:
     """Return a parameter of the bytes ``[W, nbytes]`` that ranks sent of it."""
     assert item.coding is not None
     whole = gathered.new_empty(item.shard.shape, dtype=item.compute_dtype)
-    packing.decode_padded(whole, gathered, item.shard, item.coding)
+    decoding = packing.Decoding()
+    decoding.add_padded(whole, gathered, item.shard, item.coding)
+    decoding.run()
     return _with_stride(whole.view(-1), item.shard)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp2._base import torch_tensors
 from fsdp2._param_group.layout import SCALE_DTYPE, Coding
 
 EXPONENTS = (-120, 120)  # of scales: bf16 has them as normal numbers
@@ -28,31 +29,50 @@ class Codes(NamedTuple):
     scales: Tensor
 
 
-def encode(values: Tensor, coding: Coding) -> Codes:
-    """Return codes of a shard, each the nearest that there is. A row that is not finite is NaN."""
+def encode(values: Sequence[Tensor], coding: Coding) -> list[Codes]:
+    """Return codes of shards, each the nearest that there is. A row that is not finite is NaN.
+
+    Few calls do it for all of them.
+    """
     most = torch.finfo(coding.dtype).max
-    rows = values.reshape(coding.scale_count(values.shape), -1).to(torch.float32)
-    largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
+    rows = [v.reshape(coding.scale_count(v.shape), -1).to(torch.float32) for v in values]
+    counts = [len(one) for one in rows]
+    largest = torch.empty(sum(counts), dtype=torch.float32, device=rows[0].device)
+    for one, out in zip(rows, largest.split(counts), strict=True):
+        torch.linalg.vector_norm(one, math.inf, 1, out=out)
     exponents = torch.frexp(largest / most).exponent.clamp(*EXPONENTS)
     scales = torch.ldexp(torch.ones_like(largest), exponents)
     scales = torch.where(largest.isfinite(), scales, math.nan)
-    codes = (rows / scales.unsqueeze(1)).clamp(-most, most).to(coding.dtype)
-    return Codes(codes.view(values.shape), scales.to(SCALE_DTYPE))
+    each = [one.unsqueeze(1) for one in scales.split(counts)]
+    codes = torch_tensors.clamped_quotients(rows, each, most)
+    kept = scales.to(SCALE_DTYPE).split(counts)
+    return [
+        Codes(code.to(coding.dtype).view(value.shape), scale)
+        for code, value, scale in zip(codes, values, kept, strict=True)
+    ]
 
 
-def decode(target: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Fill ``target`` ``[n, *shape]`` from codes of the same shape and scales ``[n, S]``."""
-    target.copy_(codes)
-    ones = (1,) * (target.dim() - 2)
-    target.mul_(scales.to(target.dtype).view(*scales.shape, *ones))
+def decode(targets: Sequence[Tensor], made: Sequence[Codes]) -> None:
+    """Fill each target ``[n, *shape]`` from codes of the same shape and scales ``[n, S]``."""
+    torch_tensors.copy_all(targets, [one.codes for one in made])
+    factors = []
+    for target, (_, scales) in zip(targets, made, strict=True):
+        ones = (1,) * (target.dim() - 2)
+        factors.append(scales.to(target.dtype).view(*scales.shape, *ones))
+    torch_tensors.scale_all_(targets, factors)
 
 
-def write(values: Tensor, coding: Coding, room: Sequence[int], out: Tensor) -> None:
-    """Write codes and scales of a shard into the bytes for one of shape ``room``, a padded one."""
-    made = encode(values, coding)
-    codes, scales = parts(out.unsqueeze(0), coding, room)
-    codes.view(-1)[: values.numel()].copy_(made.codes.view(-1))
-    scales[0, : len(made.scales)].copy_(made.scales)
+def write(
+    values: Sequence[Tensor], coding: Coding, rooms: Sequence[Sequence[int]], outs: Sequence[Tensor]
+) -> None:
+    """Write codes and scales of shards into bytes for those of shapes ``rooms``, padded ones."""
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for made, room, out in zip(encode(values, coding), rooms, outs, strict=True):
+        codes, scales = parts(out.unsqueeze(0), coding, room)
+        targets += [codes.view(-1)[: made.codes.numel()], scales[0, : len(made.scales)]]
+        sources += [made.codes.view(-1), made.scales]
+    torch_tensors.copy_all(targets, sources)
 
 
 def parts(rows: Tensor, coding: Coding, room: Sequence[int]) -> Codes:

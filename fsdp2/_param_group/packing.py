@@ -64,23 +64,31 @@ def shard_of(tensor: Tensor, shard: ShardLayout, rank: int) -> Tensor:
 def cast_shards(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> None:
     """Fill the send buffer from the shard buffer: one kernel for each dtype pair.
 
-    What travels in codes is encoded one by one.
+    What travels in codes is encoded together.
     """
+    _encode(shards, send, layout, rank)
     for segment in layout.segments:
         if segment.is_coded:
-            _encode(shards, send, layout, segment.indices[0], rank)
             continue
         source = typed(shards, segment.shard_start, segment.numel, segment.storage_dtype)
         typed(send, segment.send_start, segment.numel, segment.compute_dtype).copy_(source)
 
 
-def _encode(shards: Tensor, send: Tensor, layout: GatherLayout, index: int, rank: int) -> None:
-    item, start = layout.items[index], layout.send_offsets[index]
-    assert item.coding is not None
-    values = shard_view(shards, layout, index, rank)
-    if values.numel():
-        out = send[start : start + item.sent_nbytes(rank)]
-        coding.write(values, item.coding, item.room(rank), out)
+def _encode(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> None:
+    by_coding: dict[Coding, tuple[list[Tensor], list[tuple[int, ...]], list[Tensor]]] = {}
+    for segment in layout.segments if layout.has_codes else ():
+        index = segment.indices[0]
+        item, start = layout.items[index], layout.send_offsets[index]
+        if item.coding is None:
+            continue
+        values = shard_view(shards, layout, index, rank)
+        if values.numel():
+            mine = by_coding.setdefault(item.coding, ([], [], []))
+            mine[0].append(values)
+            mine[1].append(item.room(rank))
+            mine[2].append(send[start : start + item.sent_nbytes(rank)])
+    for how, (found, rooms, outs) in by_coding.items():
+        coding.write(found, how, rooms, outs)
 
 
 def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
@@ -142,6 +150,7 @@ def unpack_dealt(landing: Tensor, layout: GatherLayout, targets: Sequence[Tensor
     """Copy what landed of dealt parameters into ``targets`` (of ``dealt_targets``)."""
     plain: list[Tensor] = []
     sources: list[Tensor] = []
+    coded = Decoding()
     flat = landing.view(torch.uint8)
     for (index, run, start), target in zip(layout.copied, targets, strict=True):
         item = layout.items[index]
@@ -152,9 +161,10 @@ def unpack_dealt(landing: Tensor, layout: GatherLayout, targets: Sequence[Tensor
             plain.append(target)
             sources.append(rows.view(item.compute_dtype).view(run.ranks, *shape))
         else:
-            coding.decode(target, *coding.parts(rows, item.coding, shape))
+            coded.add(target, *coding.parts(rows, item.coding, shape))
     if plain:
         torch_tensors.copy_all(plain, sources)
+    coded.run()
 
 
 def dealt_targets(full: Tensor, layout: GatherLayout) -> list[Tensor]:
@@ -175,6 +185,7 @@ def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list
     if packed.is_one_split:
         torch.split_with_sizes_copy(gathered, packed.sizes, dim=1, out=targets)
         return
+    coded = Decoding()
     for target, index in zip(targets, packed.order, strict=True):
         item, start = layout.items[index], layout.send_offsets[index]
         if item.shard.numel == 0:
@@ -187,7 +198,8 @@ def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list
             if item.coding is None:
                 _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
             else:
-                decode_padded(target, rows, item.shard, item.coding)
+                coded.add_padded(target, rows, item.shard, item.coding)
+    coded.run()
 
 
 def unpack_replicated(send: Tensor, layout: GatherLayout, targets: list[Tensor]) -> None:
@@ -205,13 +217,28 @@ def _unpack_strided(target: Tensor, padded: Tensor, shard: ShardLayout) -> None:
         part.copy_(_unpadded(padded, first, part))
 
 
-def decode_padded(target: Tensor, rows: Tensor, shard: ShardLayout, how: Coding) -> None:
-    """The same of what travelled in codes, as bytes ``[W, nbytes]``."""
-    codes, scales = coding.parts(rows, how, shard.padded_shape)
-    for first, part in _shards_in(target, shard):
-        count = how.scale_count(part.shape[1:])
-        own = scales[first : first + len(part), :count]
-        coding.decode(part, _unpadded(codes, first, part), own)
+class Decoding:
+    """What arrived in codes, which is decoded together."""
+
+    def __init__(self) -> None:
+        self._targets: list[Tensor] = []
+        self._made: list[coding.Codes] = []
+
+    def add(self, target: Tensor, codes: Tensor, scales: Tensor) -> None:
+        self._targets.append(target)
+        self._made.append(coding.Codes(codes, scales))
+
+    def add_padded(self, target: Tensor, rows: Tensor, shard: ShardLayout, how: Coding) -> None:
+        """Add the padded shards of all ranks, as bytes ``[W, nbytes]``."""
+        codes, scales = coding.parts(rows, how, shard.padded_shape)
+        for first, part in _shards_in(target, shard):
+            count = how.scale_count(part.shape[1:])
+            own = scales[first : first + len(part), :count]
+            self.add(part, _unpadded(codes, first, part), own)
+
+    def run(self) -> None:
+        if self._targets:
+            coding.decode(self._targets, self._made)
 
 
 def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor]]:

@@ -36,11 +36,14 @@ def opened(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     params: dict[str, nn.Parameter] = {}
     for name, value in tensors.items():
         local = torch_dtensor.local_part(value) if isinstance(value, Tensor) else value
-        if not isinstance(local, Tensor) or not can_be_taken_apart(local) or value.requires_grad:
+        if not isinstance(local, Tensor) or not can_be_taken_apart(local):
             found[name] = value
             continue
         params = params or named_parameters(model)
         param = params.get(name)
+        if (value if param is None else param).requires_grad:
+            found[name] = value
+            continue
         owner = None if param is None else OwnerMark.owner_of(param)
         key = id(value if param is None else param)
         if key not in known:

@@ -44,9 +44,9 @@ def test_codes_are_the_nearest_and_codes_of_codes_change_nothing(dtype: torch.dt
 
 
 def decoded(values: Tensor, how: Coding) -> Tensor:
-    made = coding.encode(values, how)
+    (made,) = coding.encode([values], how)
     target = torch.empty(1, *values.shape)
-    coding.decode(target, made.codes.unsqueeze(0), made.scales.unsqueeze(0))
+    coding.decode([target], [coding.Codes(made.codes.unsqueeze(0), made.scales.unsqueeze(0))])
     return target[0]
 
 
@@ -103,7 +103,7 @@ def test_gathered_parameters_are_rounded_and_lie_as_they_did(
         packing.unpack_dealt(landing, layout, packing.dealt_targets(full, layout))
     else:
         rows = torch.stack([send[: layout.gather_nbytes] for send in sent])
-        gathered = rows.view(layout.wire_dtype)
+        gathered = rows.view(layout.wire_dtype) if rows.numel() else rows
     if targets and gathered.numel():
         packing.unpack(gathered, layout, layout.whole, targets)
     replicated = packing.gather_targets(full, layout, layout.replicated)
@@ -124,7 +124,10 @@ def expected(whole: Tensor, item: GatherItem) -> Tensor:
     parts = []
     for rank in range(shard.size):
         part = packing.shard_of(whole, shard, rank)
-        made = coding.encode(part, item.coding)
+        if not part.numel():
+            parts.append(part.to(item.compute_dtype))
+            continue
+        (made,) = coding.encode([part], item.coding)
         scales = made.scales.to(item.compute_dtype)
         scales = scales.view(-1, *(1,) * (part.dim() - 1))
         parts.append(made.codes.to(item.compute_dtype) * scales)
