@@ -164,6 +164,20 @@ def compressed_to_fp16(world: World) -> Values:
     return train(world, set_up=lambda model: fsdp2.register_comm_hook(model, hook))
 
 
+@scenario(2, slow=True, tolerance=2e-2)
+def gradients_in_codes(world: World) -> Values:
+    hook = fsdp2.Compress(torch.int8, error_feedback=True)
+    return train(world, set_up=lambda model: fsdp2.register_comm_hook(model, hook))
+
+
+@scenario(4, slow=True, tolerance=2e-2)
+def gradients_in_codes_over_replicas(world: World) -> Values:
+    hook = fsdp2.Compress(torch.int8, only_replicas=True)
+    return train(
+        world, mesh=world.mesh(2, 2), set_up=lambda model: fsdp2.register_comm_hook(model, hook)
+    )
+
+
 def halve(reduced: Tensor) -> None:
     reduced.mul_(0.5)
 

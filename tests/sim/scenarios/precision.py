@@ -47,6 +47,12 @@ def bf16_accumulated(world: World) -> Values:
     return train(world, mp_policy=MIXED, microbatches=3)
 
 
+@scenario(2, tolerance=8e-2)
+def parameters_in_codes(world: World) -> Values:
+    """Codes are encoded and decoded on the gather's lane, and the host waits for neither."""
+    return train(world, mp_policy=MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn))
+
+
 @scenario(2, slow=True)
 def reduced_in_fp64(world: World) -> Values:
     """Reduced gradients lie in memory of the reduce lane, and are copied to narrower ones."""

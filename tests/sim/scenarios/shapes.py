@@ -262,3 +262,19 @@ def owned_and_replicas(world: World) -> Values:
 def owned_offloaded(world: World) -> Values:
     offload = fsdp2.CPUOffloadPolicy()
     return train_case(world, "stack", offload_policy=offload, shard_placement_fn=matrices_lie_whole)
+
+
+def blocks_of_four(param: nn.Parameter) -> fsdp2.Aligned | None:
+    return fsdp2.Aligned(0, multiple_of=4) if param.dim() else None
+
+
+@scenario(3)
+def aligned(world: World) -> Values:
+    """Pieces land in memory of their own, and rows of each parameter are copied from several."""
+    return train_case(world, "stack", shard_placement_fn=blocks_of_four)
+
+
+@scenario(2, slow=True, tolerance=8e-2)
+def aligned_in_codes(world: World) -> Values:
+    policy = fsdp2.MixedPrecisionPolicy(gather_dtype=torch.float8_e4m3fn)
+    return train_case(world, "stack", mp_policy=policy, shard_placement_fn=blocks_of_four)
