@@ -300,10 +300,9 @@ class Wire:
         """
         group = self.scatter_group or axis.pg
         assert group is not None
-        exact = self.exact
+        exact = self._exact_in(sent)
         if sent.is_complex():
             output, sent = torch_comm.flat_as_real(output), torch_comm.flat_as_real(sent)
-            exact = [(2 * first, 2 * last) for first, last in exact]
         if self.sum_rows is not None:
             self.sum_rows(sent, output, group, exact)
             return None
@@ -325,13 +324,21 @@ class Wire:
         ):
             return _joined([self.reduce_scatter(*pair, op, axis, async_op) for pair in pairs])
 
+    def _exact_in(self, tensor: torch.Tensor) -> Exact:
+        """Return the columns that nothing may round; of complex numbers each has two parts."""
+        if not tensor.is_complex():
+            return self.exact
+        return [(2 * first, 2 * last) for first, last in self.exact]
+
     def all_reduce(
         self, tensor: torch.Tensor, op: Any, axis: MeshAxis, async_op: bool
     ) -> dist.Work | None:
         """Replace ``tensor`` by what all ranks of the axis hold, joined."""
         if self.sum_replicas is not None:
             assert axis.pg is not None
-            self.sum_replicas(tensor, axis.pg, self.exact)
+            exact = self._exact_in(tensor)
+            tensor = torch_comm.flat_as_real(tensor) if tensor.is_complex() else tensor
+            self.sum_replicas(tensor, axis.pg, exact)
             return None
         work: dist.Work | None = dist.all_reduce(tensor, op, group=axis.pg, async_op=async_op)
         return work

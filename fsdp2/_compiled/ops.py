@@ -34,7 +34,6 @@ from fsdp2._base import torch_comm
 from fsdp2._compiled.plan import GatherPiece, ReducePiece, TracedPlan, plans
 from fsdp2._param_group import coding, packing
 from fsdp2._param_group.layout import (
-    SCALE_DTYPE,
     GatherItem,
     ShardLayout,
     contiguous_stride,
@@ -142,22 +141,25 @@ def _encoded(flat: Tensor, piece: GatherPiece, rank: int, device: str) -> Tensor
     assert item is not None
     assert item.coding is not None
     room, shape = item.room(rank), item.shard.shard_shape(rank)
-    (made,) = coding.encode([flat[: math.prod(shape)].view(shape).to(device)], item.coding)
-    start, count = item.coding.scales_start(room), len(made.scales)
-    filled = start - made.codes.numel()
-    scales = made.scales.view(torch.uint8)
-    rest = item.sent_nbytes(rank) + piece.gap - start - count * SCALE_DTYPE.itemsize
-    codes = made.codes.reshape(-1).view(torch.uint8)
-    return torch.cat([codes, codes.new_zeros(filled), scales, codes.new_zeros(rest)])
+    values = flat[: math.prod(shape)].to(device).view(item.coding.scale_count(shape), -1)
+    if not values.numel():
+        empty = flat.new_zeros(item.sent_nbytes(rank) + piece.gap, dtype=torch.uint8)
+        return empty.to(device)
+    (rows,), (scales,) = coding.encode([values], item.coding)
+    codes, start = (
+        rows.to(item.coding.dtype).view(-1).view(torch.uint8),
+        item.coding.scales_start(room),
+    )
+    rest = item.sent_nbytes(rank) + piece.gap - start - scales.nbytes
+    filled = codes.new_zeros(start - codes.numel())
+    return torch.cat([codes, filled, scales.view(torch.uint8), codes.new_zeros(rest)])
 
 
 def _decoded(gathered: Tensor, item: GatherItem) -> Tensor:
     """Return a parameter of the bytes ``[W, nbytes]`` that ranks sent of it."""
     assert item.coding is not None
     whole = gathered.new_empty(item.shard.shape, dtype=item.compute_dtype)
-    decoding = packing.Decoding()
-    decoding.add_padded(whole, gathered, item.shard, item.coding)
-    decoding.run()
+    packing.decode_padded(whole, gathered, item.shard, item.coding)
     return _with_stride(whole.view(-1), item.shard)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp2._base import torch_tensors
-from fsdp2._param_group.layout import SCALE_DTYPE, Coding
+from fsdp2._param_group.layout import SCALE_DTYPE, Coding, contiguous_stride
 
 EXPONENTS = (-120, 120)  # of scales: bf16 has them as normal numbers
 
@@ -29,13 +29,39 @@ class Codes(NamedTuple):
     scales: Tensor
 
 
-def encode(values: Sequence[Tensor], coding: Coding) -> list[Codes]:
-    """Return codes of shards, each the nearest that there is. A row that is not finite is NaN.
+class Views:
+    """A buffer of bytes, of which codes and scales are cut by strides: one call for each."""
 
-    Few calls do it for all of them.
+    def __init__(self, buffer: Tensor, coding: Coding) -> None:
+        self._coding = coding
+        whole = buffer.shape[-1] - buffer.shape[-1] % SCALE_DTYPE.itemsize  # an odd end is no scale
+        self._codes = buffer.view(coding.dtype)
+        self._scales = buffer[..., :whole].view(SCALE_DTYPE)
+        self._start = buffer.storage_offset()
+
+    def at(
+        self, start: int, shape: Sequence[int], room: Sequence[int], count: int = 1, step: int = 0
+    ) -> Codes:
+        """View shards of a shape, from byte ``start`` on, ``count`` of them ``step`` bytes apart.
+
+        Codes are ``[n, *shape]`` and scales ``[n, S]``. ``room`` is what was left for a shard.
+        """
+        begin, size = self._start + start, SCALE_DTYPE.itemsize
+        stride = (step, *contiguous_stride(shape))
+        codes = self._codes.as_strided((count, *shape), stride, begin)
+        begin = (begin + self._coding.scales_start(room)) // size
+        scales = (count, self._coding.scale_count(shape)), (step // size, 1)
+        return Codes(codes, self._scales.as_strided(*scales, begin))
+
+
+def encode(rows: Sequence[Tensor], coding: Coding) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Return values in steps of their rows' scales, and these: what the nearest codes stand for.
+
+    ``rows`` are ``[S, elements]`` of each shard; so are the values, which a copy to codes rounds. A
+    row that is not finite is NaN. Few calls do it for all shards.
     """
     most = torch.finfo(coding.dtype).max
-    rows = [v.reshape(coding.scale_count(v.shape), -1).to(torch.float32) for v in values]
+    rows = [one.to(torch.float32) for one in rows]
     counts = [len(one) for one in rows]
     largest = torch.empty(sum(counts), dtype=torch.float32, device=rows[0].device)
     for one, out in zip(rows, largest.split(counts), strict=True):
@@ -43,13 +69,8 @@ def encode(values: Sequence[Tensor], coding: Coding) -> list[Codes]:
     exponents = torch.frexp(largest / most).exponent.clamp(*EXPONENTS)
     scales = torch.ldexp(torch.ones_like(largest), exponents)
     scales = torch.where(largest.isfinite(), scales, math.nan)
-    each = [one.unsqueeze(1) for one in scales.split(counts)]
-    codes = torch_tensors.clamped_quotients(rows, each, most)
-    kept = scales.to(SCALE_DTYPE).split(counts)
-    return [
-        Codes(code.to(coding.dtype).view(value.shape), scale)
-        for code, value, scale in zip(codes, values, kept, strict=True)
-    ]
+    values = torch_tensors.clamped_quotients(rows, scales.unsqueeze(1).split(counts), most)
+    return values, list(scales.to(SCALE_DTYPE).split(counts))
 
 
 def decode(targets: Sequence[Tensor], made: Sequence[Codes]) -> None:
@@ -60,19 +81,6 @@ def decode(targets: Sequence[Tensor], made: Sequence[Codes]) -> None:
         ones = (1,) * (target.dim() - 2)
         factors.append(scales.to(target.dtype).view(*scales.shape, *ones))
     torch_tensors.scale_all_(targets, factors)
-
-
-def write(
-    values: Sequence[Tensor], coding: Coding, rooms: Sequence[Sequence[int]], outs: Sequence[Tensor]
-) -> None:
-    """Write codes and scales of shards into bytes for those of shapes ``rooms``, padded ones."""
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    for made, room, out in zip(encode(values, coding), rooms, outs, strict=True):
-        codes, scales = parts(out.unsqueeze(0), coding, room)
-        targets += [codes.view(-1)[: made.codes.numel()], scales[0, : len(made.scales)]]
-        sources += [made.codes.view(-1), made.scales]
-    torch_tensors.copy_all(targets, sources)
 
 
 def parts(rows: Tensor, coding: Coding, room: Sequence[int]) -> Codes:

@@ -479,9 +479,14 @@ class GatherLayout:
         return self.has_codes or any(i.storage_dtype != i.compute_dtype for i in self.items)
 
     @cached_property
+    def codings(self) -> tuple[Coding, ...]:
+        """In what codes parameters travel."""
+        return tuple(dict.fromkeys(i.coding for i in self.items if i.coding is not None))
+
+    @property
     def has_codes(self) -> bool:
         """True if some parameter travels in codes."""
-        return any(item.coding is not None for item in self.items)
+        return bool(self.codings)
 
     @cached_property
     def wire_dtype(self) -> torch.dtype:

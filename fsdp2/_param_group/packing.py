@@ -75,20 +75,28 @@ def cast_shards(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -
 
 
 def _encode(shards: Tensor, send: Tensor, layout: GatherLayout, rank: int) -> None:
-    by_coding: dict[Coding, tuple[list[Tensor], list[tuple[int, ...]], list[Tensor]]] = {}
-    for segment in layout.segments if layout.has_codes else ():
-        index = segment.indices[0]
-        item, start = layout.items[index], layout.send_offsets[index]
-        if item.coding is None:
-            continue
-        values = shard_view(shards, layout, index, rank)
-        if values.numel():
-            mine = by_coding.setdefault(item.coding, ([], [], []))
-            mine[0].append(values)
-            mine[1].append(item.room(rank))
-            mine[2].append(send[start : start + item.sent_nbytes(rank)])
-    for how, (found, rooms, outs) in by_coding.items():
-        coding.write(found, how, rooms, outs)
+    for how in layout.codings:
+        rows: list[Tensor] = []
+        targets: list[Tensor] = []
+        scales: list[Tensor] = []
+        out = coding.Views(send, how)
+        for segment in layout.segments:
+            index = segment.indices[0]
+            item = layout.items[index]
+            shape = item.shard.shard_shape(rank)
+            if item.coding != how or not math.prod(shape):
+                continue
+            flat = typed(shards, segment.shard_start, math.prod(shape), item.storage_dtype).view(
+                how.scale_count(shape), -1
+            )
+            rows.append(flat)
+            room, start = item.room(rank), layout.send_offsets[index]
+            made = out.at(start, tuple(flat.shape), room)
+            targets.append(made.codes[0])
+            scales.append(made.scales[0])
+        if rows:
+            values, found = coding.encode(rows, how)
+            torch_tensors.copy_all([*targets, *scales], [*values, *found])
 
 
 def full_tensors(full: Tensor, layout: GatherLayout) -> list[Tensor]:
@@ -150,18 +158,18 @@ def unpack_dealt(landing: Tensor, layout: GatherLayout, targets: Sequence[Tensor
     """Copy what landed of dealt parameters into ``targets`` (of ``dealt_targets``)."""
     plain: list[Tensor] = []
     sources: list[Tensor] = []
-    coded = Decoding()
+    coded = Decoding(landing)
     flat = landing.view(torch.uint8)
     for (index, run, start), target in zip(layout.copied, targets, strict=True):
         item = layout.items[index]
         shape, step = item.shard.shard_shape(run.first), layout.pieces[run.first]
+        if item.coding is not None:
+            coded.add(target, item.coding, start, shape, step)
+            continue
         size = (run.ranks, item.sent_nbytes(run.first))
         rows = flat.as_strided(size, (step, 1), flat.storage_offset() + start)
-        if item.coding is None:
-            plain.append(target)
-            sources.append(rows.view(item.compute_dtype).view(run.ranks, *shape))
-        else:
-            coded.add(target, *coding.parts(rows, item.coding, shape))
+        plain.append(target)
+        sources.append(rows.view(item.compute_dtype).view(run.ranks, *shape))
     if plain:
         torch_tensors.copy_all(plain, sources)
     coded.run()
@@ -185,7 +193,7 @@ def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list
     if packed.is_one_split:
         torch.split_with_sizes_copy(gathered, packed.sizes, dim=1, out=targets)
         return
-    coded = Decoding()
+    coded = Decoding(gathered)
     for target, index in zip(targets, packed.order, strict=True):
         item, start = layout.items[index], layout.send_offsets[index]
         if item.shard.numel == 0:
@@ -194,11 +202,11 @@ def unpack(gathered: Tensor, layout: GatherLayout, packed: Packed, targets: list
             begin = start // gathered.dtype.itemsize
             target.copy_(gathered[:, begin : begin + target.shape[1]])
         else:
+            if item.coding is not None:
+                coded.add_padded(target, item.coding, start, item.shard)
+                continue
             rows = gathered.view(torch.uint8)[:, start : start + layout.padded_nbytes(index)]
-            if item.coding is None:
-                _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
-            else:
-                coded.add_padded(target, rows, item.shard, item.coding)
+            _unpack_strided(target, rows.view(item.compute_dtype), item.shard)
     coded.run()
 
 
@@ -220,25 +228,45 @@ def _unpack_strided(target: Tensor, padded: Tensor, shard: ShardLayout) -> None:
 class Decoding:
     """What arrived in codes, which is decoded together."""
 
-    def __init__(self) -> None:
+    def __init__(self, gathered: Tensor) -> None:
+        self._gathered = gathered
+        self._views: dict[Coding, coding.Views] = {}
         self._targets: list[Tensor] = []
         self._made: list[coding.Codes] = []
 
-    def add(self, target: Tensor, codes: Tensor, scales: Tensor) -> None:
+    def add(
+        self,
+        target: Tensor,
+        how: Coding,
+        start: int,
+        room: Sequence[int],
+        step: int,
+    ) -> None:
+        """Add shards ``[n, *shape]`` that begin ``step`` bytes apart, the first at ``start``."""
+        views = self._views.get(how)
+        if views is None:
+            views = self._views[how] = coding.Views(self._gathered.view(torch.uint8), how)
         self._targets.append(target)
-        self._made.append(coding.Codes(codes, scales))
+        self._made.append(views.at(start, target.shape[1:], room, len(target), step))
 
-    def add_padded(self, target: Tensor, rows: Tensor, shard: ShardLayout, how: Coding) -> None:
-        """Add the padded shards of all ranks, as bytes ``[W, nbytes]``."""
-        codes, scales = coding.parts(rows, how, shard.padded_shape)
+    def add_padded(self, target: Tensor, how: Coding, start: int, shard: ShardLayout) -> None:
+        """Add the padded shards of all ranks, in rows ``[W, C]``, from byte ``start`` on."""
+        step = self._gathered.stride(0) * self._gathered.itemsize
         for first, part in _shards_in(target, shard):
-            count = how.scale_count(part.shape[1:])
-            own = scales[first : first + len(part), :count]
-            self.add(part, _unpadded(codes, first, part), own)
+            self.add(part, how, start + first * step, shard.padded_shape, step)
 
     def run(self) -> None:
         if self._targets:
             coding.decode(self._targets, self._made)
+
+
+def decode_padded(target: Tensor, rows: Tensor, shard: ShardLayout, how: Coding) -> None:
+    """Decode the padded shards of all ranks, as bytes ``[W, nbytes]``, in a graph."""
+    codes, scales = coding.parts(rows, how, shard.padded_shape)
+    for first, part in _shards_in(target, shard):
+        count = how.scale_count(part.shape[1:])
+        own = scales[first : first + len(part), :count]
+        coding.decode([part], [coding.Codes(_unpadded(codes, first, part), own)])
 
 
 def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor]]:
@@ -247,8 +275,10 @@ def _shards_in(target: Tensor, shard: ShardLayout) -> Iterator[tuple[int, Tensor
     dim, chunk = shard.dim, shard.chunk
     whole, rest = divmod(shard.shape[dim], chunk)
     if whole:
-        head = target.narrow(dim, 0, whole * chunk)
-        yield 0, head.unflatten(dim, (whole, chunk)).movedim(dim, 0)
+        shape, stride = list(target.shape), target.stride()
+        shape[dim] = chunk
+        size, steps = (whole, *shape), (chunk * stride[dim], *stride)
+        yield 0, target.as_strided(size, steps, target.storage_offset())
     if rest:
         yield whole, target.narrow(dim, whole * chunk, rest).unsqueeze(0)
 

@@ -16,7 +16,7 @@ from fsdp2 import ConfigError
 from fsdp2._comm.coded_sum import CodedSum
 from tests._meshes import random_numbers
 from tests._models import CASES, loss_of, seeded
-from tests._parity import Pair, bits, make_mesh, shard, whole
+from tests._parity import Pair, bits, make_mesh, names_of, shard, whole
 from tests._pool import ranks_that_share as ranks
 from tests._slow import slow, with_slow
 
@@ -195,6 +195,33 @@ def test_overflow_is_seen_and_errors_of_it_are_not_kept() -> None:
     assert model.weight.grad is not None
     expected = torch.full((16, 16), 2.0)
     torch.testing.assert_close(whole(model.weight.grad), expected, rtol=0.02, atol=0)
+
+
+@ranks(4)
+def test_complex_gradients_are_summed_by_their_parts() -> None:
+    """Over a shard axis and over replicas, by 8 bits and by 16."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+            self.weight = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.inner(x).to(torch.complex64) @ self.weight).abs().mean()
+
+    for shape in ((4,), (2, 2)):
+        for dtype in (INT8, torch.bfloat16):
+            model, plain = seeded(Mixed), seeded(Mixed)
+            fsdp2.fully_shard(model, mesh=make_mesh(*shape))
+            fsdp2.register_comm_hook(model, fsdp2.Compress(dtype))
+            for one in (model, plain):
+                one(torch.ones(2, 16)).backward()
+            for name, param in plain.named_parameters():
+                assert param.grad is not None
+                found = whole(names_of(model)[name].grad)  # type: ignore[arg-type]
+                error = (found - param.grad).abs().max() / param.grad.abs().max()
+                assert error < (0.1 if dtype is INT8 else 0.03), (shape, dtype, name)
 
 
 @ranks(2)

@@ -44,9 +44,10 @@ def test_codes_are_the_nearest_and_codes_of_codes_change_nothing(dtype: torch.dt
 
 
 def decoded(values: Tensor, how: Coding) -> Tensor:
-    (made,) = coding.encode([values], how)
+    (steps,), (scales,) = coding.encode([values.view(how.scale_count(values.shape), -1)], how)
+    codes = steps.to(how.dtype).view(1, *values.shape)
     target = torch.empty(1, *values.shape)
-    coding.decode([target], [coding.Codes(made.codes.unsqueeze(0), made.scales.unsqueeze(0))])
+    coding.decode([target], [coding.Codes(codes, scales.unsqueeze(0))])
     return target[0]
 
 
@@ -127,8 +128,9 @@ def expected(whole: Tensor, item: GatherItem) -> Tensor:
         if not part.numel():
             parts.append(part.to(item.compute_dtype))
             continue
-        (made,) = coding.encode([part], item.coding)
-        scales = made.scales.to(item.compute_dtype)
-        scales = scales.view(-1, *(1,) * (part.dim() - 1))
-        parts.append(made.codes.to(item.compute_dtype) * scales)
+        rows = part.reshape(item.coding.scale_count(part.shape), -1)
+        (steps,), (scales,) = coding.encode([rows], item.coding)
+        codes = steps.to(item.coding.dtype).to(item.compute_dtype).view(part.shape)
+        scales = scales.to(item.compute_dtype).view(-1, *(1,) * (part.dim() - 1))
+        parts.append(codes * scales)
     return torch.cat(parts, shard.dim)
