@@ -214,17 +214,26 @@ class StatesInBlocks:
     def together(self, entry: State, probe: Probe) -> State:
         """Return a state that came from a checkpoint as a step of the class has it.
 
+        Collective, if it lies as another model's does: ranks take its parts in one order.
+
         Raises:
-            UnsupportedError: a part of it is missing, or has another form.
+            UnsupportedError: a part of it is missing, or has another form. So it is on all ranks.
         """
         local = torch_dtensor.local_tensor(self.param)
         made = probe(local.shape, local.dtype, local.device)
         made.update({key: value for key, value in entry.items() if not is_tensor(value)})
-        for name, target in plain_parts(made).items() if local.numel() else ():
-            source = entry.get(name)
-            if not isinstance(source, DTensor):
-                raise _refused(self.fqn, f"what was loaded has no {name}")
-            target.copy_(torch_dtensor.local_tensor(source).view(target.shape))
+        targets = plain_parts(made) if local.numel() else {}
+        for name in sorted(self.parts):
+            source, room = entry.get(name), self.placed(name, None)
+            if not isinstance(source, DTensor) or source.shape != room.shape:
+                raise _refused(self.fqn, f"what was loaded has no {name} of shape {room.shape}")
+            torch_dealt.adopt(source)
+            if not torch_dealt.are_same(source.placements, room.placements):
+                mesh = self.param.device_mesh
+                source = torch_dealt.redistribute(source, mesh, room.placements)
+            if name in targets:
+                own = torch_dtensor.local_tensor(source)
+                targets[name].copy_(own.view(targets[name].shape))
         return made
 
 

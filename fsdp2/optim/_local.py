@@ -382,7 +382,12 @@ class LocalOptimizer:
             step = plain_step(self._plain_class)
             self._inside, self.param_groups = inside, own
             try:
-                with torch.compiler.set_stance("force_eager"), torch.no_grad():
+                # what asks for states is no step: random numbers go on as they were
+                with (
+                    torch.random.fork_rng(_indices(device), device_type=_kind(device)),
+                    torch.compiler.set_stance("force_eager"),
+                    torch.no_grad(),
+                ):
                     step(self)
             finally:
                 self._inside, self.param_groups = None, groups
@@ -561,6 +566,17 @@ def _laid_like(tensor: Tensor, grad: Tensor) -> Tensor:
     if grad.stride() == tensor.stride():
         return grad
     return torch.empty_like(tensor, dtype=grad.dtype).copy_(grad)
+
+
+def _kind(device: torch.device) -> str:
+    """Return the kind of device whose random numbers are kept; those of the host always are."""
+    return "cuda" if device.type in ("cpu", "meta") else device.type
+
+
+def _indices(device: torch.device) -> list[int]:
+    if device.type in ("cpu", "meta"):
+        return []
+    return [torch.accelerator.current_device_index() if device.index is None else device.index]
 
 
 def _has_parts(value: Any) -> bool:

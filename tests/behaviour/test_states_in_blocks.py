@@ -6,6 +6,7 @@ checkpoint loads on other layouts. `tests/ecosystem` shows it of torchao and bit
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,29 @@ def test_a_state_loads_before_a_step_and_is_saved_again(tmp_path: Path) -> None:
                 there = state["optimizer"]["state"][name][key]
                 assert torch.equal(there, value), (name, key)
                 assert there.dtype == value.dtype
+
+
+@ranks(3)
+def test_a_state_of_a_model_whose_blocks_lie_on_other_ranks() -> None:
+    """`load_state_dict` redistributes it, also where a rank has nothing of a parameter."""
+    models = [sharded(1, make_mesh()) for _ in range(3)]  # none runs: blocks go on going round
+    optimizers = [optimizer_of(model, False) for model in models]
+    for step in range(2):
+        give_gradients(models[0], step)
+        optimizers[0].step()
+        models[0].zero_grad()
+    for model, optimizer in zip(models[1:], optimizers[1:], strict=True):
+        model.load_state_dict(models[0].state_dict())
+        optimizer.load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    drawn = torch.get_rng_state()
+    optimizers[0].state_dict()
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        give_gradients(model, 7)
+        optimizer.step()
+    for model in models[1:]:
+        for mine, param in zip(model.parameters(), models[0].parameters(), strict=True):
+            torch.testing.assert_close(whole(mine), whole(param), rtol=1e-5, atol=1e-6)
 
 
 @ranks(2)
