@@ -246,8 +246,9 @@ def dealt_refused(fqn: str, deal: Deal) -> str:
 
 def _not_by_rows(fqn: str) -> str:
     return (
-        f"{fqn}: has an all-gather extension, which works for parameters that are sharded on dim "
-        "0. Let shard_placement_fn return Shard(0) or None for it, or remove the extension."
+        f"{fqn}: has an all-gather extension, or wraps other tensors. Such parameters are sharded "
+        "on dim 0, in chunks. Let shard_placement_fn return Shard(0) or None for it, or remove the "
+        "extension."
     )
 
 

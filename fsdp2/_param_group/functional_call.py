@@ -115,7 +115,8 @@ class _GatherShard(torch.autograd.Function):
         ctx: Any, local: Tensor, param: FSDPParam, reducer: Reducer, settings: Settings
     ) -> Tensor:
         ctx.call, axis = (param, reducer, settings), reducer.data.shard
-        item = GatherItem(param.placement.layout, local.dtype, local.dtype)
+        how = param.coding_of(param.placement.layout)
+        item = GatherItem(param.placement.layout, local.dtype, local.dtype, coding=how)
         if item.shard.numel == 0:  # nor would CUDA's kernels take nothing at all
             return local.new_empty(item.shard.shape)
         layout = GatherLayout.plan([item], axis.size, rank=axis.rank)

@@ -55,7 +55,6 @@ def reference_step(model: nn.Module, batch: Any, to: torch.dtype | None = None) 
 SETTINGS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "kept": {"reshard_after_forward": False},
-    "columns": {"shard_placement_fn": lambda p: Shard(p.dim() - 1) if p.dim() > 1 else None},
     "offload": {"offload_policy": fsdp2.CPUOffloadPolicy(pin_memory=False)},
 }
 HARD = ["few_rows", "non_contiguous", "tied_lm", "partly_frozen", "one_row", "stack", "scalars"]
@@ -66,8 +65,6 @@ HARD = ["few_rows", "non_contiguous", "tied_lm", "partly_frozen", "one_row", "st
 @ranks(slow(2), 3, slow(4))
 def test_a_model_is_trained_on_rounded_weights(case: str, setting: str) -> None:
     """Losses, gradients and shards are those of one process with rounded weights, by rows."""
-    if setting == "columns":  # each rank's part of a row has a scale of its own
-        return
     kind = CASES[case]
     policy = MixedPrecisionPolicy(gather_dtype=FP8)
     model = shard(seeded(kind.build), kind, mp_policy=policy, **SETTINGS[setting])
@@ -176,6 +173,20 @@ def test_one_scale_for_a_shard() -> None:
             expected = torch.cat([rounded(p.reshape(1, -1)).view(p.shape) for p in parts])
             for found in seen:
                 assert torch.equal(found, expected)
+
+
+@ranks(3)
+def test_columns_have_scales_of_each_ranks_part_of_a_row() -> None:
+    policy = MixedPrecisionPolicy(gather_dtype=FP8)
+
+    def columns(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.dim() > 1 else None
+
+    model = make(mp_policy=policy, mesh=make_mesh(), shard_placement_fn=columns)
+    for layer, seen in zip(model, run(model), strict=True):
+        parts = whole(layer.weight).chunk(3, 1)  # type: ignore[arg-type]
+        for found in seen:
+            assert torch.equal(found, torch.cat([rounded(part) for part in parts], 1))
 
 
 @ranks(2)
@@ -293,6 +304,18 @@ def test_states_and_evaluation_have_full_precision() -> None:
     assert torch.equal(run(model)[0][0], rounded(before["0.weight"]))
     for name, value in fsdp2.full_params(model, max_bytes=1 << 20):
         assert torch.equal(value, before[name])
+
+
+@ranks(3)
+def test_stand_ins_are_rounded_as_what_they_stand_for() -> None:
+    """`functional_call` gathers them by themselves, and computes the same."""
+    for to in (None, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=to, gather_dtype=FP8)
+        model = make(mp_policy=policy, mesh=make_mesh())
+        x = torch.randn(4, 29)
+        scaled = {name: param * 1 for name, param in model.named_parameters()}
+        found = torch.func.functional_call(model, scaled, (x,))
+        assert torch.equal(found, model(x))
 
 
 def test_what_is_no_code_is_told() -> None:
