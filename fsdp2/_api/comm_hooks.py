@@ -52,8 +52,8 @@ class Compress:
             ``torch.float8_e5m2``. For fp16, gradients are divided before they are sent, as far as
             sums could overflow, and multiplied afterwards.
         error_feedback: add what the last cast rounded off to the next gradients of the same unit.
-            On every rank this takes the memory of the whole unit's gradients, in the reduce dtype.
-            With 8 bits you will want it.
+            On every rank this takes the memory of the whole unit's gradients, in the reduce dtype
+            (of 8 bits, in fp32 at least). With 8 bits you will want it.
         block: of an 8-bit dtype, elements that share a scale, of 2 bytes.
         only_replicas: of an 8-bit dtype, sum over a shard axis in the reduce dtype as ever, and in
             codes over a replicate axis only, which mostly crosses slower links.

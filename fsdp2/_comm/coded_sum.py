@@ -60,7 +60,7 @@ class CodedSum:
         parts = _padded(coded, size * width).view(size, width)
         kept = kept.expand(size, -1)
         received = self._exchange(self._encode(parts, "sent"), kept)
-        part = packed.new_empty(width + kept.shape[1])
+        part = packed.new_empty(width + kept.shape[1])  # in the reduce dtype, as sums are kept
         self._add_up(received, kept.shape[1], part, width, is_part=True)
         own = self._encode(part[:width].unsqueeze(0), "summed")
         gathered = own.new_empty((size, own.shape[1]))
@@ -97,16 +97,18 @@ class CodedSum:
     # Codes.
 
     def _encode(self, rows: Tensor, what: str) -> Tensor:
-        """Return rows ``[n, k]`` in codes, as bytes, and keep what that rounds off."""
-        key = (what, rows.shape)
+        """Return rows ``[n, k]`` in codes, as bytes, and keep what that rounds off.
+
+        In fp32 at least: a scale of small gradients is below what fp16 has, and so is an error.
+        """
+        key, rows = (what, rows.shape), rows.to(_wide(rows.dtype))
         if self.errors is not None and key in self.errors:
             rows = rows + self.errors[key]
         blocks = -(-rows.shape[1] // self.block)
         values = _padded(rows, blocks * self.block).view(len(rows), blocks, self.block)
-        values = values.to(torch.float32)
         scales = (values.abs().amax(2) * (ROUNDED_UP / self._most)).clamp(min=1e-30)
         scales = scales.to(SCALE_DTYPE)
-        codes = values / scales.to(torch.float32).unsqueeze(2)
+        codes = values / scales.to(values.dtype).unsqueeze(2)
         if self.dtype is torch.int8:
             codes = codes.round()
         codes = codes.clamp(-self._most, self._most).nan_to_num(0.0).to(self.dtype)
@@ -124,8 +126,9 @@ class CodedSum:
         codes = sent[:, : blocks * self.block].view(self.dtype).unflatten(1, (blocks, self.block))
         start = blocks * self.block
         scales = sent[:, start : start + blocks * SCALE_DTYPE.itemsize].view(SCALE_DTYPE)
-        values: Tensor = codes.to(dtype) * scales.to(dtype).unsqueeze(2)
-        return values.flatten(1)[:, :width]
+        wide = _wide(dtype)
+        values: Tensor = codes.to(wide) * scales.to(wide).unsqueeze(2)
+        return values.flatten(1)[:, :width].to(dtype)
 
     @property
     def _most(self) -> float:
@@ -149,7 +152,7 @@ class CodedSum:
     ) -> None:
         """Add up what came from all ranks, in their order, so that the sum is the same anywhere."""
         dtype = reduced.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = _wide(dtype)
         total = reduced.new_zeros((1, width), dtype=wide)
         for row in received:
             total += self._decode(row.unsqueeze(0), width, wide)
@@ -163,6 +166,10 @@ class CodedSum:
             reduced[width:].copy_(exact[0])
         else:
             self._put(reduced.view(1, -1), total, exact)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -198,6 +198,27 @@ def test_overflow_is_seen_and_errors_of_it_are_not_kept() -> None:
 
 
 @ranks(4)
+def test_small_gradients_in_fp16() -> None:
+    """Their scales, and what is rounded off, are below what fp16 has; sums are kept in it."""
+    for shape in ((4,), (2, 2)):
+        for hook in (fsdp2.Compress(INT8, block=8), fsdp2.Compress(INT8, error_feedback=True)):
+            model = seeded(lambda: nn.Linear(13, 29))
+            policy = fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+            plain = seeded(lambda: nn.Linear(13, 29))
+            fsdp2.fully_shard(model, mesh=make_mesh(*shape), mp_policy=policy)
+            fsdp2.register_comm_hook(model, hook)
+            for _ in range(2):
+                for one in (model, plain):
+                    one.zero_grad()
+                    (one(torch.ones(2, 13) / 7).square().mean() * 2e-2).backward()
+            for name, param in plain.named_parameters():
+                assert param.grad is not None
+                found = whole(names_of(model)[name].grad)  # type: ignore[arg-type]
+                error = (found - param.grad).abs().max() / param.grad.abs().max()
+                assert error < 0.05, (shape, name)
+
+
+@ranks(4)
 def test_complex_gradients_are_summed_by_their_parts() -> None:
     """Over a shard axis and over replicas, by 8 bits and by 16."""
 
