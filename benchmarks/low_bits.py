@@ -66,8 +66,8 @@ def measure(arguments: argparse.Namespace) -> Measured:
     if arguments.curves:
         figures += curves(arguments.steps)
         notes.append(
-            f"loss: of `examples/train_lm.py`, {arguments.steps} steps on two ranks: means of the 50 "
-            "steps before each eighth, and at the end that of held-out text, in nats a byte"
+            f"loss: of `examples/train_lm.py`, {arguments.steps} steps on two ranks: means of the "
+            "50 steps before each eighth, and at the end that of held-out text, in nats a byte"
         )
     return Measured(figures, {"numel": MEDIUM.numel, "steps": STEPS}, notes)
 
