@@ -268,6 +268,7 @@ class Net(nn.Module):
 
 
 RIGHT: dict[str, Callable[[World], object]] = {
+    "Aligned.dim": lambda w: 0,
     "Owners.owners": lambda w: (0,),
     "Owners.costs": lambda w: (1.0,),
     "Owners.nbytes": lambda w: (4,),

@@ -127,7 +127,9 @@ class MixedPrecisionPolicy(torch_modules.MixedPrecisionPolicy):
         expected = "a function of a parameter or None"
         _require(choose is None or callable(choose), self, "param_dtype_override_fn", expected)
         expected = "torch.float8_e4m3fn, torch.float8_e5m2 or None"
-        _require(self.gather_dtype in (None, *_CODES), self, "gather_dtype", expected)
+        dtype = self.gather_dtype
+        is_code = isinstance(dtype, torch.dtype) and dtype in _CODES
+        _require(dtype is None or is_code, self, "gather_dtype", expected)
         is_known = isinstance(self.gather_scale, str) and self.gather_scale in ("row", "tensor")
         _require(is_known, self, "gather_scale", "'row' or 'tensor'")
 

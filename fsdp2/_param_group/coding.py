@@ -75,12 +75,19 @@ def encode(rows: Sequence[Tensor], coding: Coding) -> tuple[tuple[Tensor, ...], 
 
 def decode(targets: Sequence[Tensor], made: Sequence[Codes]) -> None:
     """Fill each target ``[n, *shape]`` from codes of the same shape and scales ``[n, S]``."""
-    torch_tensors.copy_all(targets, [one.codes for one in made])
+    codes = [one.codes for one in made]
+    # fp16 has no scales as small as those of its own small values
+    is_half = any(target.dtype is torch.float16 for target in targets)
+    values = [one.to(torch.float32) for one in codes] if is_half else list(targets)
+    if not is_half:
+        torch_tensors.copy_all(targets, codes)
     factors = []
-    for target, (_, scales) in zip(targets, made, strict=True):
-        ones = (1,) * (target.dim() - 2)
-        factors.append(scales.to(target.dtype).view(*scales.shape, *ones))
-    torch_tensors.scale_all_(targets, factors)
+    for value, (_, scales) in zip(values, made, strict=True):
+        ones = (1,) * (value.dim() - 2)
+        factors.append(scales.to(value.dtype).view(*scales.shape, *ones))
+    torch_tensors.scale_all_(values, factors)
+    if is_half:
+        torch_tensors.copy_all(targets, values)
 
 
 def parts(rows: Tensor, coding: Coding, room: Sequence[int]) -> Codes:

@@ -272,7 +272,7 @@ def _optimizer_rooms(
     """Return the optimizer's state under names with placed and empty tensors for those on meta."""
     params = named_parameters(model)
     now, numbers = optimizer.state, numbers_of(optimizer)
-    in_blocks = getattr(optimizer, "block_state_room", None)  # of optim.local
+    in_blocks = getattr(optimizer, "_block_state_room", None)  # of optim.local
     helds: list[LocalShard] = []
 
     def make_room(name: str, key: str, value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2._base import torch_compiler, torch_dealt, torch_dtensor
-from fsdp2._base.arguments import check_flag, check_function, translated, wrong_type
+from fsdp2._base.arguments import (
+    check_flag,
+    check_function,
+    check_mapping,
+    translated,
+    wrong_type,
+    wrong_value,
+)
 from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._param_group.param import OwnerMark
@@ -329,9 +336,14 @@ class LocalOptimizer:
 
         These keep their dtypes: classes cast what they load to that of the parameter.
         """
-        ids = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
+        given = check_mapping("load_state_dict", "state_dict", state_dict)
+        groups, values = given.get("param_groups"), given.get("state")
+        if not isinstance(groups, list | tuple) or not isinstance(values, Mapping):
+            expected = "a dict with 'param_groups', a list, and 'state', a dict"
+            raise wrong_value("load_state_dict", "state_dict", expected, given)
+        ids = itertools.chain(*(group["params"] for group in groups))
         own = itertools.chain(*(group["params"] for group in self.param_groups))
-        reduced, in_blocks = dict(state_dict["state"]), dict[Tensor, State]()
+        reduced, in_blocks = dict(values), dict[Tensor, State]()
         for key, param in zip(ids, own, strict=False):  # the class says what does not fit
             entry = reduced.get(key)
             if isinstance(entry, dict) and is_apart(entry, param):
@@ -342,7 +354,7 @@ class LocalOptimizer:
         for param, parts in in_blocks.items():
             self._table[param].update(parts)
 
-    def block_state_room(self, param: Tensor, key: str, shape: tuple[int, ...]) -> Tensor | None:
+    def _block_state_room(self, param: Tensor, key: str, shape: tuple[int, ...]) -> Tensor | None:
         """Return room for a part of a state in blocks that is loaded; None: it is another one."""
         if self._plain_class in ELEMENTWISE or not isinstance(param, DTensor):
             return None

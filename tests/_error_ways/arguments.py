@@ -19,10 +19,10 @@ def _(mended: bool) -> None:
     train(model)
 
 
-@way("FS102", "Compress", "torch.int8")
+@way("FS102", "Compress", "torch.int16")
 def _(mended: bool) -> None:
     model = build()
-    hook = fsdp2.Compress(torch.bfloat16 if mended else torch.int8)
+    hook = fsdp2.Compress(torch.bfloat16 if mended else torch.int16)
     fsdp2.register_comm_hook(model, hook)
     train(model)
 

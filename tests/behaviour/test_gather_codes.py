@@ -306,6 +306,22 @@ def test_states_and_evaluation_have_full_precision() -> None:
         assert torch.equal(value, before[name])
 
 
+@ranks(2)
+def test_small_rows_in_fp16() -> None:
+    """Scales are below what fp16 has; what codes and scales stand for is not."""
+    for dtype in (FP8, torch.float8_e5m2):
+        policy = MixedPrecisionPolicy(param_dtype=torch.float16, gather_dtype=dtype)
+        model = nn.Linear(8, 6, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(10.0 ** -torch.arange(6.0).unsqueeze(1))
+        expected = rounded(model.weight.detach().clone(), dtype).to(torch.float16)
+        fsdp2.fully_shard(model, mesh=make_mesh(), mp_policy=policy)
+        model.unshard()
+        assert torch.equal(model.weight, expected)
+        assert model.weight.min() > 0
+        model.reshard()
+
+
 @ranks(3)
 def test_stand_ins_are_rounded_as_what_they_stand_for() -> None:
     """`functional_call` gathers them by themselves, and computes the same."""
