@@ -127,6 +127,7 @@ MADE_BY_CALLS = {  # results: nobody else makes them
     "RecordedStep",
     "Recording",
     "Recordings",
+    "SaveHandle",
     "ShardInfo",
     "StepPlan",
     "Suggestion",
@@ -348,6 +349,7 @@ RECEIVERS: dict[type, Callable[[World], object]] = {
     fsdp2.recordings.Recording: lambda w: w.record(),
     fsdp2.recordings.Recordings: lambda w: w.record().read(),
     fsdp2.UnshardHandle: lambda w: w.model.unshard(async_op=True),
+    fsdp2.checkpoint.SaveHandle: lambda w: w.handle,
     fsdp2.debug.OrderCheck: lambda w: fsdp2.debug.check_order(w.model),
     fsdp2.optim.EMA: lambda w: w.ema,
     LocalOptimizer: lambda w: w.optimizer,
@@ -387,7 +389,8 @@ class World:
         return [param.detach() for param in self.model.parameters()]
 
     def _write_files(self) -> None:
-        fsdp2.checkpoint.save("saved", self.model, self.optimizer)
+        self.handle = fsdp2.checkpoint.save("saved", self.model, self.optimizer, background=True)
+        self.handle.wait()
         fsdp2.checkpoint.save_safetensors("tensors", self.model)
         dist.barrier()
 
@@ -483,7 +486,10 @@ def _finish(result: Any) -> None:
     elif isinstance(result, Iterator):
         for _ in result:
             pass
-    elif isinstance(result, fsdp2.UnshardHandle | fsdp2.GradientReductionHandle):
+    elif isinstance(
+        result,
+        fsdp2.UnshardHandle | fsdp2.GradientReductionHandle | fsdp2.checkpoint.SaveHandle,
+    ):
         result.wait()
     elif isinstance(result, fsdp2.debug.OrderCheck):
         result.remove()

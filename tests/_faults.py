@@ -296,8 +296,8 @@ FAULTS = [
     ),
     Fault(
         "other-files-in-checkpoint-folder-lost",
-        "fsdp2/checkpoint/_dcp.py",
-        "_retire",
+        "fsdp2/checkpoint/_place.py",
+        "retire",
         "not (heir / entry.name).exists()",
         "(heir / entry.name).exists()",
         "Saving over a checkpoint deletes what the user had put into its folder (a config, a tokenizer) instead of moving it to the new one.",

@@ -101,9 +101,11 @@ def test_all_of_the_modules() -> None:
         "\n".join(name for name in public_objects() if "." in name),
         """\
 checkpoint.IncompatibleKeys
+checkpoint.SaveHandle
 checkpoint.full_state
 checkpoint.load
 checkpoint.load_full_state
+checkpoint.load_latest
 checkpoint.load_local_state
 checkpoint.load_safetensors
 checkpoint.load_sharded_state

@@ -24,6 +24,7 @@ from fsdp2._base import torch_modules
 from fsdp2._base.arguments import check_flag, check_mapping
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import IDLE
+from fsdp2._base.pending_copies import wait_for_copies
 from fsdp2._comm.device_streams import streams_for
 from fsdp2._engine.between_steps import (
     refuse_whole,
@@ -153,6 +154,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         """
         check_mapping("load_state_dict", "state_dict", state_dict)
         is_assigned = kwargs.get("assign", args[1] if len(args) > 1 else False)
+        wait_for_copies()
         if not is_assigned:
             for unit in units_in(self, recurse=True):
                 reshard_if_idle(unit)

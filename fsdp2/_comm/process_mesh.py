@@ -230,6 +230,17 @@ class Grid:
                 held = [item for part in gathered for item in part]
         return held
 
+    def common(self, values: set[T]) -> set[T]:
+        """Return what all ranks have. What one axis has in common goes over the next."""
+        held = values
+        for axis in reversed(self.axes):
+            if axis.size > 1:
+                gathered: list[Any] = [None] * axis.size
+                with carrying():
+                    dist.all_gather_object(gathered, held, group=axis.pg)
+                held = set.intersection(*gathered)
+        return held
+
     def any_is(self, flag: bool) -> bool:
         """True if the flag is set on some rank: one number for each axis travels."""
         return bool(self.highest(int(flag))[0])

@@ -20,6 +20,7 @@ from fsdp2._base.arguments import check_module
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import clean
+from fsdp2._base.pending_copies import wait_for_copies
 from fsdp2._engine.tree import Runtime, Unit, unit_of
 from fsdp2._param_group.registration import GATHERING, SHARDED
 
@@ -59,6 +60,7 @@ def require_idle(module: object, what: str) -> list[Unit]:
         ConfigError: not a module.
         StateError: inside a forward or a backward.
     """
+    wait_for_copies()  # whoever calls may write
     units = units_below(check_module(what, "the model", module))
     refuse_other_thread(module, what)
     for unit in units:

@@ -15,6 +15,7 @@ import contextlib
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class LocalShard:
     grid: Grid
     stride: tuple[int, ...]
 
-    @property
+    @cached_property
     def own(self) -> Region:
         return self.blocks.block(self.grid.place)
 
@@ -78,6 +79,7 @@ class Grids:
 
     def __init__(self, tensors: Sequence[object]) -> None:
         self._known: dict[DeviceMesh, Grid] = {}
+        self._forms: dict[object, tuple[Grid, Blocks]] = {}
         for mesh in dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)):
             if mesh.get_coordinate() is None:
                 raise ConfigError(
@@ -100,18 +102,13 @@ class Grids:
             _refuse_odd(name, tensor)
             blocks = Blocks(tuple(tensor.shape), self.main.counts, ())
             return LocalShard(name, _plain(tensor), blocks, self.main, tuple(tensor.stride()))
-        grid = self._known.get(tensor.device_mesh) or Grid.of(tensor.device_mesh)
-        self._known[tensor.device_mesh] = grid
         # as a method of the DTensor, detach would be planned first
         local = torch_dtensor.local_tensor(tensor).detach()
         _refuse_odd(name, local)
-        blocks = blocks_of(name, tensor)
-        axes = self._axes_of_main(grid)
-        if axes is not None:
-            cuts = tuple(
-                c._replace(axis=axes[c.axis]) for c in blocks.cuts if grid.counts[c.axis] > 1
-            )
-            grid, blocks = self.main, Blocks(blocks.shape, self.main.counts, cuts)
+        form = (tensor.device_mesh, tensor.placements, tuple(tensor.shape))
+        if form not in self._forms:  # a parameter's states have its own
+            self._forms[form] = self._form_of(name, tensor)
+        grid, blocks = self._forms[form]
         held = LocalShard(name, _plain(local), blocks, grid, tuple(tensor.stride()))
         if tuple(local.shape) != held.own.sizes:
             raise UnsupportedError(
@@ -121,6 +118,17 @@ class Grids:
                 f"{held.shape}. Make it with distribute_tensor, which cuts it as Shard says.",
             )
         return held
+
+    def _form_of(self, name: str, tensor: DTensor) -> tuple[Grid, Blocks]:
+        """Return how a tensor is cut: on the main grid, if its mesh is a slice of that."""
+        grid = self._known.get(tensor.device_mesh) or Grid.of(tensor.device_mesh)
+        self._known[tensor.device_mesh] = grid
+        blocks = blocks_of(name, tensor)
+        axes = self._axes_of_main(grid)
+        if axes is None:
+            return grid, blocks
+        cuts = tuple(c._replace(axis=axes[c.axis]) for c in blocks.cuts if grid.counts[c.axis] > 1)
+        return self.main, Blocks(blocks.shape, self.main.counts, cuts)
 
     def _axes_of_main(self, grid: Grid) -> list[int] | None:
         """Return which axes of the main grid a slice of it has; None if it is none.
@@ -141,6 +149,11 @@ class Grids:
                 return None
         return found
 
+    def ranks_of(self, grid: Grid) -> list[int] | None:
+        """Return the ranks of a grid in the order of their places; None for one without a mesh."""
+        meshes = {known: mesh for mesh, known in self._known.items()}
+        return meshes[grid].mesh.flatten().tolist() if grid in meshes else None
+
     def difference(self, names: list[str]) -> str | None:
         """Say in what the lists of all ranks differ, alike on each of them; None if they do not."""
         found = self.main.collect(names)
@@ -157,7 +170,7 @@ class Grids:
         Raises:
             UnsupportedError: one lies on fewer ranks, so that there are several tensors of a name.
         """
-        ranks = {self._known[mesh]: mesh.mesh.flatten().tolist() for mesh in self._known}
+        ranks = {grid: self.ranks_of(grid) for grid in self._known.values()}
         main = ranks.get(self.main)
         for held in helds:
             found = ranks.get(held.grid, main)

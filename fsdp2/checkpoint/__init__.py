@@ -1,7 +1,8 @@
 """``fsdp2.checkpoint``: state of a sharded model and its optimizer, in memory and in files.
 
 Owns the list of the public functions. ``_state`` makes states and ``_load`` loads them,
-``_optimizer_state`` has names and ids, ``_dcp`` and ``_safetensors`` write and read files.
+``_optimizer_state`` has names and ids, ``_save``, ``_dcp`` and ``_safetensors``
+write and read files.
 
 Three forms, each ``{"model": {name: tensor}, "optimizer": {"state": ..., "param_groups": ...}}``:
 
@@ -19,18 +20,23 @@ all of them raise it; a load that raises has changed nothing, and runs nothing t
 ``docs/checkpoints.md`` has what can be relied on, and what is trusted.
 """
 
+from fsdp2.checkpoint._background import SaveHandle
 from fsdp2.checkpoint._change import IncompatibleKeys
-from fsdp2.checkpoint._dcp import load, save
+from fsdp2.checkpoint._dcp import load
+from fsdp2.checkpoint._latest import load_latest
 from fsdp2.checkpoint._load import load_full_state, load_local_state, load_sharded_state
 from fsdp2.checkpoint._optimizer_state import rekey
 from fsdp2.checkpoint._safetensors import load_safetensors, save_safetensors
+from fsdp2.checkpoint._save import save
 from fsdp2.checkpoint._state import full_state, local_state, sharded_state
 
 __all__ = [
     "IncompatibleKeys",
+    "SaveHandle",
     "full_state",
     "load",
     "load_full_state",
+    "load_latest",
     "load_local_state",
     "load_safetensors",
     "load_sharded_state",

@@ -73,7 +73,7 @@ class Workspace:
             if _is_abandoned(found):
                 shutil.rmtree(found, ignore_errors=True)
         self.path.mkdir(parents=True)
-        self._lock = _own(self.path)
+        self._lock = own(self.path / OWNER)
 
     def release(self) -> None:
         """Let the folder be one like any other, right before it takes its name."""
@@ -102,42 +102,51 @@ def _lock(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _own(folder: Path) -> int:
-    """Put the owner's file, open and locked, into a new folder.
+def own(path: Path) -> int:
+    """Put an owner's file, open and locked, into a folder; return its descriptor.
 
     It has its name once it is locked and says who holds the lock: others look at it at any moment,
-    and one that can be locked is a dead save's. Without a lock it says nothing.
+    and one that can be locked is a dead owner's. Without a lock it says nothing.
     """
-    unnamed = folder / f"{OWNER}.new"
+    unnamed = path.with_name(f"{path.name}.new")
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o644)
     with contextlib.suppress(OSError):
         _lock(descriptor)
         os.write(descriptor, _host().encode())
-    os.rename(unnamed, folder / OWNER)
+    os.rename(unnamed, path)
     return descriptor
 
 
-def _is_abandoned(folder: Path) -> bool:
-    """True if the save that made a folder is dead, as far as can be told from here."""
+def is_dead(path: Path) -> bool | None:
+    """True if the process that owns a file has ended; None if that cannot be told from here."""
     is_free, host = False, ""
     try:
         # of a pipe, which nobody writes to, a read would never return
-        descriptor = os.open(folder / OWNER, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
         try:
             _lock(descriptor)
-            is_free = _is_named(descriptor, folder / OWNER)  # else its save lets go of it just now
+            is_free = _is_named(descriptor, path)  # else its owner lets go of it just now
             host = os.read(descriptor, 1000).decode(errors="replace")
         finally:
             os.close(descriptor)
     except BlockingIOError:
         return False
     except OSError:
-        pass
-    if is_free and host == _host():
-        return True
+        return None
+    return True if is_free and host == _host() else None
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """True if the save that made a folder is dead, as far as can be told from here."""
+    found = is_dead(folder / OWNER)
+    return is_old(folder, ABANDONED_AFTER_S) if found is None else found
+
+
+def is_old(folder: Path, seconds: float) -> bool:
+    """True if nothing was written in a folder for so long."""
     with contextlib.suppress(OSError):
         times = [entry.stat().st_mtime for entry in (folder, *folder.iterdir())]
-        return max(times) < time.time() - ABANDONED_AFTER_S
+        return max(times) < time.time() - seconds
     return False
 
 

@@ -27,6 +27,7 @@ from fsdp2._base.arguments import (
 from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.fitting import require_representable
 from fsdp2._base.names import cleaned, named_parameters
+from fsdp2._base.pending_copies import wait_for_copies
 from fsdp2._base.torch_dtensor import local_part, placed_like
 from fsdp2._comm.process_mesh import Grid, carrying, operation
 from fsdp2._engine.between_steps import reshard_if_idle
@@ -121,6 +122,7 @@ class EMA:
                 "EMA.update: called inside of swapped(), where the parameters are the average. "
                 "Leave the context first.",
             )
+        wait_for_copies()
         decay = _check_decay(self.decay(self.updates) if callable(self.decay) else self.decay)
         averages: list[Tensor] = []
         values: list[Tensor] = []

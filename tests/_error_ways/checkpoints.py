@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import gzip
 import json
 import os
 import shutil
 import sys
+import threading
+import warnings
 from typing import IO, Any
 from unittest import mock
 
@@ -23,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import _dcp, _publish
+from fsdp2.checkpoint import _dcp, _publish, _saving
 from tests._error_ways._programs import WIDTH, Net, build, shared_folder, trained, x
 from tests._error_ways._way import way
 from tests._meshes import DEVICE
@@ -124,6 +127,47 @@ def _(mended: bool) -> None:
 
     with mock.patch.object(_dcp, "read", read_before_it_is_replaced):
         checkpoint.load(path, model)
+
+
+@way("FS627", "rank 1", "No space left on device")
+def _(mended: bool) -> None:
+    model, path = build(), shared_folder() / "saved"
+    write = _saving.write_part
+
+    def fail(*args: Any) -> None:
+        if dist.get_rank() == 1 and not mended:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*args)
+
+    with mock.patch.object(_saving, "write_part", fail):
+        handle = checkpoint.save(path, model, background=True)
+        handle._done.wait()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        checkpoint.save(path, model)
+    for one in told:
+        raise fsdp2.StateError("FS627", str(one.message).removesuffix(" [FS627]"))
+
+
+@way("FS628", "a save in the background", "when_busy='wait'")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    write, go_on = _saving.write_part, threading.Event()
+
+    def held_back(*args: Any) -> None:
+        go_on.wait()
+        write(*args)
+
+    with mock.patch.object(_saving, "write_part", held_back):
+        handle = checkpoint.save(folder / "one", model, background=True)
+        if mended:
+            go_on.set()
+            handle.wait()
+        try:
+            checkpoint.save(folder / "two", model, when_busy="refuse")
+        finally:
+            go_on.set()
+            handle.wait()
 
 
 # States in memory.

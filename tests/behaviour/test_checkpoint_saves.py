@@ -19,12 +19,11 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 import fsdp2
 from fsdp2 import checkpoint
-from fsdp2.checkpoint import _dcp, _publish
+from fsdp2.checkpoint import _place, _publish, _saving
 from tests._models import seeded
 from tests._parity import make_mesh
 from tests._pool import ranks
@@ -179,7 +178,7 @@ def test_another_save_begins_at_any_moment_of_one(tmp_path: Path, form: str) -> 
         begun += 1
 
     with at_every_line(
-        {"fsdp2.checkpoint._publish", "fsdp2.checkpoint._dcp", "fsdp2.checkpoint._safetensors"},
+        {"fsdp2.checkpoint._publish", "fsdp2.checkpoint._place", "fsdp2.checkpoint._safetensors"},
         begin,
     ):
         save(place, model_of(1))
@@ -220,21 +219,21 @@ def test_what_stands_there_is_renamed_while_a_save_looks(tmp_path: Path) -> None
     for is_there in (False, True):
         if place.exists() is not is_there:
             move()
-        with at_every_line({"fsdp2.checkpoint._dcp"}, move):
-            _dcp._require_room(place)
+        with at_every_line({"fsdp2.checkpoint._place"}, move):
+            _place.require_room(place)
     assert moves > 4
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     (place / "thesis.tex").write_text("all of it")
     with pytest.raises(fsdp2.ConfigError, match="a folder with other files, and no checkpoint"):
-        _dcp._require_room(place)
+        _place.require_room(place)
 
 
 def test_files_of_others_stay_if_their_heir_is_renamed(tmp_path: Path) -> None:
     old, heir = tmp_path / ".saved.old-1", tmp_path / "saved"
     checkpoint.save(old, model_of(0))
     (old / "config.json").write_text("{}")
-    _dcp._retire(old, heir)
+    _place.retire(old, heir)
     assert (old / "config.json").exists()
     checkpoint.save(heir, model_of(1))
     assert os.listdir(tmp_path) == ["saved"]
@@ -333,17 +332,16 @@ def test_files_that_the_first_rank_does_not_see(tmp_path: Path, how: str, rank: 
     place = tmp_path / "saved"
     checkpoint.save(place, model)
     before = {path.name: path.read_bytes() for path in place.iterdir()}
-    write = dcp.FileSystemWriter.write_data
+    write = _saving.write_part
 
-    def lose(self: Any, plan: Any, planner: Any) -> Any:
-        done = write(self, plan, planner)
-        path = Path(self.path) / "__1_0.distcp"
+    def lose(folder: Path, *rest: Any) -> None:
+        write(folder, *rest)
+        path = folder / "__1_0.distcp"
         if rank == 1:
             path.unlink() if how == "missing" else os.truncate(path, 10)
-        return done
 
     with (
-        mock.patch.object(dcp.FileSystemWriter, "write_data", lose),
+        mock.patch.object(_saving, "write_part", lose),
         pytest.raises(fsdp2.StateError, match=r"__1_0\.distcp, which a rank wrote with \d+ bytes"),
     ):
         checkpoint.save(place, model)

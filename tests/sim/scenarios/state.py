@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,29 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import fsdp2
+from fsdp2.checkpoint._saving import Saving
 from tests._models import each_block
 from tests.sim._world import Values, World, scenario
 from tests.sim.scenarios._training import ADAMW, LR, SGD, STACK, learn, training
 
 BETWEEN = "between steps the host reads what the device has"
+
+
+@contextmanager
+def held_back(owner: type, name: str) -> Iterator[threading.Event]:
+    """Let other threads that call a method wait until the event is set."""
+    go_on, method = threading.Event(), getattr(owner, name)
+
+    def later(*args: Any) -> Any:
+        go_on.wait()
+        return method(*args)
+
+    setattr(owner, name, later)
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+        setattr(owner, name, method)
 
 
 @contextmanager
@@ -86,6 +105,32 @@ def checkpoints(world: World) -> Values:
                 learn(other.model, other.inputs[step])
                 other.update()
     return world.values(run.model, other.model)
+
+
+@scenario(2, tolerance=1e-5, may_wait="the thread that writes waits for the copies")
+def saved_in_the_background(world: World) -> Values:
+    """Copied beside the forward and the backward that come next, and before the step after."""
+    run, other = training(world, optimizer=ADAMW), training(world, optimizer=ADAMW)
+    with shared_folder() as folder:
+        for step in run.steps():
+            learn(run.model, run.inputs[step])
+            run.update()
+            # held back, because a host that has waited for the copies has ordered what follows
+            with held_back(Saving, "write") as go_on:
+                save = fsdp2.checkpoint.save
+                handle = save(folder / "saved", run.model, run.optim, background=True)
+                wanted = [shard(param).clone() for param in run.model.parameters()]
+                learn(run.model, run.inputs[step])
+                run.update()
+                go_on.set()
+                handle.wait()
+        fsdp2.checkpoint.load(folder / "saved", other.model, other.optim)
+    assert all(map(torch.equal, wanted, map(shard, other.model.parameters())))
+    return world.values(run.model, other.model)
+
+
+def shard(param: Any) -> torch.Tensor:
+    return param.to_local().detach()  # type: ignore[no-any-return]  # of a DTensor
 
 
 @scenario(2, slow=True)

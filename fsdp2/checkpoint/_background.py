@@ -1,0 +1,291 @@
+"""Saves in the background: what was copied is written by a thread, while training goes on.
+
+Owns the copy of a state, the thread, what it waits for, and how its failure is told. It must not
+know how a state is made, nor the form of files.
+
+[Note: no collective]
+The thread sends nothing to other ranks, so it cannot meet training, and goes on when process groups
+are gone. Ranks wait for each other by the files of the save: each has a file that it holds locked;
+a report says that a rank is done (see ``_writing``). The first rank waits for all reports, and
+gives the checkpoint its name; the others wait until the workspace has lost its own. A rank that
+failed removes its file, one that has ended leaves a lock that is free, and then the first rank
+removes the workspace. So nobody waits for a rank that is gone. Where locks cannot tell (another
+host, a file system without locks), a rank counts as gone when nothing was written for an hour.
+
+A failure ends no training. ``SaveHandle.wait`` raises it, on the rank that asks; the next save
+warns of it on every rank, after the ranks have told each other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from fsdp2._base.arguments import check_number
+from fsdp2._base.errors import StateError, coded
+from fsdp2._base.pending_copies import wait_for_copies
+from fsdp2._comm.process_mesh import Grid
+from fsdp2.checkpoint._checksums import said
+from fsdp2.checkpoint._publish import ABANDONED_AFTER_S, OWNER, is_dead, is_old, own
+from fsdp2.checkpoint._saved import METADATA
+from fsdp2.checkpoint._saving import Saving
+from fsdp2.checkpoint._writing import RANK, REPORT
+
+WhenBusy = Literal["wait", "refuse"]
+
+FAILED = ".failed-"
+"""What the names of files begin with in which a rank says why it gave up."""
+
+LOOK_EVERY_S = 0.02
+LOOK_FOR_THE_DEAD_EVERY_S = 0.5
+LEFT_AFTER_S = 30.0
+"""For how long a process that ends waits for a rank of which nothing is known and seen."""
+
+
+# The handle.
+
+
+class SaveHandle:
+    """A save that is written in the background. See ``fsdp2.checkpoint.save``.
+
+    Attributes:
+        path: the folder that the checkpoint takes.
+
+    No method is collective: any rank may call any of them at any time.
+    """
+
+    def __init__(self, saving: Saving) -> None:
+        self.path = saving.place
+        self._saving = saving
+        self._workspace = saving.workspace.path
+        self._ranks = saving.contents.ranks
+        self._number = saving.contents.number
+        self._error: StateError | None = None
+        self._is_told = False
+        self._is_leaving = False
+        self._done = threading.Event()
+        self._lock = own(self._workspace / f"{RANK}{self._number}")
+        self._seen = _open_folder(self._workspace)
+
+    def done(self) -> bool:
+        """Return True once it has ended: the checkpoint has its name, or the save has failed."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint has its name, on all ranks.
+
+        Args:
+            timeout: seconds; None waits as long as it takes.
+
+        Raises:
+            StateError: the save failed. The checkpoint before, if there is one, is as it was.
+            TimeoutError: it is still being written.
+        """
+        if timeout is not None:
+            check_number("wait", "timeout", timeout, "seconds, or None", low=0)
+            timeout = min(timeout, threading.TIMEOUT_MAX)
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"save: {self.path} is still being written after {timeout} s")
+        if self._error is not None:
+            self._is_told = True
+            raise StateError(self._error.code, self._error.text) from self._error.__cause__
+
+    def exception(self) -> StateError | None:
+        """Return the error of a save that has failed; None while it goes on, and if it is there."""
+        return self._error
+
+    def wait_for_copies(self) -> None:
+        """Let what the device is given next come after the copies of the state.
+
+        Steps of optimizers, and functions of fsdp2 that write to parameters, do so by themselves.
+        """
+        wait_for_copies()
+
+    @property
+    def progress(self) -> float:
+        """The part of this rank's bytes that are written, from 0 to 1; the names come after."""
+        told = self._saving.progress
+        return told.written_nbytes / told.nbytes if told.nbytes else float(self.done())
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "done" if self.done() else f"{self.progress:.0%}"
+        return f"SaveHandle({str(self.path)!r}, {state})"
+
+    # The thread.
+
+    def _start(self) -> None:
+        threading.Thread(target=self._run, name="fsdp2 save", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            with contextlib.suppress(OSError, AttributeError):  # training goes first, on Linux
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+            self._saving.write()
+            if self._number == 0:
+                self._wait_for_others()
+                self._saving.finish()
+            else:
+                self._wait_for_the_first()
+        except BaseException as error:
+            self._error = self._told_of(error)
+            self._leave_word(self._error)
+        finally:
+            for descriptor in (self._lock, self._seen):
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+            self._done.set()
+
+    def _told_of(self, error: BaseException) -> StateError:
+        if isinstance(error, StateError):
+            return error
+        what = f"{said(error)}: {error.filename}" if isinstance(error, OSError) else said(error)
+        gone = self._number != 0 and not self._workspace.exists()
+        failed = self._removed() if gone else self._failed(self._number, what)
+        failed.__cause__ = error
+        return failed
+
+    def _failed(self, number: int, what: str) -> StateError:
+        return StateError(
+            "FS627",
+            f"save: {self.path} was not written in the background: rank {self._ranks[number]}: "
+            f"{what}. The checkpoint before, if there is one, is as it was.",
+        )
+
+    def _removed(self) -> StateError:
+        return StateError(
+            "FS627",
+            f"save: {self.path} was not written in the background: {self._workspace} was removed "
+            f"before rank {self._ranks[0]} had named it, by that rank if another one could not "
+            "write. The checkpoint before, if there is one, is as it was.",
+        )
+
+    def _leave_word(self, error: StateError) -> None:
+        """Let the first rank know, which removes what was written."""
+        if self._number == 0:
+            self._saving.give_up()
+            return
+        with contextlib.suppress(OSError):
+            (self._workspace / f"{FAILED}{self._number}").write_text(error.text)
+        with contextlib.suppress(OSError):
+            (self._workspace / f"{RANK}{self._number}").unlink()
+
+    def _looks(self) -> Iterator[bool]:
+        """Yield again and again; True when it is time to look for the dead, too."""
+        due = time.monotonic() + LOOK_FOR_THE_DEAD_EVERY_S
+        pause = threading.Event()
+        while True:
+            is_due = time.monotonic() > due
+            if is_due:
+                due = time.monotonic() + LOOK_FOR_THE_DEAD_EVERY_S
+            yield is_due
+            pause.wait(LOOK_EVERY_S)
+
+    def _is_gone(self, owned: str) -> bool:
+        found = is_dead(self._workspace / owned)
+        if found is None:
+            limit = LEFT_AFTER_S if self._is_leaving else ABANDONED_AFTER_S
+            return is_old(self._workspace, limit)
+        return found
+
+    def _wait_for_others(self) -> None:
+        """Wait for the reports of all ranks.
+
+        Raises:
+            StateError: one failed, or has ended.
+        """
+        missing = set(range(1, len(self._ranks)))
+        for is_due in self._looks():
+            names = set(os.listdir(self._workspace))
+            missing = {number for number in missing if f"{REPORT}{number}" not in names}
+            if not missing:
+                return
+            for number in missing:
+                if f"{RANK}{number}" not in names:
+                    text = "it failed, and could not say why"
+                    with contextlib.suppress(OSError):
+                        text = (self._workspace / f"{FAILED}{number}").read_text()
+                        raise StateError("FS627", text)
+                    raise self._failed(number, text)
+                if is_due and self._is_gone(f"{RANK}{number}"):
+                    raise self._failed(number, "it has ended before its part was written")
+
+    def _wait_for_the_first(self) -> None:
+        """Wait until the workspace has another name, and see that it was not removed."""
+        for is_due in self._looks():
+            if not self._workspace.exists():
+                break
+            if is_due and self._is_gone(OWNER):
+                raise self._failed(0, "it has ended before the checkpoint had its name")
+        try:
+            os.stat(METADATA, dir_fd=self._seen)
+        except OSError as error:
+            raise self._removed() from error
+
+
+def _open_folder(path: Path) -> int:
+    """Return a descriptor of a folder, which stays when the folder is renamed."""
+    return os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+
+
+# One at a time.
+
+
+class _Process:
+    """The save that this process does, or did last."""
+
+    handle: SaveHandle | None = None
+    finishes_at_exit = False
+
+
+def start(handle: SaveHandle) -> SaveHandle:
+    """Let a save go on in the background."""
+    _Process.handle = handle
+    if not _Process.finishes_at_exit:
+        atexit.register(_finish)
+        _Process.finishes_at_exit = True
+    handle._start()
+    return handle
+
+
+def settle(what: str, main: Grid, when_busy: WhenBusy) -> None:
+    """Wait for the save before on all ranks, or refuse; and warn on all if it failed. Collective.
+
+    Raises:
+        StateError: it goes on, and is not to be waited for.
+    """
+    before = _Process.handle
+    (is_busy,) = main.highest(int(before is not None and not before.done()))
+    if is_busy and when_busy == "refuse":
+        raise StateError(
+            "FS628",
+            f"{what}: a save in the background has not ended. Wait for it with its handle's "
+            "wait(), save less often, or pass when_busy='wait'.",
+        )
+    if before is not None:
+        before._done.wait()
+    failed = None if before is None or before._is_told else before.exception()
+    if not main.any_is(failed is not None):
+        return
+    texts = [text for text in main.collect(None if failed is None else failed.text) if text]
+    if before is not None:
+        before._is_told = True
+    for each in dict.fromkeys(texts):
+        warnings.warn(coded("FS627", f"{each}"), stacklevel=4)
+
+
+def _finish() -> None:
+    """Let a process end when what it saves is written; say so if that failed unseen."""
+    handle = _Process.handle
+    if handle is None:
+        return
+    handle._is_leaving = True
+    handle._done.wait()
+    if handle._error is not None and not handle._is_told:
+        warnings.warn(coded("FS627", handle._error.text), stacklevel=1)
