@@ -284,7 +284,9 @@ RIGHT: dict[str, Callable[[World], object]] = {
     "Hardware.memory_bandwidth": lambda w: 1e12,
     "Hardware.near": lambda w: 1e9,
     "Hardware.far": lambda w: 1e9,
+    "NeighbourCopies.name": lambda w: "calls",
     "Plan.html.path": lambda w: "page.html",
+    "load_latest.folder": lambda w: ".",
     "async_op": lambda w: False,
     "cls": lambda w: torch.optim.AdamW,
     "comm": lambda w: Gather(),
@@ -337,6 +339,7 @@ RIGHT: dict[str, Callable[[World], object]] = {
 }
 FLAGS = ("set_", "is_", "requires_", "reshard_", "unshard_", "reduce_scatter_")
 ALWAYS = {  # arguments that have defaults, and are passed all the same
+    "checkpoint.NeighbourCopies": {"memory": "memory"},
     "compile": {"backend": "eager"},
     "DataParallelMeshDims": {"shard": "shard"},
 }
@@ -349,6 +352,7 @@ RECEIVERS: dict[type, Callable[[World], object]] = {
     fsdp2.recordings.Recording: lambda w: w.record(),
     fsdp2.recordings.Recordings: lambda w: w.record().read(),
     fsdp2.UnshardHandle: lambda w: w.model.unshard(async_op=True),
+    fsdp2.checkpoint.NeighbourCopies: lambda w: w.copies,
     fsdp2.checkpoint.SaveHandle: lambda w: w.handle,
     fsdp2.debug.OrderCheck: lambda w: fsdp2.debug.check_order(w.model),
     fsdp2.optim.EMA: lambda w: w.ema,
@@ -391,6 +395,9 @@ class World:
     def _write_files(self) -> None:
         self.handle = fsdp2.checkpoint.save("saved", self.model, self.optimizer, background=True)
         self.handle.wait()
+        self.copies = fsdp2.checkpoint.NeighbourCopies("calls", memory="memory")
+        self.copies.save(self.model)
+        self.copies.wait()
         fsdp2.checkpoint.save_safetensors("tensors", self.model)
         dist.barrier()
 
@@ -445,9 +452,13 @@ class World:
         state = self.optimizer.state
         seen["state"] = [{k: _bits(v) for k, v in state[p].items()} for p in state]
         seen["ema"] = (self.ema.updates, [_bits(v) for v in self.ema._averages.values()])
-        if self._reads_files:
+        if self._reads_files:  # what a thread writes is there, on every rank
+            with contextlib.suppress(Exception):
+                self.copies.wait()
+            dist.barrier()
             found = [e for top, _, _ in os.walk(self.folder) for e in os.scandir(top)]
             seen["files"] = {e.path: (e.stat().st_size, e.stat().st_mtime_ns) for e in found}
+            dist.barrier()  # nobody writes for the next call meanwhile
         seen["generator"] = bytes(torch.get_rng_state().numpy())
         seen["gradients"] = torch.is_grad_enabled()
         return seen

@@ -101,6 +101,7 @@ def test_all_of_the_modules() -> None:
         "\n".join(name for name in public_objects() if "." in name),
         """\
 checkpoint.IncompatibleKeys
+checkpoint.NeighbourCopies
 checkpoint.SaveHandle
 checkpoint.full_state
 checkpoint.load

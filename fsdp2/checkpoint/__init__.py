@@ -25,6 +25,7 @@ from fsdp2.checkpoint._change import IncompatibleKeys
 from fsdp2.checkpoint._dcp import load
 from fsdp2.checkpoint._latest import load_latest
 from fsdp2.checkpoint._load import load_full_state, load_local_state, load_sharded_state
+from fsdp2.checkpoint._neighbours import NeighbourCopies
 from fsdp2.checkpoint._optimizer_state import rekey
 from fsdp2.checkpoint._safetensors import load_safetensors, save_safetensors
 from fsdp2.checkpoint._save import save
@@ -32,6 +33,7 @@ from fsdp2.checkpoint._state import full_state, local_state, sharded_state
 
 __all__ = [
     "IncompatibleKeys",
+    "NeighbourCopies",
     "SaveHandle",
     "full_state",
     "load",

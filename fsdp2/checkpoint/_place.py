@@ -212,6 +212,17 @@ def candidates(folder: Path) -> list[str]:
     return [one.name for one in _newest_first(here)]
 
 
+def newest_time(folder: Path) -> int:
+    """Return when the newest checkpoint of a folder was written, in nanoseconds; 0 without one."""
+    times = [
+        (here / METADATA).stat().st_mtime_ns
+        for name in candidates(folder)
+        for here in (folder / name,)
+        if (here / METADATA).exists()
+    ]
+    return max(times, default=0)
+
+
 def _newest_first(folder: Path) -> list[Path]:
     """Return the places of checkpoints in a folder by the time at which they were written."""
     found: dict[Path, int] = {}

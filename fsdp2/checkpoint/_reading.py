@@ -73,7 +73,7 @@ class Reader(contextlib.ExitStack):
         self._require_covered(entry, region)
         for part in entry.parts:
             assert part.region is not None
-            both = _overlap(part.region, region)
+            both = overlap(part.region, region)
             if both is None:
                 continue
             found = self._load(entry, part)
@@ -90,7 +90,7 @@ class Reader(contextlib.ExitStack):
 
     def _require_covered(self, entry: Entry, region: Region) -> None:
         """Raise StateError unless each element of a region lies in one part."""
-        inside = [_overlap(part.region, region) for part in entry.parts if part.region is not None]
+        inside = [overlap(part.region, region) for part in entry.parts if part.region is not None]
         found = [both for both in inside if both is not None]
         covered, key = sum(both.numel for both in found), printable(entry.key)
         if any_overlap(found):
@@ -194,13 +194,13 @@ def any_overlap(regions: list[Region]) -> bool:
     near: list[Region] = []
     for region in sorted(regions, key=lambda one: one.starts[dim]):
         near = [one for one in near if one.starts[dim] + one.sizes[dim] > region.starts[dim]]
-        if any(_overlap(one, region) is not None for one in near):
+        if any(overlap(one, region) is not None for one in near):
             return True
         near.append(region)
     return False
 
 
-def _overlap(a: Region, b: Region) -> Region | None:
+def overlap(a: Region, b: Region) -> Region | None:
     starts = tuple(max(x, y) for x, y in zip(a.starts, b.starts, strict=True))
     ends = tuple(
         min(x + n, y + m) for x, n, y, m in zip(a.starts, a.sizes, b.starts, b.sizes, strict=True)

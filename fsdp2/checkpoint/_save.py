@@ -9,28 +9,23 @@ from __future__ import annotations
 
 import os
 import secrets
-import zlib
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch.nn as nn
-from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp2._base.arguments import check_count, check_flag, check_path, wrong_value
 from fsdp2._base.errors import StateError
 from fsdp2._comm.process_mesh import operation
-from fsdp2._transfer.redistribute import Grids, checked_together
+from fsdp2._transfer.redistribute import checked_together
+from fsdp2.checkpoint._agreed import agree, main_of, state_of
 from fsdp2.checkpoint._background import SaveHandle, WhenBusy, settle, start
-from fsdp2.checkpoint._contents import Content, Contents
-from fsdp2.checkpoint._extra import EXTRA, EXTRA_TENSORS, packed
-from fsdp2.checkpoint._optimizer_state import named_state, settle_state
 from fsdp2.checkpoint._place import require_room, require_series
 from fsdp2.checkpoint._publish import Workspace
 from fsdp2.checkpoint._room import room_of
 from fsdp2.checkpoint._saving import Saving
-from fsdp2.checkpoint._state import check, sharded_state
-from fsdp2.checkpoint._wrapped import opened
+from fsdp2.checkpoint._state import check
 
 
 @overload
@@ -119,35 +114,21 @@ def save(
             check_count("save", "keep_last", keep_last)
         if when_busy not in ("wait", "refuse"):
             raise wrong_value("save", "when_busy", "'wait' or 'refuse'", when_busy)
-        state = sharded_state(model)  # a hook of the user's may raise
-        state["model"] = {k: v for k, v in state["model"].items() if v is not None}
-        state["model"] = opened(model, state["model"])
+        state = state_of(model)  # a hook of the user's may raise
         same.update(has_optimizer=optimizer is not None, background=background)
         same.update(keep_last=keep_last, when_busy=when_busy)
     place = Path(path).resolve()
-    grids = Grids([*state["model"].values()])
-    main = grids.main
-    settle("save", main, when_busy)
-    settle_state(optimizer)
-    with main.together("save") as same:
-        if optimizer is not None:  # a rank may have states that the others have not
-            state["optimizer"] = named = named_state(model, optimizer)
-            named["state"] = _without_tuples(named["state"])
-        beside = packed(extra, main.is_first) if extra is not None else {}
-        own_beside = beside.pop(EXTRA, None)  # the first rank's
-        same["DTensors in extra"] = [*beside.get(EXTRA_TENSORS, ())]
-        contents = Contents.of(state | beside, grids)
-        digests = contents.digests()
+
+    def require_place() -> None:
         require_room(place)
         if keep_last is not None:
             require_series(place)
-    total = zlib.crc32(repr(digests).encode())
-    token = secrets.randbits(32) if main.is_first else 0
-    token, most, least = main.highest(token, total, -total)
-    contents = contents.agreed(main, digests, is_equal=most == -least)
-    if own_beside is not None:
-        contents.rest.append(Content((EXTRA,), own_beside))
-    workspace = Workspace(place, f"{token:08x}")
+
+    settle("save", main_of(state), when_busy)
+    number = secrets.randbits(32)
+    agreed = agree("save", model, optimizer, extra, state, number, require_place)
+    main, contents = agreed.main, agreed.contents
+    workspace = Workspace(place, f"{agreed.number:08x}")
     try:
         with main.together("save"):
             if main.is_first:
@@ -175,12 +156,3 @@ def save(
             workspace.remove()
         raise
     return None
-
-
-def _without_tuples(value: Any) -> Any:
-    """Return lists for tuples of tensors, which DCP does not look into."""
-    if isinstance(value, dict):
-        return {key: _without_tuples(item) for key, item in value.items()}
-    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
-        return list(value)
-    return value

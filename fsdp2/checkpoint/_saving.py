@@ -54,7 +54,7 @@ class Saving:
     def finish(self) -> None:
         """On the first rank, when all have written: give the checkpoint its name."""
         folder = self.workspace.path
-        sizes = write_metadata(folder, self.contents)
+        sizes = write_metadata(folder, len(self.contents.ranks), self.contents.writers())
         require_written(folder, sizes)
         for entry in folder.iterdir():  # reports, and what ranks hold locked
             if entry.name.startswith((REPORT, RANK)):

@@ -21,7 +21,7 @@ import pickle
 import struct
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -32,7 +32,7 @@ from torch import Tensor
 from fsdp2._base.errors import StateError
 from fsdp2._transfer.chunk_plan import Region
 from fsdp2.checkpoint._checksums import tail_of
-from fsdp2.checkpoint._contents import Contents, Piece
+from fsdp2.checkpoint._contents import Content, Contents, Piece
 from fsdp2.checkpoint._saved import METADATA, SUMMED
 
 REPORT = ".told-"
@@ -179,14 +179,22 @@ class _Listed:
     )
 
 
-def write_metadata(folder: Path, contents: Contents) -> dict[str, int]:
+def write_metadata(
+    folder: Path,
+    ranks: int,
+    common: Iterable[tuple[Content, Region | None, int]] = (),
+    *,
+    save_id: str = "",
+) -> dict[str, int]:
     """Write the metadata of what all ranks reported; return the sizes of their files.
+
+    ``common``: what reports do not describe, with the rank that wrote each block, in order.
 
     Raises:
         StateError: a report is missing or damaged, or not of the same contents.
         OSError: with the name of the file.
     """
-    reports = [_Report(folder, number) for number in range(len(contents.ranks))]
+    reports = [_Report(folder, number) for number in range(ranks)]
     listed: dict[str, _Listed] = {}
 
     def add(content_path: Any, shape: Any, dtype: Any, region: Region | None, row: _Row) -> None:
@@ -196,7 +204,7 @@ def write_metadata(folder: Path, contents: Contents) -> dict[str, int]:
         if (entry.shape, entry.dtype) == (shape, dtype):  # else another value of this name counts
             entry.parts.setdefault(start, (region, *row))
 
-    for content, region, number in contents.writers():
+    for content, region, number in common:
         row = reports[number].next_row()
         is_object = region is None
         dtype = None if is_object else content.value.dtype
@@ -209,7 +217,7 @@ def write_metadata(folder: Path, contents: Contents) -> dict[str, int]:
             shape = None if region is None else tuple(told["shape"])
             dtype = None if region is None else getattr(torch, told["dtype"])
             add(told["path"], shape, dtype, region, row)
-    content_of_file = _pickled(listed, folder)
+    content_of_file = _pickled(listed, save_id or str(uuid.uuid4()))
     told_sums = {report.name: report.told() for report in reports if report.nbytes}
     path = folder / METADATA
     with naming(path), path.open("wb") as file:
@@ -268,7 +276,7 @@ class _Report:
         return {"size": self.nbytes, "sums": self._sums}
 
 
-def _pickled(listed: dict[str, _Listed], folder: Path) -> bytes:
+def _pickled(listed: dict[str, _Listed], save_id: str) -> bytes:
     """Return the metadata as ``torch.distributed.checkpoint`` pickles it."""
     # here, because it takes long to import, and only the first rank needs it
     from torch.distributed.checkpoint.metadata import (
@@ -301,7 +309,7 @@ def _pickled(listed: dict[str, _Listed], folder: Path) -> bytes:
             properties, size = TensorProperties(entry.dtype), torch.Size(entry.shape)
             described[key] = TensorStorageMetadata(properties, size, chunks)
     paths = {key: entry.path for key, entry in listed.items()}
-    meta = StorageMeta(checkpoint_id=folder, save_id=f"{SUMMED}{uuid.uuid4()}")
+    meta = StorageMeta(save_id=f"{SUMMED}{save_id}")
     return pickle.dumps(
         Metadata(described, planner_data=paths, storage_data=stored, storage_meta=meta)
     )

@@ -170,6 +170,34 @@ def _(mended: bool) -> None:
             handle.wait()
 
 
+@way("FS629", "cannot make", "memory=")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    (folder / "file").touch()
+    copies = checkpoint.NeighbourCopies("tried", memory=folder if mended else folder / "file")
+    copies.save(model)
+    copies.remove()
+
+
+@way("FS630", "of ranks 1 are lost", "loaded from files")
+def _(mended: bool) -> None:
+    model, folder = build(), shared_folder()
+    memory = folder / f"host{dist.get_rank()}"
+    copies = checkpoint.NeighbourCopies("tried", memory=memory)
+    copies.save(model)
+    copies.wait()
+    dist.barrier()
+    for path in memory.glob("*/*/.told-1"):
+        if not mended:
+            path.unlink()
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        checkpoint.load_latest(folder / "run", model, copies=copies)
+    for one in told:
+        raise fsdp2.StateError("FS630", str(one.message).removesuffix(" [FS630]"))
+
+
 # States in memory.
 
 
