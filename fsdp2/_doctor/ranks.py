@@ -200,4 +200,5 @@ class Ranks:
         """End the process group together, so that no rank is gone while another one needs it."""
         with suppress(Exception):
             self.exchange("leave")
+        with suppress(Exception):
             dist.destroy_process_group()

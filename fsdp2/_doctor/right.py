@@ -113,12 +113,18 @@ def _losses_alone(model: Model, words: Tensor, parts: int, bf16: bool) -> Tensor
     """
     if not bf16:
         loss = model(words)
-    else:
-        params = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
-        loss = sum(functional_call(model, params, part) for part in words.chunk(parts)) / parts
-    loss.backward()
-    result: Tensor = loss.detach()
-    return result
+        loss.backward()
+        whole: Tensor = loss.detach()
+        return whole
+    losses = []
+    for part in words.chunk(parts):
+        lower = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
+        loss = functional_call(model, lower, part)
+        loss.backward()  # adds up in fp32, as a reduction does
+        losses.append(loss.detach())
+    for param in model.parameters():
+        _gradient(param).div_(parts)
+    return torch.stack(losses).mean()
 
 
 def _compare(found: Tensor, expected: Tensor) -> tuple[float, float]:
