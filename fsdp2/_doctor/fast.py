@@ -21,9 +21,9 @@ from fsdp2._doctor.model import Block, Model, Size, batch, build, shard
 from fsdp2._doctor.ranks import Ranks, Values
 from fsdp2._doctor.verdicts import FAST, NOT_MEASURED, OK, WARNING, Check, Verdict
 
-ON_CPU = Size(depth=4, width=256, hidden=768, vocabulary=1024, rows=2, tokens=32)
-ON_DEVICE = Size(depth=8, width=2048, hidden=8192, vocabulary=16384, rows=4, tokens=1024)
-"""On a CPU 5 million parameters in fp32, on a device 470 million that are computed in bf16."""
+SMALL = Size(depth=4, width=256, hidden=768, vocabulary=1024, rows=2, tokens=32)
+LARGE = Size(depth=8, width=2048, hidden=8192, vocabulary=16384, rows=4, tokens=1024)
+"""4 million parameters for a CPU, 470 million for a GPU, which computes in bf16."""
 
 OURS, TORCHS, ALONE, SILENT = "fsdp2", "torch's own", "unsharded", "without communication"
 LOW, FASTEST, PACKED = "set_memory('low')", "set_memory('fast')", "set_copy_free_min_bytes(None)"
@@ -66,7 +66,7 @@ def _variants(ranks: Ranks, size: Size, stack: ExitStack) -> dict[str, Model | s
 
 def measure_steps(ranks: Ranks) -> Values:
     """Time rounds of all variants; then look into one step of three of them."""
-    size = ON_CPU if ranks.device.type == "cpu" else ON_DEVICE
+    size = LARGE if ranks.is_large else SMALL
     words = batch(size, ranks.size, ranks.device).chunk(ranks.size)[ranks.rank]
     with ExitStack() as stack:
         models = _variants(ranks, size, stack)
@@ -229,7 +229,7 @@ def _counts(looks: dict[str, Values]) -> Iterator[Verdict]:
         if key == "peak":
             said = f"{nbytes_text(mine[key])} above what is there before the step"
         if key == "operations":
-            said += f", {mine['collectives']} collectives" if mine["collectives"] else ""
+            said += f", {mine['collectives']} calls of gloo or NCCL" if mine["collectives"] else ""
         more = peer.get(key)
         if more is not None:
             said += f"; torch's own {shown(more)}"
@@ -242,7 +242,7 @@ def _counts(looks: dict[str, Values]) -> Iterator[Verdict]:
 
 def measure_plan(ranks: Ranks) -> Values:
     """Measure the machine, and plan the step that ``measure_steps`` timed."""
-    size = ON_CPU if ranks.device.type == "cpu" else ON_DEVICE
+    size = LARGE if ranks.is_large else SMALL
     machine = fsdp2.plan.measure("doctor")  # type: ignore[attr-defined]  # a function of a function
     values: Values = {"hardware": machine.to_values() if ranks.size > 1 else None}
     if ranks.size == 1:

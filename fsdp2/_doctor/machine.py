@@ -63,7 +63,7 @@ def _least(ranks: Ranks, run: Callable[[], object]) -> float:
 def measure_links(ranks: Ranks) -> Values:
     """Time all-gathers and reduce-scatters over all ranks, by size."""
     found: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
-    sizes = SIZES if ranks.device.type == "cpu" else SIZES_OF_DEVICE
+    sizes = SIZES_OF_DEVICE if ranks.is_large else SIZES
     for nbytes in sizes if ranks.size > 1 else ():
         part = torch.ones(nbytes // 4, dtype=torch.float32, device=ranks.device)
         whole = part.repeat(ranks.size)
@@ -162,7 +162,7 @@ def _judge_same(rates: dict[tuple[int, int], float], where: str, size: int) -> I
 
 def measure_compute(ranks: Ranks) -> Values:
     """Multiply the same matrices on all ranks at the same time."""
-    size = 384 if ranks.device.type == "cpu" else 4096
+    size = 4096 if ranks.is_large else 384
     left = torch.ones(size, size, dtype=torch.float32, device=ranks.device)
     times = []
     for _ in range(4 * REPEATS):

@@ -87,6 +87,11 @@ class Ranks:
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
+    def is_large(self) -> bool:
+        """True if the device computes large models: others get what a CPU can do, too."""
+        return self.device.type == "cuda"
+
+    @property
     def is_several_hosts(self) -> bool:
         return len(set(self.hosts)) > 1
 
@@ -195,6 +200,14 @@ class Ranks:
             return self._conclude(f"{self._asked}", mine)
         except LostRankError as error:
             return error
+
+    def wait_for_teller(self, tells: bool) -> None:
+        """Let the rank that tells end first: a launcher ends all others with the first one."""
+        with suppress(Exception):
+            if tells:
+                self._store.set("told", "")
+            else:
+                self._store.wait(["told"], timedelta(seconds=GRACE_S))
 
     def leave(self) -> None:
         """End the process group together, so that no rank is gone while another one needs it."""

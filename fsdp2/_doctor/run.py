@@ -183,6 +183,7 @@ class Doctor:
 
     def _end(self, status: int) -> None:
         """End at once: a process group with a lost rank may wait for it when it is destroyed."""
+        self.ranks.wait_for_teller(self._tells)
         sys.stdout.flush()
         sys.stderr.flush()
         end_now(status)

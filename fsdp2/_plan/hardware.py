@@ -295,8 +295,9 @@ def measure(name: str = "measured") -> Hardware:
         dist.all_reduce(found, dist.ReduceOp.MIN)
         *rates, copies = found.tolist()
     total = None
-    if device.type != "cpu":
-        total = torch.get_device_module(device.type).mem_get_info()[1]
+    module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
+    if hasattr(module, "mem_get_info"):  # not every kind of device says
+        total = module.mem_get_info()[1]
     return Hardware(
         name,
         dict(zip((FP32, BF16, FP16), rates, strict=True)),

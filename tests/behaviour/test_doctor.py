@@ -116,6 +116,21 @@ def test_one_rank_says_how_all_are_measured(tmp_path: Path) -> None:
     assert "not measured collectives: one rank sends nothing" in out.getvalue()
 
 
+@pytest.mark.slow
+@ranks(2, with_process_group=False, limit_s=240.0, device="sim")
+def test_a_device_that_is_simulated(tmp_path: Path, rank: int) -> None:
+    """And no stream of a doctor's steps reads what another one has not written yet."""
+    file = tmp_path / "doctor.json"
+    words = ["--seconds", "1", "--json", str(file), "--checkpoint", str(tmp_path)]
+    with contextlib.redirect_stdout(io.StringIO()):
+        faults.doctor("nothing", "collectives,fp32,bf16,checkpoint,steps,plan", *words)
+    if rank == 0:
+        found = verdicts_of(file)
+        assert {status for status, _ in found.values()} <= {OK, WARNING, NOT_MEASURED}
+        assert found["fp32"][0] == found["bf16"][0] == found["checkpoint"][0] == OK
+        assert found["peak"][0] == found["launches"][0] == NOT_MEASURED
+
+
 # Faults that a process can have.
 
 NAMED = {
