@@ -2,6 +2,8 @@
 
 Owns the faults of `tests/behaviour/test_doctor.py`. Nothing in the package knows of them: each is
 what a user's program, environment or machine may do to it. One rank is ill, unless all are.
+The doctor on the simulated device is
+`FSDP2_TEST_DEVICE=sim torchrun --nproc-per-node 2 -m tests._doctor_faults nothing all --quick`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch.distributed as dist
 import fsdp2
 from fsdp2._base import torch_comm
 from fsdp2._doctor import right, run
+from tests import _meshes
 
 ILL = 1
 """The rank that is, where one is."""
@@ -176,6 +179,8 @@ def planted(name: str) -> Iterator[None]:
 def doctor(name: str, checks: str, *arguments: str) -> int:
     """Run the named checks (``all``, or names with commas) with a fault on this rank."""
     chosen = [one for one in run.CHECKS if checks == "all" or one.name in checks.split(",")]
+    if _meshes.DEVICE == "sim":
+        _meshes.use_device("sim")
     with planted(name):
         return run.main(arguments, chosen)
 

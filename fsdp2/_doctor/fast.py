@@ -11,12 +11,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import fsdp2
+from fsdp2._base import torch_comm
 from fsdp2._base.sizes import nbytes_text
+from fsdp2._doctor.machine import least_seconds
 from fsdp2._doctor.model import Block, Model, Size, batch, build, shard
 from fsdp2._doctor.ranks import Ranks, Values
 from fsdp2._doctor.verdicts import FAST, NOT_MEASURED, OK, WARNING, Check, Verdict
@@ -28,6 +31,8 @@ LARGE = Size(depth=8, width=2048, hidden=8192, vocabulary=16384, rows=4, tokens=
 OURS, TORCHS, ALONE, SILENT = "fsdp2", "torch's own", "unsharded", "without communication"
 LOW, FASTEST, PACKED = "set_memory('low')", "set_memory('fast')", "set_copy_free_min_bytes(None)"
 WARMUP, FEWEST, MOST = 3, 5, 60
+NEAR_NBYTES = 1 << 24
+MARK = "fsdp2 doctor: a step"
 SHARE = 0.5
 """Of the seconds that the user gives, for these rounds."""
 SLOWER, BUSIER = 1.1, 1.25
@@ -124,6 +129,7 @@ def _look(ranks: Ranks, step: Callable[[], None]) -> Values:
     """Return what one step does: operations, launches, collectives, and the most memory it adds."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     is_cuda = ranks.device.type == "cuda"
+    peak: int | None = None
     if is_cuda:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.reset_peak_memory_stats()
@@ -133,22 +139,38 @@ def _look(ranks: Ranks, step: Callable[[], None]) -> Values:
         peak = torch.cuda.max_memory_allocated() - before
     try:
         with torch.profiler.profile(activities=kinds, profile_memory=not is_cuda) as profile:
-            step()
-            ranks.synchronize()
+            for _ in range(2):  # a release is told of only if its allocation was seen
+                with torch.profiler.record_function(MARK):
+                    pass
+                step()
+                ranks.synchronize()
     except RuntimeError as error:  # it is all that a kind of device may lack
         return {"refused": f"{type(error).__name__}: {error}".partition("\n")[0]}
-    events: Any = sorted(profile.events(), key=lambda event: event.time_range.start)
-    alive = highest = 0
-    for event in events:
-        alive += event.self_cpu_memory_usage
-        highest = max(highest, alive)
+    seen: Any = profile.events()
+    begun = max(event.time_range.start for event in seen if event.name == MARK)
+    events = [event for event in seen if event.time_range.start > begun]
     outer = [e for e in events if e.cpu_parent is None or not e.cpu_parent.name.startswith("aten")]
+    if ranks.device.type == "cpu":
+        peak = _peak(profile)
     return {
         "operations": sum(event.name.startswith("aten::") for event in outer),
         "collectives": sum(event.name.startswith(("gloo:", "nccl:")) for event in events),
         "launches": sum("LaunchKernel" in event.name for event in events) if is_cuda else None,
-        "peak": peak if is_cuda else highest if ranks.device.type == "cpu" else None,
+        "peak": peak,
     }
+
+
+def _peak(profile: Any) -> int:
+    """Return the most bytes above those at the begin of the last step: all allocations count."""
+    live = highest = 0
+    events = profile.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == MARK:
+            live = highest = 0
+        elif event.name() == "[memory]":
+            live += event.nbytes()
+            highest = max(highest, live)
+    return highest
 
 
 # What is said of it.
@@ -244,6 +266,10 @@ def measure_plan(ranks: Ranks) -> Values:
     """Measure the machine, and plan the step that ``measure_steps`` timed."""
     size = LARGE if ranks.is_large else SMALL
     machine = fsdp2.plan.measure("doctor")  # type: ignore[attr-defined]  # a function of a function
+    hosts = len(set(ranks.hosts))
+    if hosts > 1 and ranks.size % hosts == 0 and ranks.size > hosts:
+        each = ranks.size // hosts
+        machine = replace(machine, ranks_per_node=each, near=_near(ranks, hosts, each))
     values: Values = {"hardware": machine.to_values() if ranks.size > 1 else None}
     if ranks.size == 1:
         return values
@@ -262,6 +288,16 @@ def measure_plan(ranks: Ranks) -> Values:
         "collectives": len(step.collectives),
     }
     return values
+
+
+def _near(ranks: Ranks, hosts: int, each: int) -> float:
+    """Return bytes a second that a rank sends inside its host; the slowest host counts."""
+    group = ranks.mesh(hosts, each).get_group("shard")
+    sent = torch.ones(NEAR_NBYTES, dtype=torch.uint8, device=ranks.device)
+    gathered = sent.repeat(each)
+    seconds = least_seconds(ranks, lambda: torch_comm.all_gather_single(gathered, sent, group))
+    (slowest,) = ranks.most(seconds)
+    return (each - 1) * NEAR_NBYTES / slowest
 
 
 def judge_plan(found: Sequence[Values]) -> Iterator[Verdict]:

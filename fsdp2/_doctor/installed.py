@@ -143,7 +143,7 @@ def judge_package(found: Sequence[Values]) -> Iterator[Verdict]:
 # Versions.
 
 
-def _nvidia_smi(query: str, device: int) -> list[str]:
+def _nvidia_smi(query: str, device: str) -> list[str]:
     """Return what the driver's tool says of a device; empty where there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -168,7 +168,9 @@ def measure_versions(ranks: Ranks) -> Values:
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
             "device": torch.cuda.get_device_name(index),
         }
-        said = _nvidia_smi("driver_version,clocks.sm,clocks.max.sm,temperature.gpu", index)
+        # by its name: the tool does not number devices as CUDA_VISIBLE_DEVICES does
+        name = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        said = _nvidia_smi("driver_version,clocks.sm,clocks.max.sm,temperature.gpu", name)
         if len(said) == 4:
             versions["driver"] = said[0]
             device = dict(zip(("MHz", "most MHz", "degrees"), said[1:], strict=True))

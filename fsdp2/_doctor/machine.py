@@ -45,7 +45,7 @@ def _say(name: str, status: str, said: str) -> Verdict:
     return Verdict(MACHINE, name, status, said)
 
 
-def _least(ranks: Ranks, run: Callable[[], object]) -> float:
+def least_seconds(ranks: Ranks, run: Callable[[], object]) -> float:
     """Return the least seconds of a few runs that all ranks begin together."""
     times = []
     for _ in range(REPEATS + 1):
@@ -68,10 +68,10 @@ def measure_links(ranks: Ranks) -> Values:
         part = torch.ones(nbytes // 4, dtype=torch.float32, device=ranks.device)
         whole = part.repeat(ranks.size)
         found["all_gather"].append(
-            _least(ranks, lambda: torch_comm.all_gather_single(whole, part))  # noqa: B023  # at once
+            least_seconds(ranks, lambda: torch_comm.all_gather_single(whole, part))  # noqa: B023  # at once
         )
         found["reduce_scatter"].append(
-            _least(ranks, lambda: torch_comm.reduce_scatter_single(part, whole))  # noqa: B023  # at once
+            least_seconds(ranks, lambda: torch_comm.reduce_scatter_single(part, whole))  # noqa: B023  # at once
         )
     return {"sizes": sizes, "seconds": found, "several_hosts": ranks.is_several_hosts}
 
@@ -248,7 +248,7 @@ def measure_memory(ranks: Ranks) -> Values:
             source = torch.empty(
                 1 << 26, dtype=torch.uint8, device="cpu", pin_memory=name == "pinned"
             )
-            seconds = _least(ranks, lambda: target.copy_(source, non_blocking=True))  # noqa: B023
+            seconds = least_seconds(ranks, lambda: target.copy_(source, non_blocking=True))  # noqa: B023
             found["copies"][name] = (1 << 26) / seconds
     return found
 

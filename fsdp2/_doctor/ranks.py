@@ -180,7 +180,7 @@ class Ranks:
             LostRankError: a rank did not answer; the others cannot go on with collectives.
         """
         self._asked, self._exchanges = self._asked + 1, 0
-        limit = limit_s + self.options.timeout_s
+        limit = limit_s + self.options.timeout_s + self.options.seconds
         begun = time.monotonic()
         hung = {"error": f"did not come back within {limit:.0f} s", "after_s": limit}
         timer = threading.Timer(limit, lambda: give_up(self._answers_of_others(hung)))

@@ -247,8 +247,8 @@ def judge_training(found: Sequence[Values], name: str, tolerance: float) -> Iter
     if not is_wrong:
         one = max((_worst(found, o) for o in ("SGD", "AdamW") if o in found[0]),
                   key=lambda values: values["worst"])  # fmt: skip
-        close = f"within {one['worst']:.1g} of" if one["worst"] else "to the bit"
-        said = f"gradients of {STEPS} steps are {close} the unsharded model's"
+        close = f" within {one['worst']:.1g}" if one["worst"] else ", to the bit"
+        said = f"gradients of {STEPS} steps are the unsharded model's{close}"
         if peers is not None:
             said += f"; torch's own within {peers['worst']:.1g}"
         elif peer:

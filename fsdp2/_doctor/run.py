@@ -13,10 +13,13 @@ from collections.abc import Iterable, Sequence
 from os import _exit as end_now  # without what waits for other ranks
 from pathlib import Path
 
+import torch.distributed as dist
+
 from fsdp2._doctor import advice, fast, installed, machine, report, right
 from fsdp2._doctor.ranks import LostRankError, Options, Ranks, Values
 from fsdp2._doctor.verdicts import (
     AREAS,
+    MACHINE,
     NOT_MEASURED,
     WRONG,
     Check,
@@ -89,6 +92,7 @@ class Doctor:
         self.findings = Findings()
         self._page, self._file = page, file
         self._lost: tuple[int, ...] = ()
+        self._over = ""  # why there are no collectives any more
         self._told_area = ""
 
     @property
@@ -99,18 +103,13 @@ class Doctor:
 
     def run(self, checks: Sequence[Check]) -> int:
         """Run checks, tell what they find, and return the exit status."""
-        try:
-            self.ranks.meet()
-        except LostRankError as error:
-            self._lose(error, "the first meeting")
+        self._meet("the first meeting")
         if self.ranks.size == 1:
             self._print("One rank is measured; all: torchrun --nproc-per-node N -m fsdp2 doctor")
         for index, check in enumerate(checks):
-            if self._lost:
-                self._tell(
-                    Verdict(one.area, one.name, NOT_MEASURED, f"{ranks_text(self._lost)} is lost")
-                    for one in checks[index:]
-                )
+            if self._over:
+                left = checks[index:]
+                self._tell(Verdict(one.area, one.name, NOT_MEASURED, self._over) for one in left)
                 break
             self._run_one(check)
         return self._finish()
@@ -132,21 +131,26 @@ class Doctor:
         self.findings.values[check.name] = answers
         if any("error" in one for one in answers):
             self._tell([_failure(check, answers)])
-            try:
-                self.ranks.meet()
-            except Exception as error:  # of a backend, which has classes of its own
-                self._lose(error, "the next meeting")
+            self._meet("the meeting after it")
             return
         self._tell(check.judge(answers))
         if check is CHECKS[-1]:
             self._tell(advice.prediction(self.findings))
 
-    def _lose(self, error: Exception, where: str) -> None:
-        self._lost = error.ranks if isinstance(error, LostRankError) else (self.ranks.rank,)
-        said = f"{ranks_text(self._lost)} did not answer within {self.ranks.options.timeout_s:g} s"
-        if not isinstance(error, LostRankError):
-            said = f"ranks could not meet again: {error}".partition("\n")[0]
-        self._tell([Verdict("machine", "ranks", WRONG, f"{said}, in {where}")])
+    def _meet(self, where: str) -> None:
+        try:
+            self.ranks.meet()
+        except LostRankError as error:
+            self._lose(error, where)
+        except Exception as error:  # of a backend, which has classes of its own
+            self._over = "the ranks could not meet"
+            said = f"{self._over}: {type(error).__name__}: {error}".partition("\n")[0]
+            self._tell([Verdict(MACHINE, "ranks", WRONG, said)])
+
+    def _lose(self, error: LostRankError, where: str) -> None:
+        self._lost, self._over = error.ranks, f"{ranks_text(error.ranks)} is lost"
+        said = f"did not answer within {self.ranks.options.timeout_s:g} s, in {where}"
+        self._tell([Verdict(MACHINE, "ranks", WRONG, f"{ranks_text(self._lost)} {said}")])
 
     def _tell(self, verdicts: Iterable[Verdict]) -> None:
         for verdict in verdicts:
@@ -176,7 +180,7 @@ class Doctor:
             else:
                 for path in filter(None, (self._page, self._file)):
                     self._print(f"wrote {path}")
-        if self._lost:
+        if self._over:
             self._end(status)
         self.ranks.leave()
         return status
@@ -211,4 +215,10 @@ def main(arguments: Sequence[str], checks: Sequence[Check] = CHECKS) -> int:
     # Else torch ends a process whose collective took too long, before anything is said of it.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = Options(given.seconds, given.timeout, given.checkpoint, given.hsdp)
-    return Doctor(Ranks(options), given.html, given.json).run(checks)
+    try:
+        ranks = Ranks(options)
+    except dist.DistError as error:
+        said = f"the ranks did not meet within {given.timeout:g} s: {error}".partition("\n")[0]
+        print(f"python -m fsdp2 doctor: {said}", file=sys.stderr)
+        return 1
+    return Doctor(ranks, given.html, given.json).run(checks)

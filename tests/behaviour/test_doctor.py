@@ -106,6 +106,25 @@ def test_every_check_runs_and_says_something(tmp_path: Path, rank: int) -> None:
     assert planned.hardware.to_values() == values["hardware"]
 
 
+@pytest.mark.slow
+@ranks(4, with_process_group=False, limit_s=240.0)
+def test_ranks_of_two_hosts(tmp_path: Path, rank: int) -> None:
+    """As a launcher tells of two hosts: replicas are tried, and links between hosts are apart."""
+    file = tmp_path / "doctor.json"
+    words = ["--seconds", "1", "--json", str(file), "--checkpoint", str(tmp_path)]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setenv("GROUP_RANK", str(rank // 2))
+        faults.doctor("nothing", "limits,links,HSDP,plan", *words)
+    if rank == 0:
+        values = json.loads(file.read_text())
+        said = [one["said"] for one in values["verdicts"] if one["name"] == "links"]
+        assert ["in a host" in said[0], "between hosts" in said[1]] == [True, True]
+        assert verdicts_of(file)["HSDP 2 x 2"][0] == OK
+        assert [one["host"] for one in values["measured"]["limits"]] == [0, 0, 1, 1]
+        assert values["hardware"]["ranks_per_node"] == 2
+        assert values["hardware"]["near"] != values["hardware"]["far"]
+
+
 @ranks(1, with_process_group=False)
 def test_one_rank_says_how_all_are_measured(tmp_path: Path) -> None:
     out = io.StringIO()
