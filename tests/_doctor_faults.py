@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,8 @@ from tests import _meshes
 
 ILL = 1
 """The rank that is, where one is."""
-BUSY = 6
-"""Programs that share a core with a slow rank."""
+SLOWER = 15
+"""How many times as long it takes for what others do, at least: more than a busy machine does."""
 
 
 def is_ill() -> bool:
@@ -40,14 +39,17 @@ def nothing(_: pytest.MonkeyPatch) -> None:
     """All is well."""
 
 
-def slow_rank(_: pytest.MonkeyPatch) -> None:
-    """One rank shares its core with other programs, which end with it."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[:1] if is_ill() else cores[1:])
+def slow_rank(patch: pytest.MonkeyPatch) -> None:
+    """One rank takes many times as long for a product of matrices."""
+    product = torch.Tensor.__matmul__
+
+    def slow(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        for _ in range(SLOWER):
+            product(left, right)
+        return product(left, right)
+
     if is_ill():
-        spin = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100000))"
-        for _each in range(BUSY):
-            subprocess.Popen([sys.executable, "-S", "-c", spin])
+        patch.setattr(torch.Tensor, "__matmul__", slow)
 
 
 def divide_factor(patch: pytest.MonkeyPatch) -> None:

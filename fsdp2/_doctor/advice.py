@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 from fsdp2._base.sizes import nbytes_text
 from fsdp2._doctor import fast
@@ -31,7 +32,7 @@ FAR = 2.0
 def prediction(findings: Findings) -> Iterator[Verdict]:
     """Compare the plan's step with the one that was timed."""
     steps, plan = findings.values.get("steps"), findings.of_first("plan")
-    if not steps or "error" in steps[0] or plan.get("seconds") is None:
+    if not _is_whole(steps) or plan.get("seconds") is None:
         return
     took = statistics.median(fast.rounds_of(steps, fast.OURS))
     factor = took / plan["seconds"]
@@ -47,7 +48,7 @@ def prediction(findings: Findings) -> Iterator[Verdict]:
 def settings(findings: Findings) -> Iterator[Setting]:
     """Say what to set, and what to leave as it is."""
     steps = findings.values.get("steps")
-    if steps and "error" not in steps[0]:
+    if _is_whole(steps):
         yield from _of_steps(steps, _copied_in_a_hop(findings))
     yield from _environment(findings)
 
@@ -83,6 +84,11 @@ def _share(low: float, middle: float, high: float) -> str:
     return f"{middle:.3g} ({low:.3g} to {high:.3g})"
 
 
+def _is_whole(found: Sequence[Values] | None) -> TypeGuard[Sequence[Values]]:
+    """True if a check ran, and raised on no rank."""
+    return bool(found) and not any("error" in one for one in found or ())
+
+
 def _copied_in_a_hop(findings: Findings) -> str:
     machine = findings.of_first("plan").get("hardware")
     if not machine or not machine["latency"]:
@@ -93,8 +99,8 @@ def _copied_in_a_hop(findings: Findings) -> str:
 
 
 def _environment(findings: Findings) -> Iterator[Setting]:
-    limits = findings.values.get("limits", ())
-    if not limits or any("error" in one for one in limits):
+    limits = findings.values.get("limits")
+    if not _is_whole(limits):
         return
     for host in sorted({one["host"] for one in limits}):
         there = [one for one in limits if one["host"] == host]

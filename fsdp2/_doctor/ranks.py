@@ -152,18 +152,26 @@ class Ranks:
         return self._conclude(f"{self._asked}-{self._exchanges}", value)
 
     def _conclude(self, topic: str, value: Any) -> list[Any]:
+        try:
+            answers = self._settle(topic, json.dumps(value))
+        except dist.DistError as error:  # the store is gone, which the first rank's host has
+            raise LostRankError([0]) from error
+        missing = [rank for rank in range(self.size) if str(rank) not in answers]
+        if missing:
+            raise LostRankError(missing)
+        return [json.loads(answers[str(rank)]) for rank in range(self.size)]
+
+    def _settle(self, topic: str, mine: str) -> dict[str, str]:
+        """Return the answers that count for all ranks, by rank."""
         keys = [f"answer-{topic}-{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(value))
+        self._store.set(keys[self.rank], mine)
         with suppress(dist.DistStoreError):  # some are missing, and the conclusion says so
             self._store.wait(keys, timedelta(seconds=self.options.timeout_s + GRACE_S))
         found = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
         offer = json.dumps({rank: self._store.get(key).decode() for rank, key in found.items()})
-        conclusion = self._store.compare_set(f"conclusion-{topic}", "", offer).decode()
-        answers = {int(rank): json.loads(text) for rank, text in json.loads(conclusion).items()}
-        missing = [rank for rank in range(self.size) if rank not in answers]
-        if missing:
-            raise LostRankError(missing)
-        return [answers[rank] for rank in range(self.size)]
+        agreed = self._store.compare_set(f"conclusion-{topic}", "", offer)
+        answers: dict[str, str] = json.loads(agreed.decode())
+        return answers
 
     def ask(
         self,

@@ -120,8 +120,9 @@ class Doctor:
             if isinstance(answers, LostRankError):
                 self._lose(answers, check.name)
             else:
+                self._over = f"{check.name} did not come back"
                 self._tell([_failure(check, answers)])
-            self._end(self._finish())
+            self._finish()
 
         try:
             answers = self.ranks.ask(check.measure, check.limit_s, give_up)
@@ -133,7 +134,11 @@ class Doctor:
             self._tell([_failure(check, answers)])
             self._meet("the meeting after it")
             return
-        self._tell(check.judge(answers))
+        try:
+            self._tell(check.judge(answers))
+        except Exception as error:  # figures that no rule expects are no reason to say nothing
+            said = f"figures that cannot be judged: {type(error).__name__}: {error}"
+            self._tell([Verdict(check.area, check.name, WRONG, said)])
         if check is CHECKS[-1]:
             self._tell(advice.prediction(self.findings))
 
