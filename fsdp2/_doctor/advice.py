@@ -27,6 +27,7 @@ from fsdp2._doctor.verdicts import (
 GAIN = 0.97
 """A setting is worth a change if a step takes less than this part, in three quarters of rounds."""
 FAR = 2.0
+"""How many times as long as planned, or as short, a step may take without a word about it."""
 
 
 def prediction(findings: Findings) -> Iterator[Verdict]:
@@ -40,9 +41,10 @@ def prediction(findings: Findings) -> Iterator[Verdict]:
     peak = steps[0]["looks"][fast.OURS].get("peak")
     if peak:
         said += f", its memory {peak / plan['peak']:.3g} times"
-    if factor > FAR:
+    is_far = not 1 / FAR <= factor <= FAR
+    if is_far:
         said += ": other work on the machine, or ranks that share cores, which no plan knows of"
-    yield Verdict(FAST, "prediction", WARNING if factor > FAR else OK, said)
+    yield Verdict(FAST, "prediction", WARNING if is_far else OK, said)
 
 
 def settings(findings: Findings) -> Iterator[Setting]:
