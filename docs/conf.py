@@ -78,6 +78,7 @@ NAVIGATION = {
             "guides/evaluation",
             "guides/checkpoints",
             "guides/trouble",
+            "guides/doctor",
             "guides/from-ddp",
             "guides/from-torch-fsdp2",
             "from-fsdp1",

@@ -6,8 +6,9 @@ of ranks, ``multiprocessing`` that spawns) get the same. Under a launcher:
 
 ``python -m fsdp2 plan module:factory --mesh 8x64`` tells what sharding a model will give, and
 ``python -m fsdp2 report folder`` what ``fsdp2.record`` saw; ``--help`` after either says more.
-``python -m fsdp2 explain FS104`` says what the code of a message means. A program of such a name is
-started as ``./plan``.
+``python -m fsdp2 explain FS104`` says what the code of a message means, and
+``torchrun --nproc-per-node 8 -m fsdp2 doctor`` if all is well on these ranks. A program of such a
+name is started as ``./plan``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import fsdp2
 from fsdp2._api.replacement import REPLACES
 
 USAGE = "usage: python -m fsdp2 [-m] program [arguments of the program]"
-COMMANDS = ("plan", "report", "explain")
+COMMANDS = ("plan", "report", "explain", "doctor")
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""``python -m fsdp2 plan``, ``report`` and ``explain``: plans, recordings, codes from a shell.
+"""``python -m fsdp2 plan``, ``report``, ``explain`` and ``doctor``: what a shell can ask.
 
 Owns the command lines: their words, and what is said of a wrong one, before anything large runs. It
 must not know how a plan is made or a page drawn.
@@ -39,6 +39,11 @@ TENSOR = re.compile(r"(\d+(?:x\d+)*):(\w+)")
 
 def run(command: str, arguments: Sequence[str]) -> None:
     """Run a command. Ends with 2, and a word about it, if the arguments are wrong."""
+    if command == "doctor":
+        # Not at the top: it loads torch's own FSDP2, checkpoints and all else that it looks into.
+        from fsdp2._doctor import run as doctor
+
+        sys.exit(doctor.main(arguments))
     make_parser, act = {
         "plan": (_plan_parser, _plan),
         "report": (_report_parser, _report),
@@ -87,7 +92,7 @@ def _plan_parser() -> argparse.ArgumentParser:
     add("--param-dtype", type=_dtype, metavar="DTYPE", help="of compute, for example bfloat16")
     add("--reduce-dtype", type=_dtype, metavar="DTYPE", help="of reductions")
     add("--optimizer", metavar="NAME", help="of torch.optim, or module:name")
-    add("--hardware", metavar="NAME", help="a machine that is known by name: adds times")
+    add("--hardware", metavar="NAME", help="a known machine, or a doctor's file: adds times")
     add("--budget", metavar="SIZE", help="as 70GB: says which settings fit into it")
     add("--offload", action="store_true", help="keep shards in the memory of the host")
     add(

@@ -23,6 +23,8 @@ OF_OTHERS = {
     ("_pickles.py", "AttributeError"): "Python's own words: a module without that name",
     ("_base/policy.py", "FrozenInstanceError"): "the words of a frozen dataclass",
     ("_commands.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
+    ("_doctor/ranks.py", "LostRankError"): "becomes a verdict of the doctor",
+    ("_doctor/run.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
     ("_agreement/agreement.py", "ReferenceError"): "becomes FS401",
     ("_engine/torch_view.py", "AttributeError"): "has FS910",
     ("_record/format.py", "ValueError"): "becomes FS914",

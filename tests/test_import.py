@@ -26,6 +26,7 @@ MOST_MODULES = 91
 UNWANTED = (
     "fsdp2._commands.",
     "fsdp2._compiled.",
+    "fsdp2._doctor.",
     "fsdp2._pages.",
     "fsdp2._plan.",
     "fsdp2._record.",

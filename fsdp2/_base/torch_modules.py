@@ -32,7 +32,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 from torch.distributed.fsdp import ShardingStrategy as ShardingStrategy
 from torch.distributed.fsdp import UnshardHandle as UnshardHandle
-from torch.distributed.fsdp import fully_shard  # for its accessor alone
+from torch.distributed.fsdp import fully_shard as fully_shard  # its accessor; our peer in a doctor
 from torch.distributed.fsdp._fully_shard._fsdp_common import (  # what other code asks a mesh for
     DDPMeshInfo,
     FSDPMeshInfo,

@@ -6,11 +6,15 @@ the machine that it runs on. It must not know models.
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,7 @@ from fsdp2._base.arguments import (
     check_key,
     check_mapping,
     check_number,
+    check_path,
     wrong_type,
     wrong_value,
 )
@@ -109,6 +114,30 @@ class Hardware:
             near=self.near * links,
             far=self.far * links,
         )
+
+    def to_values(self) -> dict[str, Any]:
+        """Return the figures as JSON can hold them; ``from_values`` reads them."""
+        flops = {str(dtype).removeprefix("torch."): rate for dtype, rate in self.flops.items()}
+        return {one.name: getattr(self, one.name) for one in fields(self)} | {"flops": flops}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Hardware:
+        """Return the machine that ``to_values`` told of.
+
+        Raises:
+            ConfigError: another set of names; a figure that cannot be.
+        """
+        who = "Hardware.from_values"
+        given = dict(check_mapping(who, "values", values))
+        wanted = [one.name for one in fields(cls)]
+        if not set(given) <= set(wanted) or not {"name", "flops"} <= set(given):
+            raise wrong_value(who, "values", f"the figures {', '.join(wanted)}", values)
+        rates = check_mapping(who, "flops", given["flops"])
+        dtypes = [getattr(torch, str(name), None) for name in rates]
+        try:
+            return cls(**given | {"flops": dict(zip(dtypes, rates.values(), strict=True))})
+        except TypeError as error:
+            raise wrong_value(who, "values", f"the figures {', '.join(wanted)}", values) from error
 
 
 _LEAST = sys.float_info.min
@@ -208,14 +237,31 @@ HARDWARE = {
 
 
 def hardware_for(found: object) -> Hardware | None:
-    """Return the machine that a user names or describes."""
+    """Return the machine that a user names or describes, or whose file of the doctor is given."""
     if found is None or isinstance(found, Hardware):
         return found
+    if isinstance(found, os.PathLike) or (isinstance(found, str) and found.endswith(".json")):
+        return _read(check_path("plan", "hardware", found))
     if not isinstance(found, str):
-        raise wrong_type("plan", "hardware", "a name, a fsdp2.plans.Hardware or None", found)
+        expected = "a name, a file of the doctor, a fsdp2.plans.Hardware or None"
+        raise wrong_type("plan", "hardware", expected, found)
     if found not in HARDWARE:
-        raise wrong_value("plan", "hardware", f"one of {', '.join(sorted(HARDWARE))}", found)
+        known = ", ".join(sorted(HARDWARE))
+        raise wrong_value("plan", "hardware", f"one of {known}, or a file of the doctor", found)
     return HARDWARE[found]
+
+
+def _read(path: str) -> Hardware:
+    """Return the machine that ``python -m fsdp2 doctor --json`` measured."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        hint = f"{type(error).__name__}: {error}"
+        raise wrong_value("plan", "hardware", "a file that the doctor wrote", path, hint) from error
+    if not isinstance(values, dict) or not isinstance(values.get("hardware"), dict):
+        hint = "It has no figures of a machine; the doctor measures them on two ranks or more."
+        raise wrong_value("plan", "hardware", "a file that the doctor wrote", path, hint)
+    return Hardware.from_values(values["hardware"])
 
 
 # Measurement.
@@ -249,8 +295,9 @@ def measure(name: str = "measured") -> Hardware:
         dist.all_reduce(found, dist.ReduceOp.MIN)
         *rates, copies = found.tolist()
     total = None
-    if device.type != "cpu":
-        total = torch.get_device_module(device.type).mem_get_info()[1]
+    module: Any = torch.get_device_module(device.type) if device.type != "cpu" else None
+    if hasattr(module, "mem_get_info"):  # not every kind of device says
+        total = module.mem_get_info()[1]
     return Hardware(
         name,
         dict(zip((FP32, BF16, FP16), rates, strict=True)),

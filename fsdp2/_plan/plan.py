@@ -237,7 +237,7 @@ def plan(
     loss: Callable[[Any], Tensor] | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     memory: str | int | None = None,
-    hardware: str | Hardware | None = None,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
     activation_checkpointing: bool = False,
     rank: int | None = None,
     **fully_shard_kwargs: Any,
@@ -261,7 +261,8 @@ def plan(
             ``torch.optim.AdamW``. Its state counts from its first step on. Its step, on the shards
             of one rank, is part of the planned step.
         memory: what ``set_memory`` is given.
-        hardware: the name of a machine in ``fsdp2.plan.hardware``, or a ``fsdp2.plans.Hardware``.
+        hardware: the name of a machine in ``fsdp2.plan.hardware``, a ``fsdp2.plans.Hardware``, or
+            the path of a JSON file that ``python -m fsdp2 doctor --json`` wrote on such a machine.
             With it the plan has times, without it none.
         activation_checkpointing: compute activations of the units below the root again in backward,
             as ``torch.utils.checkpoint`` around each of them does.

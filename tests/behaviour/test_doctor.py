@@ -1,0 +1,473 @@
+"""Promise: `python -m fsdp2 doctor` says that all is well, or names what is wrong and where."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp2
+from fsdp2.__main__ import main
+from fsdp2._doctor import advice, fast, installed, machine, report
+from fsdp2._doctor.verdicts import (
+    NOT_MEASURED,
+    OK,
+    WARNING,
+    WRONG,
+    Findings,
+    Setting,
+    Verdict,
+    exit_status,
+)
+from tests import _doctor_faults as faults
+from tests._pool import ENVIRONMENT, ranks
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 180
+
+
+def verdicts_of(path: Path) -> dict[str, tuple[str, str]]:
+    """Return what the doctor's file says of each check; the worst of several lines counts."""
+    found: dict[str, tuple[str, str]] = {}
+    order = (OK, NOT_MEASURED, WARNING, WRONG)
+    for one in json.loads(path.read_text())["verdicts"]:
+        known = found.get(one["name"], (OK, ""))
+        if order.index(one["status"]) >= order.index(known[0]):
+            found[one["name"]] = one["status"], one["said"]
+    return found
+
+
+# All is well.
+
+
+@ranks(2, with_process_group=False, limit_s=120.0)
+def test_all_is_right_on_ranks_that_are_well(tmp_path: Path, rank: int) -> None:
+    """What is printed, the file and the page; times are for those who run it."""
+    out = io.StringIO()
+    file, page = tmp_path / "doctor.json", tmp_path / "doctor.html"
+    words = ["--quick", "--json", str(file), "--html", str(page), "--checkpoint", str(tmp_path)]
+    with contextlib.redirect_stdout(out):
+        status = faults.doctor("nothing", "collectives,fp32,bf16,HSDP,checkpoint", *words)
+    assert status == 0
+    if rank:
+        assert out.getvalue() == ""  # one rank tells
+        return
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "Is it right here?"
+    assert lines[-2:] == [f"wrote {page}", f"wrote {file}"]
+    assert lines[-3].startswith("WELL: 5 ok, 1 not measured")
+    found = verdicts_of(file)
+    assert found["HSDP"] == (
+        NOT_MEASURED,
+        "the ranks are on one host; --hsdp makes two groups of them",
+    )
+    assert {name for name, (status, _) in found.items() if status == OK} == {
+        "collectives",
+        "fp32",
+        "same arithmetic",
+        "bf16",
+        "checkpoint",
+    }
+    assert "torch's own within" in found["fp32"][1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["doctor.html", "doctor.json"]
+    assert "Is it right here?" in page.read_text()
+
+
+@pytest.mark.slow
+@ranks(4, with_process_group=False, limit_s=240.0)
+def test_every_check_runs_and_says_something(tmp_path: Path, rank: int) -> None:
+    file = tmp_path / "doctor.json"
+    words = ["--seconds", "1", "--hsdp", "--json", str(file), "--checkpoint", str(tmp_path)]
+    with contextlib.redirect_stdout(io.StringIO()):
+        faults.doctor("nothing", "all", *words)
+    if rank:
+        return
+    found = verdicts_of(file)
+    wrong = {name for name, (status, _) in found.items() if status == WRONG}
+    assert wrong <= {"slow rank", "links"}  # others may use this machine
+    assert found["HSDP 2 x 2"][0] == OK
+    assert found["operations"][0] == OK
+    values = json.loads(file.read_text())
+    assert {one["what"] for one in values["settings"]} >= {"memory and prefetch", "zero-copy size"}
+    planned = fsdp2.plan(torch.nn.Linear(8, 8), mesh=2, batch=torch.zeros(2, 8), hardware=str(file))
+    assert planned.hardware is not None
+    assert planned.hardware.name == "doctor"
+    assert planned.hardware.to_values() == values["hardware"]
+
+
+@pytest.mark.slow
+@ranks(4, with_process_group=False, limit_s=240.0)
+def test_ranks_of_two_hosts(tmp_path: Path, rank: int) -> None:
+    """As a launcher tells of two hosts: replicas are tried, and links between hosts are apart."""
+    file = tmp_path / "doctor.json"
+    words = ["--seconds", "1", "--json", str(file), "--checkpoint", str(tmp_path)]
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setenv("GROUP_RANK", str(rank // 2))
+        faults.doctor("nothing", "limits,links,HSDP,plan", *words)
+    if rank == 0:
+        values = json.loads(file.read_text())
+        said = [one["said"] for one in values["verdicts"] if one["name"] == "links"]
+        assert ["in a host" in said[0], "between hosts" in said[1]] == [True, True]
+        assert verdicts_of(file)["HSDP 2 x 2"][0] == OK
+        assert [one["host"] for one in values["measured"]["limits"]] == [0, 0, 1, 1]
+        assert values["hardware"]["ranks_per_node"] == 2
+        assert values["hardware"]["near"] != values["hardware"]["far"]
+
+
+@ranks(1, with_process_group=False)
+def test_one_rank_says_how_all_are_measured(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = faults.doctor("nothing", "collectives,fp32,clocks", "--checkpoint", str(tmp_path))
+    assert status == 0
+    assert "torchrun --nproc-per-node N -m fsdp2 doctor" in out.getvalue()
+    assert "not measured collectives: one rank sends nothing" in out.getvalue()
+
+
+@pytest.mark.slow
+@ranks(2, with_process_group=False, limit_s=240.0, device="sim")
+def test_a_device_that_is_simulated(tmp_path: Path, rank: int) -> None:
+    """And no stream of a doctor's steps reads what another one has not written yet."""
+    file = tmp_path / "doctor.json"
+    words = ["--seconds", "1", "--json", str(file), "--checkpoint", str(tmp_path)]
+    with contextlib.redirect_stdout(io.StringIO()):
+        faults.doctor("nothing", "collectives,fp32,bf16,checkpoint,steps,plan", *words)
+    if rank == 0:
+        found = verdicts_of(file)
+        assert {status for status, _ in found.values()} <= {OK, WARNING, NOT_MEASURED}
+        assert found["fp32"][0] == found["bf16"][0] == found["checkpoint"][0] == OK
+        assert found["peak"][0] == found["launches"][0] == NOT_MEASURED
+
+
+# Faults that a process can have.
+
+NAMED = {
+    "slow_rank": ("slow rank", WRONG, "rank 1 takes "),
+    "divide_factor": ("fp32", WRONG, "0.5 times what they should be: a divisor"),
+    "other_version": ("versions", WRONG, "rank 1 has 2.12.1+other"),
+    "mixed_folders": ("package", WRONG, "on rank 1 modules come from other folders"),
+    "other_precision": ("precision", WRONG, "float32 matmul precision: highest on rank 0; medium"),
+    "other_arithmetic": ("same arithmetic", WRONG, "rank 1 computes the unsharded model otherwise"),
+    "corrupting_link": (
+        "collectives",
+        WRONG,
+        "all_gather of known integers changes them: on rank 1",
+    ),
+    "corrupting_comm": ("fp32", WRONG, "torch's own is right, so it is fsdp2, or a hook on it"),
+    "clock": ("clocks", WARNING, "the clock of rank 1 is +120 s off that of rank 0"),
+    "threads": ("threads", WARNING, "threads of 2 ranks on"),
+    "raising": ("collectives", WRONG, "rank 1 raised MemoryError: no memory on this rank"),
+}
+CHECK_OF = {
+    "threads": "limits",
+    "precision": "settings",
+    "same arithmetic": "fp32",
+}
+
+
+@pytest.mark.parametrize("fault", NAMED)
+@ranks(2, with_process_group=False, limit_s=120.0)
+def test_a_planted_fault_is_named(fault: str, tmp_path: Path, rank: int) -> None:
+    name, status, words = NAMED[fault]
+    file = tmp_path / "doctor.json"
+    given = ["--json", str(file), "--checkpoint", str(tmp_path), "--timeout", "8"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        ended = faults.doctor(fault, f"{CHECK_OF.get(name, name)},checkpoint", *given)
+    assert ended == (1 if status == WRONG else 0)
+    if rank:
+        return
+    found = verdicts_of(file)
+    assert found[name][0] == status
+    assert words in found[name][1]
+    assert ("a divisor" in found[name][1]) == (fault == "divide_factor")
+    assert found["checkpoint"][0] == OK or fault == "corrupting_comm"  # it went on
+
+
+@ranks(2, with_process_group=False, limit_s=120.0)
+def test_a_folder_that_ranks_do_not_share_is_named(tmp_path: Path, rank: int) -> None:
+    file, own = tmp_path / "doctor.json", tmp_path / f"of-rank-{rank}"
+    own.mkdir()
+    with contextlib.redirect_stdout(io.StringIO()):
+        ended = faults.doctor(
+            "nothing", "checkpoint", "--json", str(file), "--checkpoint", str(own)
+        )
+    assert ended == 1
+    if rank == 0:
+        said = verdicts_of(file)["checkpoint"][1]
+        assert f"write to {own} is not seen by ranks 0, 1: a checkpoint needs" in said
+    assert list(own.iterdir()) == []
+
+
+# Faults that need processes, or namespaces, of their own.
+
+
+def start(
+    count: int, *words: str, of_rank: dict[int, dict[str, str]] | None = None, before: Any = None
+) -> list[subprocess.Popen[str]]:
+    """Start the doctor on ranks, with a fault; ``of_rank`` has variables of single ones."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(count)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests._doctor_faults", *words],
+            cwd=ROOT,
+            env={
+                **shared,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                **(of_rank or {}).get(rank, {}),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def said_by(processes: list[subprocess.Popen[str]], status: int) -> str:
+    """Wait for ranks, and return what they printed."""
+    try:
+        said = "".join(process.communicate(timeout=LIMIT_S)[0] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [status] * len(processes), said
+    return said
+
+
+def test_a_rank_that_stops_is_named() -> None:
+    first, second = start(2, "stopped", "limits,fp32,bf16", "--timeout", "8")
+    try:
+        said, _ = first.communicate(timeout=LIMIT_S)
+        assert first.returncode == 1, said
+    finally:
+        second.send_signal(signal.SIGKILL)
+        second.communicate()
+    assert "ok           open files" in said
+    assert "wrong        ranks: rank 1 did not answer within 8 s, in fp32" in said
+    assert "not measured bf16: rank 1 is lost" in said
+
+
+def test_another_package_on_one_rank_is_named(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "fsdp2", tmp_path / "fsdp2")
+    with (tmp_path / "fsdp2" / "debug.py").open("a") as file:
+        file.write("# of another version\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    # without the working directory, which `python -m` puts before all others
+    of_rank = {1: {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}}
+    said = said_by(start(2, "nothing", "package", of_rank=of_rank), 1)
+    expected = f"rank 1 runs another fsdp2 than the other ranks: that of {tmp_path / 'fsdp2'}"
+    assert expected in said
+
+
+IN_NAMESPACE = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
+
+NETWORK = """\
+mount -t tmpfs tmpfs /run && mkdir /run/netns
+ip link add bridge type bridge && ip link set bridge up
+for i in 0 1 2; do
+  ip netns add rank$i && ip link add of$i type veth peer name eth0 netns rank$i
+  ip link set of$i master bridge up
+  ip -n rank$i addr add 10.9.0.$((i + 1))/24 dev eth0
+  ip -n rank$i link set eth0 up && ip -n rank$i link set lo up
+done
+ip netns exec rank1 tc qdisc add dev eth0 root tbf rate 200mbit burst 256kb latency 400ms
+for i in 0 1 2; do
+  RANK=$i LOCAL_RANK=$i ip netns exec rank$i "$@" > "$SAID/$i" 2>&1 &
+done
+wait
+"""
+
+
+def allows(*command: str) -> bool:
+    if shutil.which("unshare") is None or shutil.which("ip") is None or shutil.which("tc") is None:
+        return False
+    return subprocess.run([*IN_NAMESPACE, *command], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not allows("sh", "-c", NETWORK.partition("ip netns exec")[0]), reason="rights")
+def test_a_throttled_link_is_named(tmp_path: Path) -> None:
+    """200 Mbit/s out of one rank's namespace."""
+    known = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), "SAID": str(tmp_path)}
+    known |= {"WORLD_SIZE": "3", "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29512"}
+    known |= {"GLOO_SOCKET_IFNAME": "eth0"}
+    command = [sys.executable, "-m", "tests._doctor_faults", "nothing", "links"]
+    subprocess.run(
+        [*IN_NAMESPACE, "sh", "-e", "-c", NETWORK, "sh", *command],
+        cwd=ROOT, env=known, check=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    said = (tmp_path / "0").read_text()
+    assert "wrong        links: slow in a host: 1 to 0, 1 to 2" in said
+    assert said.partition("links: ")[2].splitlines()[0].endswith(": all that rank 1 sends")
+
+
+@pytest.mark.skipif(not allows("mount", "-t", "tmpfs", "tmpfs", "/mnt"), reason="rights")
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests._doctor_faults", "nothing", "limits,checkpoint"]
+    mount = f'mount -t tmpfs -o size=160k tmpfs "{tmp_path}" && exec "$@"'
+    known = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    known |= {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29513"}
+    ended = subprocess.run(
+        [*IN_NAMESPACE, "sh", "-c", f"ip link set lo up && {mount}", "sh", *command,
+         "--checkpoint", str(tmp_path)],
+        cwd=ROOT, env=known, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "rank 0 cannot write to the folder" in ended.stdout
+    assert "No space left on device" in ended.stdout
+    assert "warning      disk: " in ended.stdout
+
+
+# What is said of figures, without ranks.
+
+
+def test_slow_links_are_told_from_slow_ranks() -> None:
+    """Sixteen ranks on two hosts; links between hosts are slower, and that is no fault."""
+    hosts = [0] * 8 + [1] * 8
+
+    def rate(source: int, target: int) -> float:
+        return 2e10 if hosts[source] == hosts[target] else 1e9
+
+    def found(bad: set[tuple[int, int]]) -> list[Any]:
+        rates = [
+            {str(s): rate(s, t) / (8 if (s, t) in bad else 1) for s in range(16) if s != t}
+            for t in range(16)
+        ]
+        return [{"rates": one, "hosts": hosts} for one in rates]
+
+    well = list(machine.judge_pairs(found(set())))
+    assert [one.status for one in well] == [OK, OK]
+    one_pair = list(machine.judge_pairs(found({(9, 3)})))
+    assert [one.status for one in one_pair] == [OK, WRONG]
+    assert "slow between hosts: 9 to 3 (0.125 GB/s, the median is 1)" in one_pair[1].said
+    (near, far) = machine.judge_pairs(found({(s, 5) for s in range(16)}))
+    assert near.said.endswith(": all that rank 5 receives")
+    assert far.said.endswith(": all that rank 5 receives")
+
+
+def test_what_is_noise_makes_no_rank_slow() -> None:
+    """Half of the times of one rank are long; of another one all are."""
+    usual = [{"seconds": [1.0, 1.1, 1.0, 1.2] * 4} for _ in range(4)]
+    noisy = {"seconds": [1.0, 5.0, 1.1, 9.0] * 4}
+    assert [one.status for one in machine.judge_compute([*usual, noisy])] == [OK]
+    (slow,) = machine.judge_compute([*usual, {"seconds": [3.0] * 16}])
+    assert slow.status == WRONG
+    assert "rank 4 takes 3 times as long" in slow.said
+
+
+def steps_of(**seconds: float) -> list[Any]:
+    names = {
+        "ours": fast.OURS, "torchs": fast.TORCHS, "alone": fast.ALONE, "silent": fast.SILENT,
+        "low": fast.LOW, "fast": fast.FASTEST, "packed": fast.PACKED,
+    }  # fmt: skip
+    times = {names[name]: [took, took, took * 1.01] for name, took in seconds.items()}
+    looks = {fast.OURS: {"operations": 5, "collectives": 3, "launches": 9, "peak": 2 << 20}}
+    one = {"device": "cuda", "ranks": 2, "seconds": times, "host": times, "looks": looks}
+    return [{**one, "refused": {}}] * 2
+
+
+def test_a_step_is_compared_with_torchs_own_and_with_the_plan() -> None:
+    usual = {"alone": 0.5, "silent": 0.8, "low": 1.2, "fast": 0.9, "packed": 1.0}
+    found = steps_of(ours=1.0, torchs=1.1, **usual)
+    by_name = {one.name: one for one in fast.judge_steps(found)}
+    assert {one.status for one in by_name.values()} == {OK}
+    assert "ours takes 0.909 of its time" in by_name["step"].said
+    assert by_name["exposed communication"].said == "200 ms, 20% of the step"
+    slower = {one.name: one for one in fast.judge_steps(steps_of(ours=1.0, torchs=0.7, **usual))}
+    assert slower["step"].status == WARNING
+    plan = {"seconds": 0.4, "waits": 0.1, "peak": 1 << 20, "collectives": 3, "hardware": None}
+    findings = Findings(values={"steps": found, "plan": [plan] * 2})
+    (told,) = advice.prediction(findings)
+    assert told.status == WARNING
+    assert told.said.startswith("a step took 2.5 times what the plan predicts, its memory 2 times")
+    memory, size = advice.settings(findings)
+    assert memory.change == "model.set_memory('fast')"
+    assert "takes 0.9 (0.9 to 0.9)" in memory.reason
+    assert (size.what, size.change) == ("zero-copy size", "")
+    assert list(advice.settings(Findings())) == []
+
+
+def test_advice_on_threads_has_its_figure() -> None:
+    one = {"host": 0, "threads": 8, "cores": 16, "load": 0.0, "device": "cpu", "folder": "."}
+    one |= {"open files": 256, "shm": None, "disk": None}
+    threads, idle, files, disk = installed.judge_limits([one] * 4)
+    assert (threads.status, idle.status, disk.status) == (WARNING, OK, NOT_MEASURED)
+    assert files.said == "256 (ulimit -n) on ranks 0, 1, 2, 3, below 1024"
+    (setting,) = advice.settings(Findings(values={"limits": [one] * 4}))
+    assert setting == Setting(
+        "environment",
+        "export OMP_NUM_THREADS=4",
+        "32 threads of 4 ranks run on 16 cores",
+    )
+
+
+def test_names_of_files_cannot_write_to_the_terminal() -> None:
+    said = Verdict("machine", "package", WARNING, "of /tmp/\x1b[2J/fsdp2")
+    assert "\x1b" not in report.line_of(said)
+
+
+def test_exit_status() -> None:
+    said = [Verdict("fast", "step", status, "") for status in (OK, WARNING, NOT_MEASURED)]
+    assert exit_status(said) == 0
+    assert exit_status([*said, Verdict("right", "fp32", WRONG, "")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("--seconds 0", "expected seconds, from above 0 to a day; found '0'"),
+        ("--timeout soon", "expected seconds, from above 0 to a day; found 'soon'"),
+        ("--quick --seconds 3", "not allowed with argument"),
+        ("--json no-such-folder/d.json", "there is no folder for no-such-folder/d.json"),
+        ("model", "unrecognized arguments: model"),
+    ],
+)
+def test_a_wrong_command_line(words: str, found: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *words.split()])
+    assert ended.value.code == 2
+    assert found in capsys.readouterr().err
+
+
+# Its file is a machine of a plan.
+
+
+def test_the_file_is_a_machine_of_a_plan(tmp_path: Path) -> None:
+    known = fsdp2.plan.hardware["h100-nvlink-ib"]  # type: ignore[attr-defined]  # of a function
+    findings = Findings(values={"plan": [{"hardware": known.to_values()}] * 2})
+    file, page = tmp_path / "doctor.json", tmp_path / "doctor.html"
+    report.write(findings, 2, "cuda", page, file)
+    for given in (file, str(file)):
+        with torch.device("meta"):
+            model = torch.nn.Linear(8, 8)
+        found = fsdp2.plan(model, mesh=2, batch=torch.zeros(2, 8), hardware=given)
+        assert found.hardware == known
+    report.write(Findings(), 1, "cpu", None, file)
+    for text, words in (
+        (None, "It has no figures of a machine"),
+        ("{", "JSONDecodeError"),
+        ('{"hardware": {"name": "x", "flops": {"float32": 1}}}', "from_values"),
+        ('{"hardware": {"name": "x", "flops": {"float32": "fast"}}}', "from_values"),
+        ('{"hardware": {"flops": {}}}', "from_values"),
+    ):
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(fsdp2.ConfigError, match=words):
+            fsdp2.plan(model, mesh=2, hardware=file)
+    with pytest.raises(fsdp2.ConfigError, match="No such file"):
+        fsdp2.plan(model, mesh=2, hardware="nowhere.json")
