@@ -15,6 +15,7 @@ from fsdp2.checkpoint._contents import Contents, Piece
 from fsdp2.checkpoint._place import SERIES, give_name, keep_newest, require_written
 from fsdp2.checkpoint._publish import Workspace
 from fsdp2.checkpoint._room import Room
+from fsdp2.checkpoint._saved import METADATA
 from fsdp2.checkpoint._writing import RANK, REPORT, Progress, write_metadata, write_part
 
 
@@ -66,6 +67,11 @@ class Saving:
             keep_newest(self.place, self.keep_last, self.workspace.token)
 
     def give_up(self) -> None:
-        """On the first rank: leave nothing of the save."""
+        """On the first rank: leave nothing of the save.
+
+        The metadata goes first: who sees it in a workspace that lost its name takes it for named.
+        """
+        with contextlib.suppress(OSError):
+            (self.workspace.path / METADATA).unlink(missing_ok=True)
         with contextlib.suppress(Exception):
             self.workspace.remove()
