@@ -105,7 +105,7 @@ class Grids:
         # as a method of the DTensor, detach would be planned first
         local = torch_dtensor.local_tensor(tensor).detach()
         _refuse_odd(name, local)
-        form = (tensor.device_mesh, tensor.placements, tuple(tensor.shape))
+        form = (tensor.device_mesh, torch_dealt.key_of(tensor.placements), tuple(tensor.shape))
         if form not in self._forms:  # a parameter's states have its own
             self._forms[form] = self._form_of(name, tensor)
         grid, blocks = self._forms[form]
