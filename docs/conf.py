@@ -77,6 +77,7 @@ NAVIGATION = {
             "guides/reinforcement-learning",
             "guides/evaluation",
             "guides/checkpoints",
+            "guides/restart",
             "guides/trouble",
             "guides/from-ddp",
             "guides/from-torch-fsdp2",

@@ -190,6 +190,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Train up to `--stop-at`; return False if one rank was asked to stop, so that all did."""
+        _interrupt.only_ask()
         options, start_step = self.options, self.step
         start_s = window_s = time.perf_counter()
         window_step = self.step

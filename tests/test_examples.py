@@ -26,6 +26,9 @@ import torch
 import fsdp2
 from fsdp2.checkpoint import _saving
 from tests._pool import find_free_port
+from tests.accidents._accidents import MACHINE, Accident, Trial
+from tests.accidents._job import write_text
+from tests.accidents._trial import tried
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -188,10 +191,7 @@ def expect_success(finished: Finished) -> str:
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     folder = tmp_path_factory.mktemp("train_lm")
-    (folder / "text").mkdir()
-    for index in range(80):
-        lines = (f"def add_{index}_{n}(x: int) -> int:\n    return x + {n}\n" for n in range(20))
-        (folder / "text" / f"module_{index}.py").write_text("\n".join(lines))
+    write_text(folder / "text")
     return Workplace(folder)
 
 
@@ -416,6 +416,17 @@ def test_a_run_that_dies_while_it_saves_goes_on_by_itself(
     )
     names = {path.name for path in workplace.checkpoints(name).iterdir()}
     assert names == {"latest", f"step-{survivor:08d}", f"step-{STEPS:08d}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SIGKILL of a worker", MACHINE])
+def test_accidents_under_torchrun(tmp_path: Path, kind: str) -> None:
+    """Workers go on where the last save was, on as many ranks as are left."""
+    write_text(tmp_path / "text")
+    trial = Trial(seed=0, nproc=1, accidents=(Accident(kind, step=10, seconds=0.05),))
+    outcome = tried(trial, tmp_path)
+    assert not outcome.fault
+    assert outcome.segments[-1].ranks == (1 if kind == MACHINE else 2)
 
 
 def test_example_needs_nothing_of_torchs_own_sharding() -> None:

@@ -49,9 +49,11 @@ KINDS: dict[str, Strike] = {
 
 @dataclass(frozen=True)
 class Accident:
-    """Attributes:
-    step: it happens so many seconds after this step was made; None: after the accident before, or
-        after workers were started.
+    """One accident, and when it happens.
+
+    Attributes:
+        step: it happens so many seconds after this step was made; None: after the accident before,
+            or after workers were started.
     """
 
     kind: str

@@ -19,7 +19,7 @@ from tests.accidents._accidents import KINDS, MACHINE, Trial
 from tests.accidents._job import STEPS, Job, Line
 
 LIMIT_S = 300.0
-NEAR = 1e-3
+NEAR = 1e-5
 """Relative: how far a loss may be from that of a run on more ranks, which rounds elsewhere."""
 
 
@@ -33,10 +33,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Attributes:
-    seconds: from each accident to the next step; None if no step came after it.
-    fault: what is wrong; nothing if all is well.
-    difference: of losses, from a run that kept its ranks; relative, the largest.
+    """What came of a trial.
+
+    Attributes:
+        seconds: from each accident to the next step; None if no step came after it.
+        fault: what is wrong; nothing if all is well.
+        difference: of losses, from a run that kept its ranks; relative, the largest.
     """
 
     trial: Trial
