@@ -77,6 +77,7 @@ NAVIGATION = {
             "guides/reinforcement-learning",
             "guides/evaluation",
             "guides/checkpoints",
+            "guides/restart",
             "guides/trouble",
             "guides/doctor",
             "guides/from-ddp",

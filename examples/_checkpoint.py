@@ -1,30 +1,20 @@
-"""Sharded checkpoints on disk, replaced only by whole ones.
+"""What a checkpoint of the example says about its run, and what must be equal to go on from it.
 
-A folder of checkpoints holds `step-<n>/` with the shards and `manifest.json`, and the file
-`latest`, which names the one to resume from. A save goes to `.partial-step-<n>` first. Only when
-all ranks have written it is it renamed, then `latest` replaced, then older ones deleted: whatever
-moment a save is cut short at, `latest` names a whole checkpoint.
+Checkpoints lie in a folder as `step-<n>/`, which `fsdp2.checkpoint` writes, finds and checks.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim import Optimizer
 
-LATEST = "latest"
-PARTIAL_PREFIX = ".partial-"
-NAME = re.compile(r"step-\d{8}(\.\d+)?")
+from fsdp2 import checkpoint
+
+MUST_AGREE = ("size", "sequence_length", "batch_size", "seed", "corpus_fingerprint", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -42,13 +32,24 @@ class Manifest:
     batch_size: int
     seed: int
     corpus_fingerprint: str
-    optimizer: str = "adamw"
+    optimizer: str
+
+    def as_extra(self) -> dict[str, Any]:
+        """Return it as plain data, which `load_latest` returns without being told to trust it."""
+        return asdict(self)
+
+    @staticmethod
+    def of_extra(extra: Any) -> Manifest:
+        """Return what was saved.
+
+        Raises:
+            TypeError: the checkpoint is not one of this program.
+        """
+        return Manifest(**extra)
 
     def differences(self, other: Manifest) -> Iterator[Difference]:
         """Yield what keeps `other` from going on here; a position may differ."""
-        for name in (
-            *("size", "sequence_length", "batch_size", "seed", "corpus_fingerprint", "optimizer"),
-        ):
+        for name in MUST_AGREE:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 yield Difference(name, mine, theirs)
@@ -61,85 +62,14 @@ class Difference:
     asked: object
 
 
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    path: Path
-    manifest: Manifest
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return what the newest checkpoint says, or None where there is none.
 
-
-def read_latest(folder: Path) -> SavedCheckpoint | None:
-    """Return the checkpoint that `latest` names, or None where there is none."""
-    try:
-        path = folder / (folder / LATEST).read_text().strip()
-        manifest = json.loads((path / "manifest.json").read_text())
-    except FileNotFoundError:
-        return None
-    return SavedCheckpoint(path, Manifest(**manifest))
-
-
-def save(folder: Path, manifest: Manifest, model: nn.Module, optimizer: Optimizer) -> Path:
-    """Write a checkpoint from all ranks together and make it the latest; return its folder."""
-    is_first = dist.get_rank() == 0
-    name = _free_name(folder, manifest.step)
-    partial = folder / f"{PARTIAL_PREFIX}{name}"
-    if is_first:
-        for leftover in folder.glob(f"{PARTIAL_PREFIX}*"):
-            shutil.rmtree(leftover)
-    dist.barrier()  # no rank writes before the leftovers of an earlier, cut-short save are gone
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial)
-    if is_first:
-        _write_synced(partial / "manifest.json", json.dumps(asdict(manifest), indent=2))
-        publish(folder, name)
-    dist.barrier()  # when save returns, on any rank, the checkpoint is there
-    return folder / name
-
-
-def publish(folder: Path, name: str) -> None:
-    """Turn the whole `.partial-<name>` into the latest checkpoint and delete the ones before it."""
-    os.rename(folder / f"{PARTIAL_PREFIX}{name}", folder / name)
-    _sync_folder(folder)
-    pointer = folder / f"{LATEST}.new"
-    _write_synced(pointer, name + "\n")
-    os.replace(pointer, folder / LATEST)
-    _sync_folder(folder)
-    for older in folder.iterdir():
-        if NAME.fullmatch(older.name) and older.name != name:
-            shutil.rmtree(older)
-
-
-def load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Fill model and optimizer from a checkpoint, whatever the mesh that it was written on."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-
-
-def _free_name(folder: Path, step: int) -> str:
-    """Return the name for `step`, numbered if an earlier run's checkpoint of that step is there.
-
-    All ranks must agree, so rank 0 looks.
+    It needs no other rank: into a module without parameters it loads nothing but `extra`.
     """
-    name = [f"step-{step:08d}"]
-    if dist.get_rank() == 0:
-        attempt = 0
-        while (folder / name[0]).exists():
-            attempt += 1
-            name[0] = f"step-{step:08d}.{attempt}"
-    dist.broadcast_object_list(name)
-    return name[0]
+    extra = checkpoint.load_latest(folder, nn.Identity(), strict=False)
+    return None if extra is None else Manifest.of_extra(extra)
 
 
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def place_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"

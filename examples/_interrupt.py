@@ -1,8 +1,9 @@
 """What Ctrl-C means. Imported before torch, so that it holds from the first moment; stdlib only.
 
-In the process that the user starts, Ctrl-C ends the program with status 130. In a rank, it only
-asks: the training loop reads `is_requested` once a step, and all ranks agree on the step they stop
-after. torchrun passes SIGINT and SIGTERM on to the ranks and waits for them.
+In the process that the user starts, Ctrl-C ends the program with status 130. In a rank that trains,
+it only asks: the loop reads `is_requested` once a step, and all ranks agree on the step they stop
+after. A rank that does not train yet has nothing to save, and ends: it may be waiting for a rank
+that is gone. torchrun passes SIGINT and SIGTERM on to the ranks and waits for them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import sys
 from types import FrameType
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STATUS = 128 + signal.SIGINT
 
 _requested = False
@@ -36,5 +38,11 @@ def _end(signum: int, frame: FrameType | None) -> None:
     sys.exit(128 + signum)
 
 
-for _signal in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(_signal, _ask if is_rank() else _end)
+def only_ask() -> None:
+    """From now on a signal asks this rank, and does not end it."""
+    for number in SIGNALS:
+        signal.signal(number, _ask)
+
+
+for _signal in SIGNALS:
+    signal.signal(_signal, signal.SIG_DFL if is_rank() else _end)

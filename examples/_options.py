@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 import _interrupt
-from _checkpoint import Manifest, read_latest
+from _checkpoint import Manifest, read_manifest
 from _data import CorpusFiles, build_cache, standard_library
 from _model import ModelConfig
 
@@ -48,6 +48,7 @@ class Options:
     dtype: str
     gradients: str
     backend: str | None
+    timeout_s: float
     size: str
     model: ModelConfig
     steps: int
@@ -59,10 +60,11 @@ class Options:
     weight_decay: float
     clip_norm: float
     seed: int
-    resume: bool
+    resume: str
     checkpoint_dir: Path
     corpus: CorpusFiles
     save_every: int
+    keep_last: int
     log_every: int
     held_out_batches: int
     sample_bytes: int
@@ -137,6 +139,12 @@ def _build_parser() -> _Parser:
         choices=("inductor", "aot_eager"),
         help="compile the whole model, collectives included",
     )
+    where(
+        "--timeout",
+        type=float,
+        default=300,
+        help="seconds that a rank waits for the others before it gives up",
+    )
     where("--deterministic", action="store_true", help="CUDA: only kernels that repeat bit for bit")
     what = parser.add_argument_group("what it trains; the default depends on --size").add_argument
     what("--size", choices=tuple(PRESETS), default="small")
@@ -164,11 +172,23 @@ def _build_parser() -> _Parser:
     )
     files("--cache-dir", type=Path, default=cache, help="where the joined text is kept")
     files("--checkpoint-dir", type=Path, default=Path("runs/train_lm"))
-    files("--resume", action="store_true", help="go on from the checkpoint in --checkpoint-dir")
+    files(
+        "--resume",
+        nargs="?",
+        const="must",
+        choices=("must", "auto", "no"),
+        help="go on from the newest checkpoint in --checkpoint-dir; auto: if there is one; "
+        "default: auto under torchrun, which starts ranks again, else no",
+    )
     files(
         "--save-every", type=int, default=500, help="steps between checkpoints; 0: only at the end"
     )
-    files("--metrics", type=Path, help="append one JSON line a step to this file")
+    files("--keep-last", type=int, default=2, help="how many checkpoints stay")
+    files(
+        "--metrics",
+        type=Path,
+        help="append one JSON line a step; of a repeated step the last one counts",
+    )
     files(
         "--recorded-steps",
         type=int,
@@ -213,6 +233,7 @@ def parse_options(arguments: Sequence[str]) -> Options:
         dtype=given.dtype,
         gradients=given.gradients,
         backend=given.compile,
+        timeout_s=given.timeout,
         size=given.size,
         model=ModelConfig(preset.width, preset.layers, preset.heads, given.sequence_length),
         steps=given.steps,
@@ -224,10 +245,11 @@ def parse_options(arguments: Sequence[str]) -> Options:
         weight_decay=given.weight_decay,
         clip_norm=given.clip_norm,
         seed=given.seed,
-        resume=given.resume,
+        resume=given.resume or ("auto" if _interrupt.is_rank() else "no"),
         checkpoint_dir=given.checkpoint_dir,
         corpus=_prepare_corpus(parser, given),
         save_every=given.save_every,
+        keep_last=given.keep_last,
         log_every=given.log_every,
         held_out_batches=given.held_out_batches,
         sample_bytes=given.sample_bytes,
@@ -245,12 +267,12 @@ def parse_options(arguments: Sequence[str]) -> Options:
 def _check_numbers(parser: _Parser, given: argparse.Namespace) -> None:
     at_least = {"ranks": 1, "steps": 1, "stop_at": 1, "batch_size": 1, "sequence_length": 2}
     at_least |= {"warmup_steps": 0, "save_every": 0, "log_every": 1, "held_out_batches": 1}
-    at_least |= {"sample_bytes": 0, "seed": 0, "recorded_steps": 0}
+    at_least |= {"keep_last": 1, "sample_bytes": 0, "seed": 0, "recorded_steps": 0}
     for name, smallest in at_least.items():
         value = getattr(given, name)
         if value is not None and value < smallest:
             parser.error(f"--{name.replace('_', '-')} must be at least {smallest}, found {value}")
-    for name in ("lr", "clip_norm", "temperature"):
+    for name in ("lr", "clip_norm", "temperature", "timeout"):
         value = getattr(given, name)
         if value is not None and not 0 < value < float("inf"):
             parser.error(f"--{name.replace('_', '-')} must be above 0, found {value}")
@@ -301,7 +323,7 @@ def _prepare_corpus(parser: _Parser, given: argparse.Namespace) -> CorpusFiles:
 
 def _check_files(parser: _Parser, options: Options) -> None:
     folder = options.checkpoint_dir
-    if options.resume:
+    if options.resume != "no":
         _check_resumable(parser, options)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -316,15 +338,17 @@ def _check_files(parser: _Parser, options: Options) -> None:
 def _check_resumable(parser: _Parser, options: Options) -> None:
     folder = options.checkpoint_dir
     try:
-        saved = read_latest(folder)
-    except (OSError, ValueError, TypeError) as error:
+        saved = read_manifest(folder)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
         parser.error(f"--resume: cannot read the checkpoint in {folder}: {error}")
     if saved is None:
+        if options.resume == "auto":
+            return
         parser.error(
             f"--resume: no checkpoint in {folder}; start without --resume, or name its folder"
         )
-    for change in saved.manifest.differences(options.manifest(saved.manifest.step)):
+    for change in saved.differences(options.manifest(saved.step)):
         parser.error(
-            f"--resume: {saved.path} was made with {change.name} {change.saved}, "
-            f"this run has {change.asked}: make the two equal, or start without --resume"
+            f"--resume: the checkpoint in {folder} was made with {change.name} {change.saved}, "
+            f"this run has {change.asked}: make the two equal, or name another --checkpoint-dir"
         )

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
-import _checkpoint
 import _interrupt
+from _checkpoint import Manifest, place_of
 from _data import Batch, Corpus, held_out_batch, train_batch
 from _model import Transformer
 from _options import Options
@@ -30,6 +31,7 @@ from fsdp2 import (
     Compress,
     FSDPModule,
     MixedPrecisionPolicy,
+    checkpoint,
     compile,  # noqa: A004  # torch's name for it
     fully_shard,
     optim,
@@ -170,13 +172,17 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, options)
         self.step = 0
         self.saved_step = -1
+        self.saving: checkpoint.SaveHandle | None = None
 
     def resume(self) -> None:
-        saved = _checkpoint.read_latest(self.options.checkpoint_dir)
-        assert saved is not None, "the options were checked"
-        _checkpoint.load(saved.path, self.model, self.optimizer)
-        self.step = self.saved_step = saved.manifest.step
-        self.say(f"resumed from {saved.path}, {saved.manifest.bytes_seen:,} bytes into training")
+        """Go on from the newest checkpoint that is whole; stay at step 0 if there is none."""
+        folder = self.options.checkpoint_dir
+        extra = checkpoint.load_latest(folder, self.model, self.optimizer)
+        if extra is not None:
+            saved = Manifest.of_extra(extra)
+            self.step = self.saved_step = saved.step
+            path = place_of(folder, saved.step)
+            self.say(f"resumed from {path}, {saved.bytes_seen:,} bytes into training")
 
     def say(self, line: str) -> None:
         if self.rank == 0:
@@ -184,6 +190,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Train up to `--stop-at`; return False if one rank was asked to stop, so that all did."""
+        _interrupt.only_ask()
         options, start_step = self.options, self.step
         start_s = window_s = time.perf_counter()
         window_step = self.step
@@ -246,7 +253,8 @@ class Trainer:
     def _record(self, loss: float) -> None:
         if self.options.metrics is not None and self.rank == 0:
             with self.options.metrics.open("a") as file:
-                file.write(json.dumps({"step": self.step, "loss": loss}) + "\n")
+                line = {"step": self.step, "loss": loss, "ranks": self.world_size}
+                file.write(json.dumps(line) + "\n")
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -271,12 +279,24 @@ class Trainer:
         return loss
 
     def save(self) -> None:
+        """Copy the state, and have it written while training goes on."""
         if self.step == self.saved_step:
             return
-        manifest = self.options.manifest(self.step)
-        path = _checkpoint.save(self.options.checkpoint_dir, manifest, self.model, self.optimizer)
+        self.saving = checkpoint.save(
+            place_of(self.options.checkpoint_dir, self.step),
+            self.model,
+            self.optimizer,
+            extra=self.options.manifest(self.step).as_extra(),
+            background=True,
+            keep_last=self.options.keep_last,
+        )
         self.saved_step = self.step
-        self.say(f"saved {path}")
+
+    def wait_for_save(self) -> None:
+        """Return when the last checkpoint is there, or raise what kept it from being written."""
+        if self.saving is not None:
+            self.saving.wait()
+            self.say(f"saved {self.saving.path}")
 
     def sample(self) -> None:
         """Print a sample; all ranks generate it, since each needs the shards of the others."""
@@ -313,13 +333,14 @@ def threads_for(ranks: int) -> int:
 def run_rank(options: Options) -> int:
     """Do one rank's part of the whole run and return its exit status."""
     device = torch.device(options.device_type)
+    timeout = timedelta(seconds=options.timeout_s)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", timeout=timeout, device_id=device)
     else:
         torch.set_num_threads(threads_for(int(os.environ["LOCAL_WORLD_SIZE"])))
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     torch.use_deterministic_algorithms(options.deterministic)
 
     trainer = Trainer(options, device)
@@ -327,7 +348,7 @@ def run_rank(options: Options) -> int:
     trainer.say(f"{options.size} model, {options.ranks} ranks on {device.type}, mesh {shape}")
     if trainer.rank == 0:
         print_plan(trainer.model)
-    if options.resume:
+    if options.resume != "no":
         trainer.resume()
     trainer.evaluate()
     is_complete = trainer.train()
@@ -335,6 +356,8 @@ def run_rank(options: Options) -> int:
     if is_complete:
         trainer.evaluate()
         trainer.sample()
+    trainer.wait_for_save()
+    if is_complete:
         for page in trainer.pages.draw():
             trainer.say(f"drew {page}")
     else:

@@ -5,11 +5,14 @@
     python examples/train_lm.py --resume              # go on from the last checkpoint
     python examples/train_lm.py --compile             # one graph forward, one backward
     torchrun --nproc-per-node 8 examples/train_lm.py --size base --dtype bf16
+    torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d \\
+        --rdzv-endpoint first-machine:29500 --rdzv-id lm examples/train_lm.py   # on each machine
 
 Started by hand, this file checks its arguments and starts torchrun on itself; started by torchrun,
-it is a rank. The parts: `_model` (the transformer), `_data` (the text), `_options` (the command
-line), `_checkpoint` (saving and resuming), `_training` (sharding and the loop: the one to read
-first) and `_interrupt` (Ctrl-C).
+it is a rank, and goes on from the newest checkpoint if there is one. The parts: `_model` (the
+transformer), `_data` (the text), `_options` (the command line), `_checkpoint` (what a checkpoint
+says about its run), `_training` (sharding and the loop: the one to read first) and `_interrupt`
+(Ctrl-C).
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def launch(options: Options, arguments: list[str]) -> int:
     quieten_torchrun()
     torchrun = ["--standalone", "--nproc-per-node", str(options.ranks), os.path.abspath(__file__)]
     try:
-        torch.distributed.run.main(torchrun + arguments)
+        torch.distributed.run.main([*torchrun, *arguments, "--resume", options.resume])
     except SignalException as stopped:
         return 128 + stopped.sigval.value
     except ChildFailedError as failed:

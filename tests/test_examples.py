@@ -24,7 +24,11 @@ import pytest
 import torch
 
 import fsdp2
+from fsdp2.checkpoint import _saving
 from tests._pool import find_free_port
+from tests.accidents._accidents import MACHINE, Accident, Trial
+from tests.accidents._job import write_text
+from tests.accidents._trial import tried
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -104,14 +108,14 @@ class Workplace:
         return self.folder / name
 
     def latest(self, name: str) -> str:
-        return (self.checkpoints(name) / "latest").read_text().strip()
+        return os.readlink(self.checkpoints(name) / "latest")
 
     def losses(self, name: str) -> dict[int, float]:
         lines = (self.folder / f"{name}.jsonl").read_text().splitlines()
         return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
 
     def copy_checkpoints(self, source: str, target: str) -> None:
-        shutil.copytree(self.checkpoints(source), self.checkpoints(target))
+        shutil.copytree(self.checkpoints(source), self.checkpoints(target), symlinks=True)
 
 
 def environment() -> dict[str, str]:
@@ -156,29 +160,12 @@ def wait_for_words(path: Path, words: str, writers: list[mp.Process]) -> None:
 
 
 def die_while_saving(moment: str) -> None:
-    """Have this process end at a call that a save makes."""
-    import _checkpoint
-
-    def save_half(state: object, *, checkpoint_id: Path) -> None:
-        checkpoint_id.mkdir()
-        (checkpoint_id / "__0_0.distcp").write_bytes(b"cut short")
-        os._exit(DEAD)
+    """Have this process end where a save makes a call."""
 
     def die(*args: object, **kwargs: object) -> None:
         os._exit(DEAD)
 
-    rename = os.rename
-
-    def die_unless_inside_partial(source: str, target: str) -> None:
-        # torch renames its own metadata file inside the partial folder; that one may pass.
-        if ".partial-" not in str(target):
-            os._exit(DEAD)
-        rename(source, target)
-
-    module, name = moment.split(".")
-    deaths = {"dcp.save": save_half, "os.rename": die_unless_inside_partial}
-    target = {"dcp": _checkpoint.dcp, "os": os, "shutil": _checkpoint.shutil}[module]
-    setattr(target, name, deaths.get(moment, die))
+    setattr(_saving, moment, die)
 
 
 def finish(process: subprocess.Popen[str]) -> Finished:
@@ -204,10 +191,7 @@ def expect_success(finished: Finished) -> str:
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     folder = tmp_path_factory.mktemp("train_lm")
-    (folder / "text").mkdir()
-    for index in range(80):
-        lines = (f"def add_{index}_{n}(x: int) -> int:\n    return x + {n}\n" for n in range(20))
-        (folder / "text" / f"module_{index}.py").write_text("\n".join(lines))
+    write_text(folder / "text")
     return Workplace(folder)
 
 
@@ -272,9 +256,11 @@ OTHER_MESHES = ["1", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("
 def test_resume_on_another_mesh(
     workplace: Workplace, whole_run: str, half_run: str, mesh: str
 ) -> None:
+    """By itself: under torchrun, which starts ranks again, a run goes on unless told not to."""
     name, count = f"resumed-on-{mesh}", 1 if mesh == "1" else 4
     workplace.copy_checkpoints("half", name)
-    expect_success(workplace.run_forked(name, "--resume", "--mesh", mesh, ranks=count))
+    printed = expect_success(workplace.run_forked(name, "--mesh", mesh, ranks=count))
+    assert f"resumed from {workplace.checkpoints(name)}/step-{HALF:08d}, " in printed
     whole, resumed = workplace.losses("whole"), workplace.losses(name)
     assert list(resumed) == list(range(HALF + 1, STEPS + 1))
     for step, loss in resumed.items():
@@ -382,6 +368,7 @@ def test_each_bad_argument_has_a_clear_message(workplace: Workplace, half_run: s
         (["--corpus", "absent"], "--corpus absent is not a folder"),
         (["--corpus", str(workplace.folder / "cache")], "name a folder with more of them"),
         (["--resume"], "--resume: no checkpoint in"),
+        (["--resume", "never"], "--resume: invalid choice"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (
             ["--resume", "--checkpoint-dir", str(workplace.checkpoints("half")), "--seed", "5"],
@@ -405,32 +392,41 @@ def test_each_bad_argument_has_a_clear_message(workplace: Workplace, half_run: s
 @pytest.mark.parametrize(
     ("moment", "survivor"),
     [
-        pytest.param("dcp.save", HALF, marks=pytest.mark.slow),
-        pytest.param("os.rename", HALF, marks=pytest.mark.slow),
-        ("os.replace", HALF),
-        pytest.param("shutil.rmtree", STEPS - 1, marks=pytest.mark.slow),
+        pytest.param("write_part", HALF, marks=pytest.mark.slow),
+        pytest.param("give_name", HALF, marks=pytest.mark.slow),
+        pytest.param("keep_newest", STEPS - 1, marks=pytest.mark.slow),
     ],
 )
-def test_save_that_is_cut_short_leaves_a_whole_checkpoint(
-    workplace: Workplace,
-    whole_run: str,
-    half_run: str,
-    moment: str,
-    survivor: int,
+def test_a_run_that_dies_while_it_saves_goes_on_by_itself(
+    workplace: Workplace, whole_run: str, half_run: str, moment: str, survivor: int
 ) -> None:
-    name = f"cut-short-at-{moment}"
+    """Under torchrun, as it starts ranks again: from the newest checkpoint that is whole."""
+    name = f"dies-at-{moment}"
     workplace.copy_checkpoints("half", name)
     stop = ("--stop-at", str(STEPS - 1))
-    finished = workplace.run_forked(name, "--resume", *stop, ranks=1, dies=moment)
+    finished = workplace.run_forked(name, *stop, ranks=1, dies=moment)
     assert finished.status == DEAD, finished
-    assert workplace.latest(name) == f"step-{survivor:08d}"
+    (workplace.folder / f"{name}.jsonl").unlink()
 
-    expect_success(workplace.run_forked(name, "--resume", ranks=1))
+    printed = expect_success(workplace.run_forked(name, ranks=1))
+    assert f"resumed from {workplace.checkpoints(name)}/step-{survivor:08d}, " in printed
+    assert list(workplace.losses(name)) == list(range(survivor + 1, STEPS + 1))
     assert workplace.losses(name)[STEPS] == pytest.approx(
         workplace.losses("whole")[STEPS], rel=1e-4
     )
     names = {path.name for path in workplace.checkpoints(name).iterdir()}
-    assert names == {"latest", f"step-{STEPS:08d}"}
+    assert names == {"latest", f"step-{survivor:08d}", f"step-{STEPS:08d}"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["SIGKILL of a worker", MACHINE])
+def test_accidents_under_torchrun(tmp_path: Path, kind: str) -> None:
+    """Workers go on where the last save was, on as many ranks as are left."""
+    write_text(tmp_path / "text")
+    trial = Trial(seed=0, nproc=1, accidents=(Accident(kind, step=10, seconds=0.05),))
+    outcome = tried(trial, tmp_path)
+    assert not outcome.fault
+    assert outcome.segments[-1].ranks == (1 if kind == MACHINE else 2)
 
 
 def test_example_needs_nothing_of_torchs_own_sharding() -> None:

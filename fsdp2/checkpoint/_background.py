@@ -10,7 +10,9 @@ a report says that a rank is done (see ``_writing``). The first rank waits for a
 gives the checkpoint its name; the others wait until the workspace has lost its own. A rank that
 failed removes its file, one that has ended leaves a lock that is free, and then the first rank
 removes the workspace. So nobody waits for a rank that is gone. Where locks cannot tell (another
-host, a file system without locks), a rank counts as gone when nothing was written for an hour.
+host, a file system without locks), a rank counts as gone when nothing was written for an hour. A
+process that hangs, or that was stopped, keeps its lock: it counts as gone after ten minutes without
+a byte, and much sooner for a process that ends because of an error.
 
 A failure ends no training. ``SaveHandle.wait`` raises it, on the rank that asks; the next save
 warns of it on every rank, after the ranks have told each other.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 import warnings
@@ -47,6 +50,8 @@ LOOK_EVERY_S = 0.02
 LOOK_FOR_THE_DEAD_EVERY_S = 0.5
 LEFT_AFTER_S = 30.0
 """For how long a process that ends waits for a rank of which nothing is known and seen."""
+HANGS_AFTER_S = 600.0
+"""For how long a rank may live and write nothing: one that syncs a large file does so, too."""
 
 
 # The handle.
@@ -187,12 +192,15 @@ class SaveHandle:
             yield is_due
             pause.wait(LOOK_EVERY_S)
 
-    def _is_gone(self, owned: str) -> bool:
+    def _why_gone(self, owned: str) -> str:
+        """Return why a rank is not to be waited for; nothing if it is."""
         found = is_dead(self._workspace / owned)
-        if found is None:
-            limit = LEFT_AFTER_S if self._is_leaving else ABANDONED_AFTER_S
-            return is_old(self._workspace, limit)
-        return found
+        if found:
+            return "it has ended"
+        limit = ABANDONED_AFTER_S if found is None else HANGS_AFTER_S
+        if self._is_leaving and (found is None or _ends_by_error()):
+            limit = LEFT_AFTER_S
+        return f"nothing was written for {limit:.0f} s" if is_old(self._workspace, limit) else ""
 
     def _wait_for_others(self) -> None:
         """Wait for the reports of all ranks.
@@ -213,20 +221,27 @@ class SaveHandle:
                         text = (self._workspace / f"{FAILED}{number}").read_text()
                         raise StateError("FS627", text)
                     raise self._failed(number, text)
-                if is_due and self._is_gone(f"{RANK}{number}"):
-                    raise self._failed(number, "it has ended before its part was written")
+                why = is_due and self._why_gone(f"{RANK}{number}")
+                if why:
+                    raise self._failed(number, f"{why} before its part was there")
 
     def _wait_for_the_first(self) -> None:
         """Wait until the workspace has another name, and see that it was not removed."""
         for is_due in self._looks():
             if not self._workspace.exists():
                 break
-            if is_due and self._is_gone(OWNER):
-                raise self._failed(0, "it has ended before the checkpoint had its name")
+            why = is_due and self._why_gone(OWNER)
+            if why:
+                raise self._failed(0, f"{why} before the checkpoint had its name")
         try:
             os.stat(METADATA, dir_fd=self._seen)
         except OSError as error:
             raise self._removed() from error
+
+
+def _ends_by_error() -> bool:
+    """True in a process whose main program has raised an error."""
+    return getattr(sys, "last_value", None) is not None
 
 
 def _open_folder(path: Path) -> int:

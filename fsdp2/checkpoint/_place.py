@@ -15,7 +15,8 @@ name, where ``load`` looks next.
 Checkpoints that are saved with ``keep_last`` into one folder are a series. Each has an empty file
 ``.series``. When one has its name, the link ``latest`` beside it is made to lead to it, and then
 the oldest of the series go: each loses its name before its files. So what has a name is whole, and
-what was saved there in another way stays.
+what was saved there in another way stays. What dead saves left in the folder goes, too: a program
+that was started again may never save to their places again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp2._base.errors import ConfigError, StateError
-from fsdp2.checkpoint._publish import Workspace, exclusive, neighbour, neighbours, sync
+from fsdp2.checkpoint._publish import (
+    Workspace,
+    exclusive,
+    neighbour,
+    neighbours,
+    remove_remains,
+    sync,
+)
 from fsdp2.checkpoint._saved import METADATA
 
 OLD = "old"
@@ -199,6 +207,7 @@ def keep_newest(place: Path, count: int, token: str) -> None:
             os.rename(one, gone)
         for remains in folder.glob(f".*.{GONE}-*"):  # of saves that had no time to, too
             shutil.rmtree(remains, ignore_errors=True)
+        remove_remains(folder)
 
 
 def candidates(folder: Path) -> list[str]:

@@ -147,6 +147,13 @@ def _is_abandoned(folder: Path) -> bool:
     return is_old(folder, ABANDONED_AFTER_S) if found is None else found
 
 
+def remove_remains(folder: Path) -> None:
+    """Remove what dead saves to any place in a folder left."""
+    for found in folder.glob(".*.tmp-*"):
+        if is_dead(found / OWNER):
+            shutil.rmtree(found, ignore_errors=True)
+
+
 def is_old(folder: Path, seconds: float) -> bool:
     """True if nothing was written in a folder for so long."""
     with contextlib.suppress(OSError):

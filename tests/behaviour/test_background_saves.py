@@ -32,7 +32,7 @@ import fsdp2
 from fsdp2 import checkpoint
 from fsdp2._base.torch_dtensor import imagined_mesh
 from fsdp2._transfer.redistribute import Grids
-from fsdp2.checkpoint import _saving
+from fsdp2.checkpoint import _publish, _saving
 from fsdp2.checkpoint._contents import Contents, flat
 from fsdp2.checkpoint._writing import HEAD, REPORT, ROW, SUM
 from tests._models import seeded
@@ -220,6 +220,9 @@ def test_a_series_keeps_the_newest(tmp_path: Path, rank: int) -> None:
     model = make()
     checkpoint.save(tmp_path / "base", model, extra="base")
     (tmp_path / "notes.txt").write_text("mine")
+    if rank == 0:  # a save was killed, whose place nobody saves to any more
+        (tmp_path / ".step-9.tmp-0a").mkdir()
+        os.close(_publish.own(tmp_path / ".step-9.tmp-0a" / _publish.OWNER))
     for number in range(4):
         name = f"step-{number}"
         checkpoint.save(tmp_path / name, model, extra=number, background=True, keep_last=2).wait()
@@ -322,7 +325,7 @@ PROGRAM = """
 import os, signal, sys
 import torch, torch.distributed as dist, torch.nn as nn
 import fsdp2
-from fsdp2.checkpoint import _saving
+from fsdp2.checkpoint import _background, _saving
 
 rank, folder, what = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -331,19 +334,43 @@ write = _saving.write_part
 
 def ends(*args):
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL if what == "killed" else signal.SIGSTOP)
     write(*args)
 
-if what == "killed":
+if what != "ends":
     _saving.write_part = ends
+_background.LEFT_AFTER_S = 0.5
 handle = fsdp2.checkpoint.save(f"{folder}/saved", model, extra=5, background=True)
 if what == "killed" and rank == 0:
     try:
         handle.wait()
     except fsdp2.StateError as error:
         print(error)
+if what == "stopped" and rank == 0:
+    raise SystemError("an error of the user's")
 dist.destroy_process_group()
 """
+
+
+@pytest.mark.slow
+def test_a_failed_process_does_not_wait_for_one_that_is_stopped(tmp_path: Path) -> None:
+    """Which holds its lock: the other one ends, so that a launcher can start both again."""
+    command = [sys.executable, "-c", PROGRAM]
+    first, second = (
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path), "stopped"], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    )
+    try:
+        said = first.communicate(timeout=120)[1]
+    finally:
+        second.kill()
+        second.communicate()
+    assert first.returncode == 1
+    assert "SystemError: an error of the user's" in said
+    assert "rank 1: nothing was written for 0 s before its part was there" in said
+    assert not [name for name in os.listdir(tmp_path) if "saved" in name]
 
 
 @pytest.mark.parametrize("what", ["killed", "ends"])
@@ -360,7 +387,7 @@ def test_processes_that_end(tmp_path: Path, what: str) -> None:
     said = [process.communicate(timeout=120)[0] for process in started]
     if what == "killed":
         assert started[1].returncode == -signal.SIGKILL
-        assert "rank 1: it has ended before its part was written" in said[0]
+        assert "rank 1: it has ended before its part was there" in said[0]
         assert not (tmp_path / "saved").exists()
     else:
         assert [process.returncode for process in started] == [0, 0]
