@@ -1,0 +1,121 @@
+"""Promise: a link that is cut in the middle of a step is an error on both sides, and a job resumes.
+
+Two hosts are two network namespaces (`tests._hosts`), each with torchrun's agent and two ranks. The
+agents start the ranks again when the link is whole; training goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+import fsdp2
+from tests import _hosts, _hosts_program
+from tests._pool import ranks
+from tests.behaviour.test_lost_ranks import LIMIT_S, outcome, run_forks
+
+STEPS, CUT_IN = 5, 2
+TIMEOUT_S = 8.0
+START_S = 150.0
+"""Of two agents and four ranks, on a busy machine."""
+
+
+def stop_in_backward(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
+    output.register_hook(lambda grad: time.sleep(LIMIT_S))
+
+
+@ranks(1, with_process_group=False, limit_s=90, forks=True)
+def test_a_reduction_that_nothing_comes_for_names_its_unit() -> None:
+    """The other rank stands still between two units of a backward."""
+
+    def body(rank: int, folder: str) -> str:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for unit in (*model, model):
+            fsdp2.fully_shard(unit)
+        if rank == 0:
+            loss = model(torch.ones(2, 4)).sum()
+            _set_pg_timeout(timedelta(seconds=0.5))
+        else:
+            middle = model[0].register_forward_hook(stop_in_backward)
+            loss = model(torch.ones(2, 4)).sum()
+            middle.remove()
+        return outcome(loss.backward)
+
+    first, _ = run_forks(body, only_first=True)
+    assert first.startswith(
+        "StateError: 0 (reduce-scatter): another rank did not take part: nothing"
+    )
+    assert "0.5 s. It stands still, it comes later than that, or the link to it is cut." in first
+
+
+def expected_losses() -> list[float]:
+    """Train in one process, without an accident."""
+    torch.manual_seed(0)
+    model = _hosts_program.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_hosts_program.RATE)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(_hosts_program.batch_of(step)).square().sum() / _hosts_program.ROWS
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run_job(folder: Path, how: str) -> tuple[list[dict[str, Any]], float, float]:
+    """Return what happened, and when the link was cut and whole again."""
+    program = ("-m", "tests._hosts_program", str(folder), str(STEPS), str(TIMEOUT_S), str(CUT_IN))
+
+    def told(kind: str) -> int:
+        return sum(event["event"] == kind for event in _hosts.events(folder))
+
+    with _hosts.link() as link:
+        for host in link.hosts:
+            host.start(folder / f"output-{host.label}", *program)
+        _hosts.wait_for(lambda: told("in the middle") == 4, "a rank in the step", START_S)
+        {"down": link.take_down, "lost": link.lose_all}[how]()
+        cut_at = time.monotonic()
+        (folder / "is-cut").touch()
+        _hosts.wait_for(lambda: told("error") == 4, "an error on every rank", 60)
+        link.mend()
+        mended_at = time.monotonic()
+        _hosts.wait_for(lambda: all(h.has_ended() for h in link.hosts), "the end", START_S)
+        assert [host.returncode() for host in link.hosts] == [0, 0]
+    return _hosts.events(folder), cut_at, mended_at
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["down", "lost"])
+def test_a_link_is_cut_in_the_middle_of_a_step(how: str, tmp_path: Path) -> None:
+    """One end is down; or all that is sent is lost, and nobody is told."""
+    if reason := _hosts.missing():
+        pytest.skip(reason)
+    try:
+        happened, cut_at, mended_at = run_job(tmp_path, how)
+    except BaseException:
+        for output in sorted(tmp_path.glob("output-*")):
+            print(output.name, output.read_text(), sep="\n")
+        raise
+    errors = [event for event in happened if event["event"] == "error"]
+    assert sorted(error["host"] for error in errors) == ["A", "A", "B", "B"]
+    for error in errors:  # of the unit, and of the link
+        assert error["name"] == "StateError"
+        assert error["text"].startswith("0 (reduce-scatter): another rank did not take part: ")
+        assert "or the link to it " in error["text"]
+    steps = [event for event in happened if event["event"] == "step"]
+    again = [step for step in steps if step["at"] > mended_at]
+    assert {step["step"] for step in again} == set(range(CUT_IN, STEPS))  # not from the start
+    assert {step["ranks"] for step in again} == {4}
+    losses = expected_losses()
+    for step in steps:
+        assert step["loss"] == pytest.approx(losses[step["step"]], rel=1e-4)
+    seconds = {error["host"]: round(error["at"] - cut_at, 1) for error in errors}
+    print(f"{how}: errors after {seconds} s, a step {again[0]['at'] - mended_at:.1f} s after")
