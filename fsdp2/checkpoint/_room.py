@@ -6,6 +6,8 @@ device copies. It must not know what the values are.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import weakref
 from dataclasses import replace
 
@@ -16,6 +18,8 @@ from torch import Tensor
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.pending_copies import note_copies
 from fsdp2.checkpoint._contents import Piece
+
+LARGE_NBYTES = 4 << 20
 
 
 class Room:
@@ -52,10 +56,23 @@ class Room:
         for index, source in enumerate(sources):
             before = kept[index] if index < len(kept) else None
             if before is None or (before.shape, before.dtype) != (source.shape, source.dtype):
-                before = torch.empty(
-                    source.shape, dtype=source.dtype, device="cpu", pin_memory=pins
-                )
+                before = _made(source.shape, source.dtype, pins)
             self._kept.append(before)
+
+
+def _made(shape: torch.Size, dtype: torch.dtype, pins: bool) -> Tensor:
+    """Return host memory that nobody has written to: pinned, or in large pages if it is large.
+
+    The first copy into small pages costs a fault of the processor for each of 4 KiB, and those of a
+    gigabyte take longer than to write it to a disk.
+    """
+    nbytes = shape.numel() * dtype.itemsize
+    if pins or nbytes < LARGE_NBYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pins)
+    memory = mmap.mmap(-1, nbytes)
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=shape.numel()).view(shape)
 
 
 def _copy_beside(targets: list[Tensor], sources: list[Tensor], device: torch.device) -> torch.Event:
