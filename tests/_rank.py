@@ -127,7 +127,7 @@ def _run_body(task: Task, watch: Stopwatch) -> Reply:
         if task.request.with_process_group:
             if not task.keeps_world:
                 dist.init_process_group(
-                    "cpu:gloo,sim:sim" if task.request.device == "sim" else "gloo",
+                    _meshes.backend_of(task.request.device),
                     store=_connect(task),
                     rank=task.rank,
                     world_size=task.request.world_size,

@@ -18,6 +18,7 @@ from fsdp2._base import torch_comm
 from fsdp2._base.policy import Residence
 from fsdp2._compiled.compile import check_group
 from fsdp2._engine.tree import unit_of
+from tests._meshes import BACKEND
 from tests._models import CASES, WIDTH, Block, Case, floats, loss_of, seeded
 from tests._parity import Pair, make_mesh, shard
 from tests._pool import ranks
@@ -208,6 +209,7 @@ def test_a_lone_unit() -> None:
     assert kinds(comm) == {"allgather": 1, "reducescatter": 1}
 
 
+@pytest.mark.skipif(BACKEND != "gloo", reason="says what gloo lacks")
 @ranks(2)
 def test_gloo_is_known_by_kinds_of_devices() -> None:
     """On a device it has no sends, and no collectives for graphs: others are used, or none."""
@@ -218,6 +220,7 @@ def test_gloo_is_known_by_kinds_of_devices() -> None:
     assert not torch_comm.is_gloo(only_host, "cuda")
 
 
+@pytest.mark.skipif(BACKEND != "gloo", reason="says what gloo lacks")
 @ranks(2)
 def test_a_model_over_gloo_on_a_device_is_not_compiled_whole() -> None:
     """Its collectives would end the process."""

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2
 from fsdp2._engine.tree import unit_of
 from fsdp2._param_group.registration import GATHERING, WHOLE
+from tests._meshes import DEVICE
 from tests._models import seeded
 from tests._parity import assert_same_gradients, assert_same_parameters, make_mesh
 from tests._pool import ranks
@@ -67,12 +68,18 @@ def train(model: nn.Module, steps: int, *args: Any) -> None:
         model.zero_grad()
 
 
-def run_twice(model: nn.Module, *args: Any) -> None:
-    """Run two steps: a rank that did less has to do something to be noticed."""
-    for _ in range(2):
+STEPS = 2 if DEVICE == "cpu" else 6
+"""Until all are told: a rank that did less has to do something to be noticed, and what a device
+received is looked at mostly a step later."""
+
+
+def run_on(model: nn.Module, *args: Any) -> None:
+    for _ in range(STEPS):
         output = model(torch.randn(2, 8), *args)
         if output.requires_grad:
             output.square().sum().backward()
+        if DEVICE != "cpu":  # else a host is done with all steps before the device is with one
+            torch.accelerator.synchronize()
 
 
 def assert_out_of_step(model: nn.Module, *args: Any, grad: bool = True) -> str:
@@ -80,7 +87,7 @@ def assert_out_of_step(model: nn.Module, *args: Any, grad: bool = True) -> str:
     shards = list(model.parameters())
     begin = time.monotonic()
     with torch.set_grad_enabled(grad), pytest.raises(fsdp2.StateError) as caught:
-        run_twice(model, *args)
+        run_on(model, *args)
     assert time.monotonic() - begin < QUICK_S
     message = str(caught.value)
     assert message.index("`if rank == 0:`") < message.index("conditional=True")  # common, then rare
@@ -229,7 +236,7 @@ def test_one_rank_of_replicas(steps: int, rank: int) -> None:
     train(model, steps)
     begin = time.monotonic()
     with pytest.raises(fsdp2.StateError):
-        run_twice(model, "acb" if rank == 1 else "abc")
+        run_on(model, "acb" if rank == 1 else "abc")
     assert time.monotonic() - begin < QUICK_S
 
 

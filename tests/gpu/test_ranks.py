@@ -1,12 +1,14 @@
 """Several processes on one GPU: what the lanes, kernels and copies make of real collectives.
 
-NCCL refuses two ranks on one GPU, so these go over gloo, which copies through the host: the numbers
-are shown, the order of streams is not (`test_streams` shows that).
+gloo copies through the host, so it shows numbers and no order of streams. NCCL is told that the
+ranks are on several hosts (`share_a_gpu_over_nccl`): its kernels run in the lanes.
 """
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp2
 from fsdp2._base.containers import map_tensors
+from tests import _meshes
 from tests._models import CASES, loss_of, seeded
 from tests._parity import ROWS, TOLERANCE, assert_same
 from tests.gpu._device import BF16, ON_A_GPU, shard
@@ -34,13 +38,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def compare(name: str, mesh: DeviceMesh, how: dict[str, Any]) -> None:
+COMPILED = {
+    f"{how}, overlap={overlap}": (SETTINGS[how], partial(fsdp2.compile, overlap=overlap))
+    for how in ("default", "bf16")
+    for overlap in (False, True)
+}
+
+
+def compare(
+    name: str,
+    mesh: DeviceMesh,
+    how: dict[str, Any],
+    compile_it: Callable[[nn.Module], Any] | None = None,
+) -> None:
     """Train a model and a plain copy on the global batch; compare gradients and parameters."""
     case = CASES[name]
     least = 4e-2 if "mp_policy" in how else 1e-5
     reference = seeded(case.build).cuda()
     build = seeded(case.build)
     model = shard(build if "offload_policy" in how else build.cuda(), case, mesh, **how)
+    run = model if compile_it is None else compile_it(model)
     optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.02)
         for m in (model, reference)
@@ -52,7 +69,7 @@ def compare(name: str, mesh: DeviceMesh, how: dict[str, Any]) -> None:
         args, kwargs = map_tensors(Tensor.cuda, batch.args), map_tensors(Tensor.cuda, batch.kwargs)
         loss_of(reference(*args, **kwargs)).backward()
         args, kwargs = map_tensors(Tensor.cuda, own.args), map_tensors(Tensor.cuda, own.kwargs)
-        loss_of(model(*args, **kwargs)).backward()
+        loss_of(run(*args, **kwargs)).backward()
         expected = dict(reference.named_parameters())
         for key, parameter in model.named_parameters():
             at, wanted, found = f"{key}, step {step}", expected[key].grad, parameter.grad
@@ -67,29 +84,71 @@ def compare(name: str, mesh: DeviceMesh, how: dict[str, Any]) -> None:
             optimizer.zero_grad()
 
 
-def run_everything(rank: int, size: int, folder: str, shape: tuple[int, ...]) -> None:
-    """Write what failed, of all models by default settings and of one by all settings."""
+def enter(
+    rank: int,
+    size: int,
+    folder: str,
+    shape: tuple[int, ...],
+    backend: str,
+    run: Callable[[DeviceMesh], list[str]],
+) -> None:
+    """Write into a file of this rank what ``run`` found."""
     torch.cuda.set_device(0)
+    _meshes.BACKEND = backend
     store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    made = _meshes.backend_of("cuda")
+    dist.init_process_group(made, init_method=store, rank=rank, world_size=size)
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    failures = []
-    runs = [(name, "default") for name in CASES]
-    runs += [("stack", how) for how in SETTINGS if how != "two" or shape[-1] % 2 == 0]
-    for name, how in runs:
-        try:
-            compare(name, mesh, SETTINGS[how])
-        except Exception:  # all of them are reported
-            failures.append(f"{name}, {how}: {traceback.format_exc()[-1500:]}")
-    Path(folder, str(rank)).write_text("\n".join(failures))
+    Path(folder, str(rank)).write_text("\n".join(run(mesh)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["three ranks", "2 replicas of 2"])
-def test_ranks_train_as_a_plain_model_does(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def spawn(
+    folder: Path, shape: tuple[int, ...], backend: str, run: Callable[[DeviceMesh], list[str]]
+) -> None:
     size = torch.Size(shape).numel()
-    mp.spawn(run_everything, (size, str(tmp_path), shape), nprocs=size)  # type: ignore[no-untyped-call]
-    failures = [(tmp_path / str(rank)).read_text() for rank in range(size)]
+    mp.spawn(enter, (size, str(folder), shape, backend, run), nprocs=size)  # type: ignore[no-untyped-call]
+    failures = [(folder / str(rank)).read_text() for rank in range(size)]
     if any(failures):
         pytest.fail("\n".join(failures))
+
+
+def failures_of(runs: dict[str, Callable[[], None]]) -> list[str]:
+    failures = []
+    for name, run in runs.items():
+        try:
+            run()
+        except Exception:  # all of them are reported
+            failures.append(f"{name}: {traceback.format_exc()[-1500:]}")
+    return failures
+
+
+def train_all(mesh: DeviceMesh) -> list[str]:
+    """Train all models by default settings, and one by all settings."""
+    runs = {name: partial(compare, name, mesh, {}) for name in CASES}
+    for name, how in SETTINGS.items():
+        if name != "two" or mesh.shape[-1] % 2 == 0:
+            runs[f"stack, {name}"] = partial(compare, "stack", mesh, how)
+    return failures_of(runs)  # type: ignore[arg-type]  # partial objects are callables
+
+
+def train_compiled(mesh: DeviceMesh) -> list[str]:
+    runs = {
+        name: partial(compare, "stack", mesh, how, compile_it)
+        for name, (how, compile_it) in COMPILED.items()
+    }
+    return failures_of(runs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["three ranks", "2 replicas of 2"])
+def test_ranks_train_as_a_plain_model_does(
+    tmp_path: Path, shape: tuple[int, ...], backend: str
+) -> None:
+    spawn(tmp_path, shape, backend, train_all)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["two ranks", "2 replicas of 2"])
+def test_compiled_ranks_train_as_a_plain_model_does(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    spawn(tmp_path, shape, "nccl", train_compiled)

@@ -151,6 +151,12 @@ def test_offloaded_training_equals_that_on_the_device(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        # AdamW on the CPU may differ in the last bit, which rounds a bf16 weight another way
+        for key, parameter in model.named_parameters():
+            expected = local_of(whole[key])
+            assert_same(local_of(parameter).cuda(), expected, key, 1e-4)
+            with torch.no_grad():
+                local_of(parameter).copy_(expected)
     state = model.state_dict()
     for key, expected in reference.state_dict().items():
         assert state[key].device.type == "cpu"
