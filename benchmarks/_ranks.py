@@ -18,10 +18,13 @@ import torch.distributed as dist
 TIMEOUT = timedelta(seconds=120)
 
 
-def run_on_ranks(body: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+def run_on_ranks(
+    body: Callable[..., Any], world_size: int, *arguments: Any, backend: str = "gloo"
+) -> list[Any]:
     """Return `body(rank, world_size, *arguments)` of every rank; an exception of one is raised.
 
     Each rank is a fresh process with one thread of compute, without garbage collection.
+    ``backend``: of the process group.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("spawn")
@@ -31,19 +34,24 @@ def run_on_ranks(body: Callable[..., Any], world_size: int, *arguments: Any) -> 
     ):
         store = str(Path(folder) / "store")
         tasks = [
-            pool.submit(_enter, body, rank, world_size, store, arguments)
+            pool.submit(_enter, body, rank, world_size, store, arguments, backend)
             for rank in range(world_size)
         ]
         return [task.result() for task in tasks]
 
 
 def _enter(
-    body: Callable[..., Any], rank: int, world_size: int, store: str, arguments: tuple[Any, ...]
+    body: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    arguments: tuple[Any, ...],
+    backend: str,
 ) -> Any:
     torch.set_num_threads(1)
     gc.disable()
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(store, world_size),  # a store over TCP would be on the wire too
         rank=rank,
         world_size=world_size,

@@ -1,6 +1,7 @@
 """What a save in the background costs training, and what a save sends, by count.
 
     python -m benchmarks.saves [--sizes 11 300] [--world-sizes 2 4] [--rounds 5]
+    python -m benchmarks.saves --device cuda --world-sizes 1     one rank on a GPU, over NCCL
 
 Gloo ranks train a stack of linear blocks with AdamW (fp32, 11.6 M or 302 M parameters; three
 times that is saved). Each round times, on the slowest rank: a step, a plain save, the call of a
@@ -29,12 +30,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks._ranks import run_on_ranks
 from benchmarks._report import Figure, Measured, make_parser, run
 
 SIZES = {"11": (512, 14, 8192), "300": (2048, 34, 8192)}
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 IMAGINED = (8, 64, 1024)
 
 
@@ -51,29 +54,34 @@ class Block(nn.Module):
         return x + hidden
 
 
-def measure_rank(rank: int, world_size: int, size: str, rounds: int, top: str) -> dict[str, Any]:
+def measure_rank(
+    rank: int, world_size: int, size: str, rounds: int, top: str, device: str
+) -> dict[str, Any]:
     """Return milliseconds of each round by quantity, on the slowest rank."""
     import fsdp2
     from fsdp2 import checkpoint
 
     width, layers, head = SIZES[size]
     torch.manual_seed(0)
+    mesh = init_device_mesh(device, (world_size,))
     model = nn.Sequential(*(Block(width) for _ in range(layers)), nn.Linear(width, head))
     for block in model:
-        fsdp2.fully_shard(block)
-    fsdp2.fully_shard(model)
+        fsdp2.fully_shard(block, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    x = torch.randn(4, width)
+    x = torch.randn(4, width, device=device)
 
     def step() -> None:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def timed(call: Callable[[], Any]) -> float:
+    def timed(call: Callable[[], Any], waits: bool = True) -> float:
         dist.barrier()
         start = time.perf_counter()
         call()
+        if waits and device != "cpu":
+            torch.accelerator.synchronize()
         took = torch.tensor(time.perf_counter() - start)
         dist.all_reduce(took, dist.ReduceOp.MAX)
         return took.item() * 1e3
@@ -102,7 +110,7 @@ def measure_rank(rank: int, world_size: int, size: str, rounds: int, top: str) -
         plain, background = variants[variant]
         told = {"step": timed(step), "plain save": timed(plain)}
         handles: list[Any] = []
-        told["blocked"] = timed(lambda: handles.append(background()))  # noqa: B023
+        told["blocked"] = timed(lambda: handles.append(background()), waits=False)  # noqa: B023
         start, steps = time.perf_counter(), []
         is_written = False
         while not is_written:
@@ -122,7 +130,9 @@ def measure(arguments: argparse.Namespace) -> Measured:
     for size in arguments.sizes:
         for ranks in arguments.world_sizes:
             with tempfile.TemporaryDirectory() as top:
-                told = run_on_ranks(measure_rank, ranks, size, arguments.rounds, top)[0]
+                given = (size, arguments.rounds, top, arguments.device)
+                backend = BACKENDS[arguments.device]
+                told = run_on_ranks(measure_rank, ranks, *given, backend=backend)[0]
             case = f"{told['numel'] / 1e6:.1f} M, N={ranks}"
             for name, values in told["rounds"].items():
                 variant, _, quantity = name.partition(":")
@@ -190,5 +200,6 @@ if __name__ == "__main__":
     parser = make_parser("saves", __doc__)
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES], default=[*SIZES])
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 4], metavar="N")
+    parser.add_argument("--device", choices=[*BACKENDS], default="cpu")
     parser.add_argument("--rounds", type=int, default=6)
     run("saves", __doc__, measure, parser)
