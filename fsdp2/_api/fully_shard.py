@@ -45,6 +45,7 @@ from fsdp2._engine.parts import PartHook
 from fsdp2._engine.precision import Precision
 from fsdp2._engine.torch_view import TorchState, torch_state
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, EndOfBackward, Runtime, Unit, enter, leave, unit_of
+from fsdp2._engine.used_outside import know
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.optimizer_steps import watch_optimizers
@@ -207,6 +208,7 @@ def fully_shard(
         register_names(target, unit)
         target.__class__ = classes[target]
     register_hooks(unit)
+    know(unit)
     leave_alone(collected.left_alone)
     watch_optimizers()
     for known in dict.fromkeys(unit_of(part) for part in names):
