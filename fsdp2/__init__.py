@@ -20,7 +20,13 @@ from fsdp2._api.no_sync import no_sync
 from fsdp2._api.replacement import REPLACES as _REPLACES
 from fsdp2._api.replacement import replace_torch
 from fsdp2._api.settings import share_comm_ctx
-from fsdp2._base.errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._base.errors import (
+    ConfigError,
+    ConfigTypeError,
+    FSDPError,
+    StateError,
+    UnsupportedError,
+)
 from fsdp2._base.policy import (
     Aligned,
     CPUOffloadPolicy,
@@ -31,6 +37,7 @@ from fsdp2._base.policy import (
     Whole,
 )
 from fsdp2._comm.comms import AllGather, Comm, ReduceScatter
+from fsdp2._comm.process_mesh import LostRank
 
 if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers and editors
     from fsdp2 import checkpoint as checkpoint
@@ -57,10 +64,12 @@ __all__ = [
     "CompiledModel",
     "Compress",
     "ConfigError",
+    "ConfigTypeError",
     "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
     "GradientReductionHandle",
+    "LostRank",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",
@@ -88,6 +97,11 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+for _name in __all__:  # tracebacks and reprs print a class under the name that users know
+    _value = globals().get(_name)
+    if isinstance(_value, type) and _value is not FSDPModule:  # its annotations name its module's
+        _value.__module__ = __name__
 
 _SUBMODULES = ("checkpoint", "debug", "optim", "plans", "recordings", "wrap")
 

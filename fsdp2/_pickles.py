@@ -1,5 +1,7 @@
 """The one private place that pickles of sharded models and optimizers name.
 
+Public classes they name as users do, by ``fsdp2``.
+
 A pickle names each class by a module. These say that they are from here, so that a pickle outlives
 a move of files. What is not here is found where it is: a name may join a table, never leave it.
 

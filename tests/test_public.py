@@ -55,10 +55,12 @@ Comm
 CompiledModel
 Compress
 ConfigError
+ConfigTypeError
 DataParallelMeshDims
 FSDPError
 FSDPModule
 GradientReductionHandle
+LostRank
 MixedPrecisionPolicy
 OffloadPolicy
 ReduceScatter
@@ -150,7 +152,14 @@ wrap.strategy""",
 
 def test_everything_in_all_exists_and_is_public_of_this_package() -> None:
     for name, value in public_objects().items():
-        assert value.__module__.startswith("fsdp2."), name
+        assert value.__module__.partition(".")[0] == "fsdp2", name
+
+
+@pytest.mark.parametrize("name", fsdp2.__all__)
+def test_errors_and_policies_print_under_the_name_that_users_know(name: str) -> None:
+    value = getattr(fsdp2, name)
+    if isinstance(value, type) and issubclass(value, (fsdp2.FSDPError, fsdp2.OffloadPolicy)):
+        assert str(value) == f"<class 'fsdp2.{name}'>"
 
 
 def test_nothing_has_two_public_names() -> None:
