@@ -151,7 +151,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a page shows, from its top to its end. What is empty is left out."""
+    """All that a page shows, from its top to its end. What is empty is left out.
+
+    ``order``: of the three kinds of pictures, what decides first.
+    """
 
     title: str
     subtitle: str
@@ -162,3 +165,4 @@ class Page:
     time_lines: tuple[TimeLine, ...] = ()
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
+    order: tuple[str, ...] = ("units", "memory", "times")
