@@ -96,7 +96,7 @@ def recording(rank: int, *, compute: int, late: int = 0, link: int = 1, gap: int
 
 
 CAUSES: dict[str, tuple[dict[str, int], list[str]]] = {
-    "a slow rank": ({"compute": 20, "late": 30}, ["rank 1"]),
+    "a slow rank": ({"compute": 200, "late": 100}, ["rank 1"]),
     "a slow link": ({"compute": 20, "link": 30}, ["the links", "a"]),
     "a host between the units": ({"compute": 20, "gap": 30}, ["between the units", "a"]),
     "compute alone": ({"compute": 500}, []),
