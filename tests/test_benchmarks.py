@@ -23,6 +23,7 @@ from benchmarks import (
     peak,
     quick,
     scale,
+    stale,
     state,
     walk,
 )
@@ -97,6 +98,19 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         "| fp32 | torch | 60 |",
         "| fp32 | fsdp2 | 3.25 |",
     ]
+
+
+def test_a_result_is_as_old_as_what_changed_since(tmp_path: Path) -> None:
+    def age(words: str) -> stale.Age:
+        path = tmp_path / "wire.md"
+        path.write_text(words)
+        return stale.age_of(path)
+
+    now = stale.git("rev-parse", "--short=7", "HEAD")
+    assert (age(f"commit {now};").commits, age(f"commit {now};").lines) == (0, 0)
+    unknown = age("torch 2.13.0, commit 00000ff with changes; a machine")
+    assert unknown == stale.Age("wire", "00000ff with changes, not in this clone")
+    assert age("no word of it").commit == "none named"
 
 
 def test_committed_results_can_be_read() -> None:
