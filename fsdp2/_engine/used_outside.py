@@ -53,7 +53,7 @@ def explained(error: BaseException) -> StateError | None:
         for module, name in _used_in(frame, instruction):
             found = owners.get((id(module), name))
             if found is not None:
-                return StateError("FS324", _words(*found, error))
+                return StateError("FS326", _words(*found, error))
     return None
 
 

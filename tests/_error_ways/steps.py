@@ -318,7 +318,7 @@ def _(mended: bool) -> None:
     model()
 
 
-@way("FS324", "first.0.weight", "got mixed", "register_fsdp_forward_method")
+@way("FS326", "first.0.weight", "got mixed", "register_fsdp_forward_method")
 def _(mended: bool) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

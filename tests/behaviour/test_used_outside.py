@@ -116,7 +116,7 @@ def test_outside_of_every_forward(form: str) -> None:
             call(model)
         found = explained(caught.value)
         assert found is not None
-        assert found.code == "FS324"
+        assert found.code == "FS326"
         assert str(found).startswith(f"{name}: used while it is sharded")
         assert way in str(found)
         model(tokens()).sum().backward()
@@ -136,7 +136,7 @@ def test_inside_of_a_forward_of_another_unit(form: str) -> None:
     model = sharded()
     with pytest.raises(fsdp2.StateError, match=rf"^{name}: used while it is sharded") as caught:
         model(tokens(), call)
-    assert caught.value.code == "FS324"
+    assert caught.value.code == "FS326"
     model(tokens()).sum().backward()  # the model goes on
 
 
@@ -170,4 +170,4 @@ def test_an_error_that_nobody_catches_says_more() -> None:
         sys.excepthook(type(error), error, error.__traceback__)
     text = "".join(said)
     assert text.index("got mixed") < text.index("fsdp2: head.weight: used while it is sharded")
-    assert text.rstrip().endswith("[FS324]")
+    assert text.rstrip().endswith("[FS326]")
