@@ -82,6 +82,7 @@ NAMED: tuple[Any, ...] = (
 )
 
 LATER: Mapping[str, str] = {
+    "Activations": "fsdp2._offload.activations",
     "EMA": "fsdp2.optim._ema",
     "rebuild_optimizer": "fsdp2.optim._local",
 }
