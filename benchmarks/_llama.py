@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 EXPERTS, USED = 8, 2
@@ -140,19 +141,28 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """How a decoder is trained. ``preset``: of ours, see ``set_memory``."""
+    """How a decoder is trained. ``preset``: of ours, see ``set_memory``.
+
+    ``checkpoint``: blocks are computed again in backward. ``away``: what every so many of the blocks
+    save is on the host meanwhile; 0: of none.
+    """
 
     reduce: torch.dtype = torch.float32
     preset: str = "balanced"
     offload: bool = False
     experts: bool = False
     fused_loss: bool = False
+    checkpoint: bool = False
+    away: int = 0
 
 
 def build(library: str, shape: Shape, depth: int, mesh: DeviceMesh, variant: Variant) -> nn.Module:
     """Return a decoder as a library shards it, with bf16 parameters in compute."""
     with torch.device(mesh.device_type):
         model = Decoder(shape, depth, experts=variant.experts, fused_loss=variant.fused_loss)
+    if variant.checkpoint:
+        for place, block in enumerate(model.blocks):
+            model.blocks[place] = checkpoint_wrapper(block, preserve_rng_state=False)
     if library in ("plain", "ddp"):
         model = model.to(torch.bfloat16)
         if library == "plain":
@@ -185,6 +195,11 @@ def build(library: str, shape: Shape, depth: int, mesh: DeviceMesh, variant: Var
         _tune(sharded, [unit[0] if isinstance(unit, list) else unit for unit in units])
     if is_ours:
         sharded.set_memory(variant.preset)
+    if variant.away:
+        chosen = set(model.blocks[:: variant.away])
+        package.offload_activations(
+            model, lambda module: module in chosen, keep_last=variant.away == 1
+        )
     return model
 
 

@@ -73,6 +73,7 @@ full_params
 fully_shard
 materialize
 no_sync
+offload_activations
 plan
 read_recordings
 record

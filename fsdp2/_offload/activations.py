@@ -40,7 +40,7 @@ from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import StateError, coded
 from fsdp2._base.names import class_name
 from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.tree import Unit, unit_of
+from fsdp2._engine.tree import UNIT_ATTRIBUTE, Unit
 from fsdp2._offload.host_memory import CopyLanes, HostMemory
 
 LEAST_SHARE = 8
@@ -98,7 +98,14 @@ class Away:
 
     def __del__(self) -> None:
         self.let_go()
+        self.drop()
         self.memory.give(self.buffer)
+
+    def drop(self) -> None:
+        """Hold the bytes on the device no longer; the host has them."""
+        if self.arrival is not None:  # brought in vain: the copy may still write them
+            self.stream.wait_event(self.arrival)
+        self.here = self.arrival = None
 
     def let_go(self) -> None:
         """Hold the source no longer: its stream has the memory again once the copy is over."""
@@ -110,6 +117,7 @@ class Away:
     def bring(self, lanes: CopyLanes) -> None:
         """Begin to come back, unless the bytes are on the device."""
         if self.saved is None and self.here is None:
+            self.stream = torch.accelerator.current_stream()
             here = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
             self.arrival = lanes.bring_back(self.buffer, here)
             self.here = here
@@ -221,7 +229,7 @@ class Activations:
         self._leaving: list[weakref.ref[Away]] = []
         # by the number of a storage: what travelled, while the storage lives
         self._known: dict[int, weakref.ref[Away]] = {}
-        self._read: Group | None = None  # the group that backward is in
+        self._read = 0  # the number of the group that backward is in
         self._has_warned = False
         # the same objects in each call: a compiler guards on them
         self._hooks: tuple[Callable[..., Any], Callable[..., Any]] = (self.pack, self.unpack)
@@ -243,13 +251,13 @@ class Activations:
 
     @torch_compiler.eager_unless_inlined
     def before(self, module: nn.Module, args: Any) -> None:
-        unit = unit_of(self.model)
+        unit = self.model.__dict__.get(UNIT_ATTRIBUTE)
         if unit is None or unit.runner is None:  # a functional step is traced whole
             self._enter(module)
 
     @torch_compiler.eager_unless_inlined
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        unit = unit_of(self.model)
+        unit = self.model.__dict__.get(UNIT_ATTRIBUTE)
         if unit is None or unit.runner is None:
             self._leave(module)
 
@@ -368,12 +376,12 @@ class Activations:
 
     def _arrive(self, group: Group) -> None:
         """Begin to bring what backward reads with this group, and after it."""
-        if self._read is group:
+        if self._read == group.number:
             return
-        left, self._read = self._read, group
+        left, self._read = self._groups.get(self._read), group.number
         if left is not None:
             for away in _living(left):
-                away.here = None  # [Note: a backward that comes again]
+                away.drop()  # [Note: a backward that comes again]
         self._let_go(before=group.number - 1)
         self._bring(group)
         earlier = [number for number in self._groups if number < group.number]

@@ -316,3 +316,17 @@ def _(mended: bool) -> None:
     model.forward = lambda: model.layer(x())
     fsdp2.fully_shard(model)
     model()
+
+
+class CallsACheckpoint(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@way("FS325", "Linear", "CheckpointWrapper")
+def _(mended: bool) -> None:
+    model = Net() if mended else CallsACheckpoint()
+    fsdp2.offload_activations(model, {nn.Linear})
+    model(x()).sum().backward()

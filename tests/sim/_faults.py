@@ -898,4 +898,71 @@ FAULTS = [
         scenario="reach_whole_parameters",
         expected="RACE",
     ),
+    # Memory of the host beside a device.
+    SimFault(
+        "activations-leave-before-they-are-there",
+        "fsdp2/_offload/host_memory.py",
+        "CopyLanes.send_out",
+        "self._out.wait_stream(torch.accelerator.current_stream())",
+        "",
+        "Activations are copied to the host while the node that saves them computes them.",
+        scenario="activations_on_the_host",
+        expected="RACE",
+    ),
+    SimFault(
+        "activations-come-back-into-memory-in-use",
+        "fsdp2/_offload/host_memory.py",
+        "CopyLanes.bring_back",
+        "self._back.wait_stream(torch.accelerator.current_stream())",
+        "",
+        "A copy back writes to memory that compute has freed and still uses.",
+        scenario="activations_on_the_host",
+        expected="REUSE",
+    ),
+    SimFault(
+        "host-buffer-used-again-too-early",
+        "fsdp2/_offload/host_memory.py",
+        "CopyLanes._copy",
+        """
+        if buffer.event is not None:
+            lane.wait_event(buffer.event)
+        """,
+        "",
+        "A copy to the host writes to a buffer that the copy before still reads.",
+        scenario="activations_in_two_streams",
+        expected="RACE",
+    ),
+    SimFault(
+        "activations-are-let-go-while-they-leave",
+        "fsdp2/_offload/activations.py",
+        "Away.let_go",
+        "self.stream.wait_event(self.departure)",
+        "",
+        "Compute gets the memory of activations while they are copied to the host.",
+        scenario="activations_on_the_host",
+        expected="REUSE",
+    ),
+    SimFault(
+        "activations-are-dropped-while-they-come-back",
+        "fsdp2/_offload/activations.py",
+        "Away.drop",
+        """
+        if self.arrival is not None:
+            self.stream.wait_event(self.arrival)
+        """,
+        "",
+        "Compute gets memory that was brought in vain while the copy still writes to it.",
+        scenario="activations_that_come_back_in_vain",
+        expected="REUSE",
+    ),
+    SimFault(
+        "activations-are-read-before-they-are-back",
+        "fsdp2/_offload/activations.py",
+        "Away.storage",
+        "torch.accelerator.current_stream().wait_event(self.arrival)",
+        "",
+        "Backward reads what the copy from the host has not brought yet.",
+        scenario="activations_on_the_host",
+        expected="RACE",
+    ),
 ]

@@ -6,6 +6,7 @@ the list.
 """
 
 from tests.sim.scenarios import (
+    activations,
     combined,
     comms,
     compiled,
@@ -25,6 +26,7 @@ from tests.sim.scenarios import (
 )
 
 __all__ = [
+    "activations",
     "combined",
     "comms",
     "compiled",
