@@ -143,8 +143,8 @@ class Decoder(nn.Module):
 class Variant:
     """How a decoder is trained. ``preset``: of ours, see ``set_memory``.
 
-    ``checkpoint``: blocks are computed again in backward. ``away``: what every so many of the blocks
-    save is on the host meanwhile; 0: of none.
+    ``checkpoint``: blocks are computed again in backward. ``away``: of every so many
+    blocks one has what it saves on the host; 0: none.
     """
 
     reduce: torch.dtype = torch.float32

@@ -55,7 +55,7 @@ CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
 class Group:
     """What one call of a module saved, or a part of that. What travelled owns it."""
 
-    __slots__ = ("__weakref__", "number", "nbytes", "storages")
+    __slots__ = ("__weakref__", "nbytes", "number", "storages")
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -112,8 +112,9 @@ def parameters_and_their_views_and_casts_stay() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = F.linear(x * self.table, self.weight.t())
-            return F.linear(h, self.weight[:, :16].repeat(1, 1).view(32, 16).T).tanh() @ (
-                self.weight[:16]
+            return (
+                F.linear(h, self.weight[:, :16].repeat(1, 1).view(32, 16).T).tanh()
+                @ (self.weight[:16])
             )
 
     model = nn.Sequential(Tied(), Tied()).to("sim")
@@ -210,7 +211,9 @@ def a_backward_that_fails_leaves_nothing_behind() -> None:
 
         handles: list[Any] = []
         handles.append(
-            model.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(fail) and None)
+            model.blocks[1].register_forward_hook(
+                lambda m, a, out: out.register_hook(fail) and None
+            )
         )
         with pytest.raises(ArithmeticError):
             learn(model, batch())
