@@ -198,7 +198,7 @@ def build(library: str, shape: Shape, depth: int, mesh: DeviceMesh, variant: Var
     if variant.away:
         chosen = set(model.blocks[:: variant.away])
         package.offload_activations(
-            model, lambda module: module in chosen, keep_last=variant.away == 1
+            model, lambda module: module in chosen, keep_last=int(variant.away == 1)
         )
     return model
 
