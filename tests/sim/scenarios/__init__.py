@@ -22,6 +22,7 @@ from tests.sim.scenarios import (
     recording,
     shapes,
     state,
+    states,
     streams,
 )
 
@@ -42,5 +43,6 @@ __all__ = [
     "recording",
     "shapes",
     "state",
+    "states",
     "streams",
 ]
