@@ -144,7 +144,8 @@ class Variant:
     """How a decoder is trained. ``preset``: of ours, see ``set_memory``.
 
     ``checkpoint``: blocks are computed again in backward. ``away``: of every so many
-    blocks one has what it saves on the host; 0: none.
+    blocks one has what it saves on the host; 0: none. ``optimizer``: AdamW at the end of a step,
+    with states on the "device" or on the "host".
     """
 
     reduce: torch.dtype = torch.float32
@@ -154,6 +155,7 @@ class Variant:
     fused_loss: bool = False
     checkpoint: bool = False
     away: int = 0
+    optimizer: str = ""
 
 
 def build(library: str, shape: Shape, depth: int, mesh: DeviceMesh, variant: Variant) -> nn.Module:
@@ -222,11 +224,23 @@ def _tune(root: Any, units: list[Any]) -> None:
 
 
 def make_step(
-    model: nn.Module, shape: Shape, tokens: int, device: torch.device, say: Callable[[str], None]
+    model: nn.Module,
+    shape: Shape,
+    tokens: int,
+    device: torch.device,
+    say: Callable[[str], None],
+    optimizer: str = "",
 ) -> Callable[[], None]:
-    """Return one training step without its optimizer; ``say`` is told where it is."""
+    """Return one training step; ``say`` is told where it is. ``optimizer``: as in ``Variant``."""
     length = min(tokens, SEQUENCE)
     batch = torch.zeros(tokens // length, length, dtype=torch.int64, device=device)
+    optim: Any = None
+    if optimizer:
+        import fsdp2
+
+        optim = fsdp2.optim.local(torch.optim.AdamW, model.parameters(), lr=1e-4, fused=True)
+        if optimizer == "host":
+            fsdp2.optim.offload_states(optim)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -234,6 +248,9 @@ def make_step(
         loss = model(batch)
         say("backward")
         loss.backward()
+        say("optimizer")
+        if optim is not None:
+            optim.step()
         say("end")
 
     return step

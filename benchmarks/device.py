@@ -102,6 +102,10 @@ def all_cases() -> Iterator[Case]:
         yield Case(small, (8,), tokens, replace(again, away=1), "checkpoint, on the host")
         yield Case(small, (8,), tokens, Variant(away=4), "a fourth on the host")
         yield Case(small, (8,), tokens, Variant(away=1), "all on the host")
+    for ranks, tokens in ((8, 4096), (8, 16384), (64, 4096)):
+        for where in ("device", "host"):
+            variant = Variant(checkpoint=True, optimizer=where)
+            yield Case(small, (ranks,), tokens, variant, f"checkpoint, AdamW on the {where}")
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ def play_case(
     loaded = _device.simulator()
     gc.collect()
     model = build(library, case.shape, depth, mesh, case.variant)
-    step = make_step(model, case.shape, case.tokens, torch.device("sim"), loaded.label)
+    optimizer = case.variant.optimizer if library != "plain" else ""
+    step = make_step(model, case.shape, case.tokens, torch.device("sim"), loaded.label, optimizer)
     steps, peak = _device.steady(model, step, WARMUP)
     strides = {}
     if len(case.mesh) == 2:
@@ -293,7 +298,10 @@ def _variants_of(case: Case, libraries: Sequence[str]) -> list[str]:
         for name in VARIANTS
         if name.removesuffix(" split") in libraries
         and (name != "ddp" or plain)
-        and (not case.variant.away or name in ("plain", "fsdp2", "fsdp2 split"))
+        and (
+            not (case.variant.away or case.variant.optimizer)
+            or name in ("plain", "fsdp2", "fsdp2 split")
+        )
     ]
 
 

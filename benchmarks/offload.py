@@ -7,12 +7,12 @@
 One rank trains decoder blocks of Llama 8B (`_llama`), with bf16 parameters in compute and fp32
 shards, and AdamW. A step is forward, backward and the optimizer's step. `step ms` is the median
 of a few, between CUDA events. `peak GB` (10^9 bytes) is the most allocated in a step, `start GB`
-what is allocated between steps, and `pinned GB` memory of the host that activations use. The notes
-say how fast a large copy is in each direction.
+what is allocated between steps, and `pinned GB` memory of the host that copies use. The notes say
+how fast a large copy is in each direction.
 
 `checkpoint` computes blocks again in backward, so that only what goes into them is saved;
 `checkpoint, offload` keeps that on the host. `offload all` keeps on the host all that blocks save.
-`states` keeps AdamW's states there.
+`states` keeps AdamW's states there: the link carries 8 bytes for each parameter, each way.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import fsdp2
 from benchmarks._llama import SHAPES, Block, Decoder, Shape
 from benchmarks._report import Figure, Measured, make_parser, run
 from fsdp2._activations import ATTRIBUTE
+from fsdp2.optim._offload import OffloadedStates
 
 WARMUP = 3
 GB = 1e9
@@ -57,6 +58,8 @@ VARIANTS = (
     Variant("offload all", offload=True),
     Variant("checkpoint", checkpoint=True),
     Variant("checkpoint, offload", checkpoint=True, offload=True),
+    Variant("checkpoint, states", checkpoint=True, states=True),
+    Variant("checkpoint, offload, states", checkpoint=True, offload=True, states=True),
 )
 
 
@@ -107,10 +110,11 @@ def link_rates(machine: Machine) -> dict[str, float]:
     return found
 
 
-def pinned_nbytes(model: Any) -> int:
-    """Return how much memory of the host activations of a model were given."""
+def pinned_nbytes(model: Any, optim: Any) -> int:
+    """Return how much memory of the host activations and states were given."""
     activations = vars(model).get(ATTRIBUTE)
-    return 0 if activations is None else activations.memory.nbytes
+    found = 0 if activations is None else activations.memory.nbytes
+    return int(found + (optim._memory.nbytes if isinstance(optim, OffloadedStates) else 0))
 
 
 def measure_variant(
@@ -131,7 +135,11 @@ def measure_variant(
     )
     if variant.offload:
         fsdp2.offload_activations(model, {CheckpointWrapper if variant.checkpoint else Block})
-    optim: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=machine.is_gpu)
+    optim: Any = fsdp2.optim.local(
+        torch.optim.AdamW, model.parameters(), lr=1e-4, fused=machine.is_gpu
+    )
+    if variant.states:
+        fsdp2.optim.offload_states(optim)
     length = min(tokens, 4096)
     batch = torch.randint(shape.vocabulary, (tokens // length, length), device=machine.device)
     losses = []
@@ -156,7 +164,7 @@ def measure_variant(
         "peak GB": peak / GB,
         "start GB": start / GB,
         "last loss": float(losses[-1]),
-        "pinned GB": pinned_nbytes(model) / GB,
+        "pinned GB": pinned_nbytes(model, optim) / GB,
     }
     return [Figure(case, variant.name, name, value) for name, value in figures.items()]
 

@@ -126,6 +126,7 @@ optim.EMA
 optim.Owners
 optim.from_owners
 optim.local
+optim.offload_states
 optim.plan_owners
 optim.to_owners
 optim.whole

@@ -1,4 +1,4 @@
-"""Optimizer states on the host: they come to the device for the step of their unit, and leave again.
+"""Optimizer states on the host: they come to the device for their unit's step, and leave again.
 
 Owns which parameters step together, and where their states are. It must not know optimizer classes,
 nor how copies are ordered among themselves (``_offload/host_memory``).
@@ -92,9 +92,9 @@ def offload_states(optimizer: Optimizer, *, by_itself: bool = False) -> Any:
     if plain not in BY_THEMSELVES and not by_itself:
         raise ConfigError(
             "FS716",
-            f"{who}: {plain.__name__} is not known to step each parameter by itself, and units step "
-            "one after the other here. Use a class of torch.optim, or pass by_itself=True if it "
-            "looks at one parameter at a time.",
+            f"{who}: {plain.__name__} is not known to step each parameter by itself, and units "
+            "step one after the other here. Use a class of torch.optim, or pass by_itself=True if "
+            "it looks at one parameter at a time.",
         )
     state = optimizer.state
     optimizer.__class__ = offloaded_class(type(optimizer))
@@ -262,6 +262,10 @@ class OffloadedStates:
         for batch in batches:
             batch.forget()
         for batch in batches:
+            device = _device_of(batch)
+            for slot in self._slots(batch):
+                if slot.part.device.type != device.type:  # of a copy, or out of a file
+                    slot.put(slot.part.to(device))
             self._send(batch)
             batch.let_go()
 
@@ -368,7 +372,7 @@ class OffloadedStates:
 
     def _bring(self, batch: Batch) -> None:
         if batch.buffer is not None:
-            device = next(p.device for part in batch.params for p in part)
+            device = _device_of(batch)
             with torch.no_grad():
                 batch.bring(list(self._slots(batch)), self._lanes_of(device), device)
 
@@ -450,6 +454,12 @@ def _unit_of(param: Tensor) -> object:
     owner = OwnerMark.owner_of(param)
     span = None if owner is None else owner.span
     return None if span is None else id(span.flat)
+
+
+def _device_of(batch: Batch) -> torch.device:
+    """Return where the parameters of a batch are: the local parts, if these are sharded."""
+    locals_ = (torch_dtensor.local_part(p) for part in batch.params for p in part)
+    return next((part.device for part in locals_), torch.device("cpu"))
 
 
 def _can_travel(value: Tensor) -> bool:
