@@ -145,7 +145,7 @@ class Variant:
 
     ``checkpoint``: blocks are computed again in backward. ``away``: of every so many
     blocks one has what it saves on the host; 0: none. ``optimizer``: AdamW at the end of a step,
-    with states on the "device" or on the "host".
+    with states on the "device" or on the "host"; a number is ``max_bytes`` of those on the host.
     """
 
     reduce: torch.dtype = torch.float32
@@ -239,8 +239,9 @@ def make_step(
         import fsdp2
 
         optim = fsdp2.optim.local(torch.optim.AdamW, model.parameters(), lr=1e-4, fused=True)
-        if optimizer == "host":
-            fsdp2.optim.offload_states(optim)
+        if optimizer != "device":
+            most = None if optimizer == "host" else int(optimizer)
+            fsdp2.optim.offload_states(optim, max_bytes=most)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)

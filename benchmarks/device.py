@@ -103,9 +103,10 @@ def all_cases() -> Iterator[Case]:
         yield Case(small, (8,), tokens, Variant(away=4), "a fourth on the host")
         yield Case(small, (8,), tokens, Variant(away=1), "all on the host")
     for ranks, tokens in ((8, 4096), (8, 16384), (64, 4096)):
-        for where in ("device", "host"):
+        for where in ("device", "host", "2000000000", "9000000000"):
             variant = Variant(checkpoint=True, optimizer=where)
-            yield Case(small, (ranks,), tokens, variant, f"checkpoint, AdamW on the {where}")
+            name = f"{int(where) // 10**9} GB of the host" if where.isdigit() else where
+            yield Case(small, (ranks,), tokens, variant, f"checkpoint, AdamW on the {name}")
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,13 @@ class CopyLanes:
         self._back.wait_stream(torch.accelerator.current_stream())
         return self._copy(self._back, buffer, target, buffer.data[: target.numel()])
 
+    def free_behind(self, source: Tensor) -> None:
+        """Let the allocator have memory that is dropped now when copies to the host are over.
+
+        Compute need not wait for them then. When that is, the allocator finds out by itself.
+        """
+        source.record_stream(self._out)
+
     def _copy(
         self, lane: torch.Stream, buffer: HostBuffer, target: Tensor, source: Tensor
     ) -> torch.Event:

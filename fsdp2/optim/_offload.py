@@ -8,7 +8,9 @@ A *batch* is the parameters of one unit, or of some small ones. Its states lie i
 pinned memory, and come and go in one copy. The class's own step runs once for each batch, with the
 param groups cut down to its parameters. While one batch steps, the next one's states are on their
 way in, and those of the one before on their way out; what left before that is let go. So three
-batches are on the device at a time, at most, and none between steps.
+batches are on the device at a time, at most, and none between steps. With ``max_bytes`` as many
+batches are there as that allows: they begin to come when backward has their gradients, and the last
+ones leave beside the next forward.
 
 Between steps the states that a user sees are tensors of the host, placed as before: DTensors whose
 local parts are views of that memory. Who looks waits for the copies. Counters stay where they are.
@@ -21,7 +23,9 @@ between steps the optimizer has all of them, as if one step had made them.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+import functools
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -30,7 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp2._base import torch_compiler, torch_dtensor
-from fsdp2._base.arguments import check_flag, check_function, check_optimizer
+from fsdp2._base.arguments import check_count, check_flag, check_function, check_optimizer
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError, UnsupportedError
 from fsdp2._offload.host_memory import CopyLanes, HostBuffer, HostMemory
@@ -39,6 +43,8 @@ from fsdp2.optim._local import ELEMENTWISE, LocalOptimizer, needs_closure, plain
 from fsdp2.optim._owned_step import WholeOptimizer
 from fsdp2.optim._several import Several
 
+LEAVING = 2
+"""So many batches may be on their way out while another one comes."""
 LEAST_NBYTES = 1 << 25
 """Units whose local parameters are smaller step with the next ones: a copy has to be worth it."""
 ALIGNMENT = 128
@@ -49,7 +55,9 @@ State = dict[str, Any]
 Groups = list[dict[str, Any]]
 
 
-def offload_states(optimizer: Optimizer, *, by_itself: bool = False) -> Any:
+def offload_states(
+    optimizer: Optimizer, *, max_bytes: int | None = None, by_itself: bool = False
+) -> Any:
     """Keep an optimizer's states in pinned memory of the host, between its steps.
 
     The step runs on the device, unit by unit: while one unit steps, the states of the next one come
@@ -65,6 +73,11 @@ def offload_states(optimizer: Optimizer, *, by_itself: bool = False) -> Any:
     Args:
         optimizer: of ``torch.optim`` or ``fsdp2.optim.local``, before or after its first step. It
             is changed in place: its class becomes a subclass of what it was.
+        max_bytes: how many bytes of states may be on the device at a time. None: those of three
+            units, in the step alone. With a number, states begin to come in backward, when the
+            gradients of their unit are there, and the last ones leave beside the next forward. So
+            the link hides behind more than the step. Choose what backward has freed by its end, so
+            that the peak stays what it is: activations, less the gradients.
         by_itself: vouch for a class of your own, or of another library: it steps each parameter
             without looking at the others, and keeps nothing about them but its states.
 
@@ -79,7 +92,10 @@ def offload_states(optimizer: Optimizer, *, by_itself: bool = False) -> Any:
     who = "fsdp2.optim.offload_states"
     check_optimizer(who, optimizer)
     check_flag(who, "by_itself", by_itself)
+    if max_bytes is not None:
+        check_count(who, "max_bytes", max_bytes)
     if isinstance(optimizer, OffloadedStates):
+        optimizer._set_most(max_bytes)
         return optimizer
     plain: type[Optimizer] = getattr(optimizer, "_plain_class", type(optimizer))
     if isinstance(optimizer, WholeOptimizer | Several) or needs_closure(plain):
@@ -102,6 +118,7 @@ def offload_states(optimizer: Optimizer, *, by_itself: bool = False) -> Any:
     vars(made).pop("state", None)
     made._begin()
     made.state = state
+    made._set_most(max_bytes)
     return made
 
 
@@ -180,10 +197,21 @@ class Batch:
             torch.accelerator.current_stream().wait_event(self.event)
             self.event = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of states that come and go; 0 before the first step."""
+        return 0 if self.buffer is None else self.buffer.data.numel()
+
     def let_go(self) -> None:
         """Hold no memory of the device."""
         self.wait()
         self.flat = None
+
+    def leave(self, lanes: CopyLanes) -> None:
+        """Hold no memory of the device, without a wait: the allocator gets it when it is copied."""
+        if self.flat is not None:
+            lanes.free_behind(self.flat)
+        self.flat = self.event = None
 
     def send(self, slots: Sequence[Slot], memory: HostMemory, lanes: CopyLanes) -> None:
         """Begin to copy the states to the host, where they are seen from now on."""
@@ -230,7 +258,31 @@ class OffloadedStates:
         self._batches: list[Batch] = []
         self._lanes: CopyLanes | None = None
         self._is_stepping = False
+        self._most: int | None = None  # bytes on the device at a time, by ``max_bytes``
+        self._handles: list[Any] = []
         self._states: Any = defaultdict(dict)
+
+    def _set_most(self, most: int | None) -> None:
+        """Say how many bytes of states may be on the device, and whether they come in backward."""
+        for handle in self._handles:
+            handle.remove()
+        self._most, self._handles = most, []
+        for batch in self._batches_now():
+            self._follow(batch)
+
+    def _follow(self, batch: Batch) -> None:
+        """Learn in backward when gradients of a batch are there, if states may come that early."""
+        first = next((p for part in batch.params for p in part if p.requires_grad), None)
+        if self._most is not None and first is not None:
+            hook = functools.partial(_come_ahead, weakref.ref(self), weakref.ref(batch))
+            self._handles.append(first.register_post_accumulate_grad_hook(hook))
+
+    def _has_room(self, batch: Batch, leaving: Sequence[Batch]) -> bool:
+        """True if the states of one more batch may be on the device."""
+        if self._most is None:
+            return len(leaving) < LEAVING
+        here = sum(other.nbytes for other in self._batches if other.flat is not None)
+        return here + batch.nbytes <= self._most
 
     @property
     def _local(self) -> Any:
@@ -283,17 +335,20 @@ class OffloadedStates:
                 batch.plans = None
         self._is_stepping = True
         last: list[tuple[int, dict[str, Any]]] = []
+        leaving: deque[Batch] = deque()
+        order = sorted(batches, key=lambda batch: batch.flat is None)  # first what has come
         try:
-            self._bring(batches[0])
-            for place, batch in enumerate(batches):
-                if place > 1:
-                    batches[place - 2].let_go()
-                if place + 1 < len(batches):
-                    self._bring(batches[place + 1])
+            self._bring(order[0])
+            for place, batch in enumerate(order):
+                self._bring_more(order[place + 1 :], leaving)
                 batch.wait()
                 last = self._step_batch(batch, groups)
                 with torch.no_grad():
                     self._send(batch)
+                leaving.append(batch)
+            if self._most is not None and self._lanes is not None:
+                for batch in leaving:
+                    batch.leave(self._lanes)
         finally:
             self.param_groups = groups
             self._is_stepping = False
@@ -307,6 +362,17 @@ class OffloadedStates:
                 if key != "params" and groups[index].get(key) is not value:
                     groups[index][key] = value
         return loss
+
+    def _bring_more(self, following: Sequence[Batch], leaving: deque[Batch]) -> None:
+        """Bring the next batch, whatever has to leave for it, and more if there is room."""
+        for place, batch in enumerate(following):
+            if batch.flat is not None:
+                continue
+            while place == 0 and leaving and not self._has_room(batch, leaving):
+                leaving.popleft().let_go()
+            if place and (self._most is None or not self._has_room(batch, leaving)):
+                return
+            self._bring(batch)
 
     def _step_batch(self, batch: Batch, groups: Groups) -> list[tuple[int, dict[str, Any]]]:
         """Run the class's own step on the parameters of a batch."""
@@ -351,14 +417,18 @@ class OffloadedStates:
                     continue
                 own = _unit_of(param)
                 if (own is None or own != unit) and nbytes >= LEAST_NBYTES:
-                    self._batches.append(Batch(waiting))
+                    self._add(Batch(waiting))
                     waiting, nbytes = [list[Tensor]() for _ in range(count)], 0
                 unit = own
                 waiting[index].append(param)
                 nbytes += torch_dtensor.local_part(param).nbytes
         if any(waiting) or not self._batches:
-            self._batches.append(Batch(waiting))
+            self._add(Batch(waiting))
         return self._batches
+
+    def _add(self, batch: Batch) -> None:
+        self._batches.append(batch)
+        self._follow(batch)
 
     def _slots(self, batch: Batch) -> Iterator[Slot]:
         local = self._local
@@ -371,7 +441,7 @@ class OffloadedStates:
                     yield Slot(entry, key)
 
     def _bring(self, batch: Batch) -> None:
-        if batch.buffer is not None:
+        if batch.buffer is not None and batch.flat is None:
             device = _device_of(batch)
             with torch.no_grad():
                 batch.bring(list(self._slots(batch)), self._lanes_of(device), device)
@@ -447,6 +517,15 @@ def rebuild_offloaded(plain: type[Optimizer], is_local: bool) -> Any:
 
 
 rebuild_offloaded.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+
+
+def _come_ahead(
+    optimizer: weakref.ref[OffloadedStates], batch: weakref.ref[Batch], _param: Tensor
+) -> None:
+    """Bring the states of a batch whose gradients are there, if there is room for them."""
+    own, its = optimizer(), batch()
+    if own is not None and its is not None and own._has_room(its, ()):
+        own._bring(its)
 
 
 def _unit_of(param: Tensor) -> object:

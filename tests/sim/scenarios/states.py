@@ -39,9 +39,9 @@ def small_batches(program: Callable[[World], Values]) -> Callable[[World], Value
     return run
 
 
-def away(make: Make) -> Make:
+def away(make: Make, max_bytes: int | None = None) -> Make:
     def made(params: Any, lr: float) -> Any:
-        return fsdp2.optim.offload_states(make(params, lr=lr))
+        return fsdp2.optim.offload_states(make(params, lr=lr), max_bytes=max_bytes)
 
     return made
 
@@ -59,8 +59,8 @@ def states(optim: Any) -> list[Tensor]:
     return [v for v in values if isinstance(v, Tensor) and v.dim()]
 
 
-def stepping(world: World, make: Make, **kwargs: Any) -> Values:
-    run = training(world, BLOCKS, optimizer=away(make), steps=5, **kwargs)
+def stepping(world: World, make: Make, max_bytes: int | None = None, **kwargs: Any) -> Values:
+    run = training(world, BLOCKS, optimizer=away(make, max_bytes), steps=5, **kwargs)
     for step in run.steps():
         learn(run.model, run.inputs[step])
         run.update()
@@ -111,6 +111,38 @@ def states_of_bf16_steps_on_the_host(world: World) -> Values:
 @small_batches
 def states_of_replicas_on_the_host(world: World) -> Values:
     return stepping(world, ADAMW, mesh=world.mesh(2, 2))
+
+
+@scenario(2)
+@small_batches
+def states_that_come_in_backward(world: World) -> Values:
+    """All of them: they are there when the optimizer steps, and leave beside the next forward."""
+    return stepping(world, ADAMW, max_bytes=1 << 30)
+
+
+@scenario(2, slow=True)
+@small_batches
+def some_states_that_come_in_backward(world: World) -> Values:
+    """There is room for a few units."""
+    return stepping(world, ADAMW, max_bytes=20_000)
+
+
+@scenario(2, slow=True, tolerance=1e-5)
+@small_batches
+def states_of_runs_that_come_in_backward(world: World) -> Values:
+    return stepping(world, local(torch.optim.AdamW), max_bytes=20_000)
+
+
+@scenario(2, slow=True)
+@small_batches
+def states_that_come_in_one_backward_of_three(world: World) -> Values:
+    """Gradients add up over backwards, each of which reduces them."""
+    run = training(world, BLOCKS, optimizer=away(ADAMW, 1 << 30), steps=5, microbatches=3)
+    for step in run.steps():
+        for place in range(3):
+            learn(run.model, run.inputs[3 * step + place])
+        run.update()
+    return run.values()
 
 
 def looked_at(world: World, make: Make) -> Values:
