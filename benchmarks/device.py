@@ -17,6 +17,9 @@ time in which a collective runs and no kernel beside it, in forward and in backw
 those of the host for the device, in a steady step. `host` is when the host has issued everything.
 `peak` is above what is allocated when the step starts.
 
+`on the host` keeps there what blocks save for backward (`fsdp2.offload_activations`): with
+`checkpoint` their inputs, else all that every block or every fourth block saves.
+
 `torch` has blocks and a root as units, as `fsdp2` has; `torch tuned` and `fsdp2 split` have
 embedding and head as units, and `torch tuned` has prefetch lists and asynchronous gathers, too.
 
@@ -31,7 +34,7 @@ import argparse
 import gc
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -93,6 +96,17 @@ def all_cases() -> Iterator[Case]:
     yield Case(small, (8,), 4096, Variant(offload=True), "offload")
     yield Case(small, (8,), 4096, Variant(fused_loss=True), "fused loss")
     yield Case(small, (8,), 4096, Variant(experts=True), "experts")
+    for tokens in (4096, 16384):
+        again = Variant(checkpoint=True)
+        yield Case(small, (8,), tokens, again, "checkpoint")
+        yield Case(small, (8,), tokens, replace(again, away=1), "checkpoint, on the host")
+        yield Case(small, (8,), tokens, Variant(away=4), "a fourth on the host")
+        yield Case(small, (8,), tokens, Variant(away=1), "all on the host")
+    for ranks, tokens in ((8, 4096), (8, 16384), (64, 4096)):
+        for where in ("device", "host", "2000000000", "9000000000"):
+            variant = Variant(checkpoint=True, optimizer=where)
+            name = f"{int(where) // 10**9} GB of the host" if where.isdigit() else where
+            yield Case(small, (ranks,), tokens, variant, f"checkpoint, AdamW on the {name}")
 
 
 @dataclass(frozen=True)
@@ -172,7 +186,8 @@ def play_case(
     loaded = _device.simulator()
     gc.collect()
     model = build(library, case.shape, depth, mesh, case.variant)
-    step = make_step(model, case.shape, case.tokens, torch.device("sim"), loaded.label)
+    optimizer = case.variant.optimizer if library != "plain" else ""
+    step = make_step(model, case.shape, case.tokens, torch.device("sim"), loaded.label, optimizer)
     steps, peak = _device.steady(model, step, WARMUP)
     strides = {}
     if len(case.mesh) == 2:
@@ -282,7 +297,12 @@ def _variants_of(case: Case, libraries: Sequence[str]) -> list[str]:
     return [
         name
         for name in VARIANTS
-        if name.removesuffix(" split") in libraries and (name != "ddp" or plain)
+        if name.removesuffix(" split") in libraries
+        and (name != "ddp" or plain)
+        and (
+            not (case.variant.away or case.variant.optimizer)
+            or name in ("plain", "fsdp2", "fsdp2 split")
+        )
     ]
 
 

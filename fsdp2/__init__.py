@@ -46,6 +46,7 @@ if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers an
     from fsdp2 import plans as plans
     from fsdp2 import recordings as recordings
     from fsdp2 import wrap as wrap
+    from fsdp2._activations import offload_activations
     from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
     from fsdp2._plan.plan import plan
     from fsdp2._record.recording import record
@@ -84,6 +85,7 @@ __all__ = [
     "fully_shard",
     "materialize",
     "no_sync",
+    "offload_activations",
     "plan",
     "read_recordings",
     "record",
@@ -111,6 +113,7 @@ _LATER = {  # the same as the imports for type checkers above: name, and the mod
     "compile": "_compiled.compile",
     "full_params": "_transfer.full_params",
     "materialize": "_transfer.materialize",
+    "offload_activations": "_activations",
     "plan": "_plan.plan",
     "read_recordings": "_record.recordings",
     "record": "_record.recording",

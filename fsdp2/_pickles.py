@@ -84,7 +84,9 @@ NAMED: tuple[Any, ...] = (
 )
 
 LATER: Mapping[str, str] = {
+    "Activations": "fsdp2._offload.activations",
     "EMA": "fsdp2.optim._ema",
+    "rebuild_offloaded": "fsdp2.optim._offload",
     "rebuild_optimizer": "fsdp2.optim._local",
 }
 

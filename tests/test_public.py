@@ -75,6 +75,7 @@ full_params
 fully_shard
 materialize
 no_sync
+offload_activations
 plan
 read_recordings
 record
@@ -127,6 +128,7 @@ optim.EMA
 optim.Owners
 optim.from_owners
 optim.local
+optim.offload_states
 optim.plan_owners
 optim.to_owners
 optim.whole

@@ -318,6 +318,20 @@ def _(mended: bool) -> None:
     model()
 
 
+class CallsACheckpoint(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@way("FS325", "Linear", "CheckpointWrapper")
+def _(mended: bool) -> None:
+    model = Net() if mended else CallsACheckpoint()
+    fsdp2.offload_activations(model, {nn.Linear})
+    model(x()).sum().backward()
+
+
 @way("FS326", "first.0.weight", "got mixed", "register_fsdp_forward_method")
 def _(mended: bool) -> None:
     class Two(nn.Module):

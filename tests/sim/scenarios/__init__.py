@@ -6,6 +6,7 @@ the list.
 """
 
 from tests.sim.scenarios import (
+    activations,
     combined,
     comms,
     compiled,
@@ -21,10 +22,12 @@ from tests.sim.scenarios import (
     recording,
     shapes,
     state,
+    states,
     streams,
 )
 
 __all__ = [
+    "activations",
     "combined",
     "comms",
     "compiled",
@@ -40,5 +43,6 @@ __all__ = [
     "recording",
     "shapes",
     "state",
+    "states",
     "streams",
 ]
