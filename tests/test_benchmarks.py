@@ -223,6 +223,19 @@ def test_emulated_collectives_carry_what_equal_ranks_would(library: str) -> None
     torch.testing.assert_close(gradients[library], gradients["plain"][: SMALL.width // 2])
 
 
+def test_emulated_collectives_of_several_pieces_are_those_of_each() -> None:
+    """A device sends large parameters in collectives of their own, together."""
+    group = EmulatedGroup(0, 3)
+    pieces = [torch.arange(2.0), torch.arange(5.0)]
+    gathered = [torch.empty(3 * len(piece)) for piece in pieces]
+    group.all_gather_single_coalesced(gathered, pieces).wait()
+    assert [one.tolist() for one in gathered] == [piece.tolist() * 3 for piece in pieces]
+    reduced = [torch.empty(len(piece)) for piece in pieces]
+    group.reduce_scatter_single_coalesced(reduced, gathered).wait()
+    assert [one.tolist() for one in reduced] == [(3 * piece).tolist() for piece in pieces]
+    assert group.calls == 2
+
+
 def test_peak_counts_gradients_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peak, "MEDIUM", dataclasses.replace(SMALL, width=64))
     plain, ours = (peak.find_peak(name, 4, bf16=False) for name in ("plain", "fsdp2"))
