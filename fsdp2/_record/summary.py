@@ -64,13 +64,15 @@ def stragglers(files: Sequence[RankFile], found: Sequence[Arrivals]) -> tuple[Ar
     """Return ranks that the others wait for, if that is worth a word.
 
     A rank is one if it is last far more often than by chance, or later than all others together,
-    without its one longest delay: a hiccup is no habit.
+    without its one longest delay: a hiccup is no habit. Who is late for far less time than the
+    worst is none: of two ranks, one is the last whenever the other one is not.
     """
     total = seconds_of(files)
     late_s = sum(one.late_s for one in found)
+    worst = max((one.late_s for one in found), default=0.0)
 
     def is_one(one: Arrivals) -> bool:
-        if not one.counted or one.late_s < WORTH * total:
+        if not one.counted or one.late_s < max(WORTH * total, worst / LATER):
             return False
         is_often = one.last - one.expected > SIGMAS * _deviation(one)
         return is_often or one.late_s - one.longest_late_s > LATER * (late_s - one.late_s)
