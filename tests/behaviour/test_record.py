@@ -652,9 +652,6 @@ def test_a_planted_straggler_is_named(tmp_path: Path, rank: int) -> None:
     assert late["rank 1"]
     assert not late["rank 0"]
     assert sum(s.end - s.begin for s in late["rank 1"]) > 0.05
-    said = [one for one in page.advice if one.about != "rank 1"]
-    assert all("% of the time of steps" in one.found for one in said)
-    assert sum(float(one.gain.split()[2]) for one in said) < 25.0  # of 100; it slept for half of it
 
 
 @ranks(2)
