@@ -14,10 +14,11 @@ import torch
 import torch.nn as nn
 
 from fsdp2._base import torch_modules
-from fsdp2._base.arguments import described, wrong_type
+from fsdp2._base.arguments import described, wrong_type, wrong_value
 from fsdp2._base.errors import ConfigError, ConfigTypeError
 from fsdp2._base.names import class_name
-from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy
+from fsdp2._base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2._base.sharding import SHARDINGS, Sharding
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._engine.tree import unit_of
 
@@ -94,6 +95,32 @@ def check_reshard(choice: object, data: DataMesh) -> int | None:
             f"on {data.mesh}. Pass a divisor: one of {divisors}.",
         )
     return None if choice in (1, size) else choice
+
+
+def check_sharding(shard: object, reshard_after_forward: object, offload: object) -> Sharding:
+    """Return what ``shard`` names, if it goes with the other arguments."""
+    expected = f"one of {', '.join(map(repr, SHARDINGS))}"
+    if not isinstance(shard, str):
+        raise wrong_type("fully_shard", "shard", expected, shard)
+    if shard not in SHARDINGS:
+        raise wrong_value("fully_shard", "shard", expected, shard)
+    sharding = SHARDINGS[shard]
+    if not sharding.keeps_whole:
+        return sharding
+    stays = f"fully_shard: found shard={shard!r}, which keeps parameters whole on each rank"
+    if reshard_after_forward is not None and reshard_after_forward is not False:
+        raise ConfigError(
+            "FS234",
+            f"{stays}, and reshard_after_forward={described(reshard_after_forward)}, which frees "
+            'them. Leave that out, or pass shard="parameters".',
+        )
+    if isinstance(offload, CPUOffloadPolicy):
+        raise ConfigError(
+            "FS234",
+            f"{stays}, and a CPUOffloadPolicy, which copies them to the device for each use. Leave "
+            'the policy out, or pass shard="parameters".',
+        )
+    return sharding
 
 
 def check_method(module: object, name: object) -> str:

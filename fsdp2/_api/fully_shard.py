@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from fsdp2._api.checks import check_method, check_modules, check_policies, check_reshard
+from fsdp2._api.checks import (
+    check_method,
+    check_modules,
+    check_policies,
+    check_reshard,
+    check_sharding,
+)
 from fsdp2._api.collect import (
     Collected,
     collect,
@@ -37,6 +43,7 @@ from fsdp2._base.policy import (
     keeps_dtype,
     ours,
 )
+from fsdp2._base.sharding import SHARDINGS
 from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._engine.attach import attach, take_names
@@ -82,6 +89,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
     ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
+    shard: str = "parameters",
 ) -> M:
     """Shard the parameters of a module, in place, over the data-parallel ranks.
 
@@ -130,6 +138,15 @@ def fully_shard(
             together with its own, on every rank.
         ignored_states: more to leave alone: modules (with all parameters and buffers in them), or
             parameters and buffers; not both.
+        shard: what is sharded, beside the states of optimizers, which always are. Between steps
+            ``parameters()`` are shards in any case; what stays whole is memory.
+
+            - ``"parameters"``: parameters and gradients, too (ZeRO-3);
+            - ``"gradients"`` (ZeRO-2): parameters stay whole, in the dtype of compute, from one
+              optimizer step to the next, whose first forward gathers them unit by unit. Each
+              backward reduces gradients as they come, also without gradient sync;
+            - ``"optimizer"`` (ZeRO-1): the same, but without gradient sync (``no_sync``) gradients
+              stay whole, too, and nothing is sent until the backward with sync.
 
     Returns:
         ``module`` itself.
@@ -138,7 +155,8 @@ def fully_shard(
         ConfigError: an argument or a parameter cannot be used. Nothing was changed.
 
     Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.15.
-    ``conditional`` and ``ignored_states`` are not in torch's.
+    ``conditional``, ``ignored_states`` and ``shard`` are not in torch's; the stages are those of
+    ZeRO (arXiv 1910.02054).
     """
     modules = check_modules(module)
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
@@ -155,13 +173,19 @@ def fully_shard(
         dp_mesh_dims=dp_mesh_dims,
         conditional=conditional,
         ignored_states=ignored_states,
+        shard=shard,
     )
     classes = {target: sharded_class(type(target)) for target in modules}
     own = collected.own.items()
     kept = {param for param, taken in own if keeps_dtype(mp_policy, param, taken.fqn)}
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
-    settings = Settings(reshard_after_forward=reshard_after_forward)
+    sharding = SHARDINGS[shard]
+    settings = Settings(
+        reshard_after_forward=False if sharding.keeps_whole else reshard_after_forward,
+        reshard_after_backward=not sharding.keeps_whole,
+        sharding=sharding,
+    )
     device = collected.meshes[0].device
     asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)  # it can be pickled
     precision = Precision(asked, modules)
@@ -228,6 +252,7 @@ def check_call(
     dp_mesh_dims: DataParallelMeshDims | None,
     conditional: bool,
     ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None,
+    shard: str,
     taken: frozenset[nn.Module] = frozenset(),
 ) -> tuple[Collected, dict[DataMesh, int | None]]:
     """Find what a unit takes, and how many ranks of each mesh keep it between forward and backward.
@@ -246,6 +271,7 @@ def check_call(
             data = DataMesh.named(check_mesh(mesh, dp_mesh_dims), dp_mesh_dims)
     check_reshard(reshard_after_forward, data)
     check_policies(mp_policy, offload_policy)
+    check_sharding(shard, reshard_after_forward, offload_policy)
     expected = "a function of a parameter or None"
     check_function("fully_shard", "shard_placement_fn", shard_placement_fn, expected)
     check_flag("fully_shard", "conditional", conditional)

@@ -130,7 +130,9 @@ class ControlSurface:
 
         While it does not, gradients add up on the whole parameters: in ``grad`` of the unsharded
         parameters, in the reduce dtype. That takes the memory of the whole unit's gradients. The
-        call sets ``set_requires_all_reduce`` to the same value.
+        call sets ``set_requires_all_reduce`` to the same value. A unit with ``shard="gradients"``
+        keeps no whole gradients: its backwards reduce over the shard axis all the same, and only an
+        all-reduce waits.
 
         Args:
             requires_gradient_sync: False lets gradients wait for a later backward.
@@ -140,7 +142,8 @@ class ControlSurface:
             ConfigError: not a bool.
         """
         flag = _flag("set_requires_gradient_sync", requires_gradient_sync)
-        configure(self, recurse, reduce_grads=flag, all_reduce_grads=flag)
+        for unit in units_in(self, recurse):
+            unit.configure(**unit.settings.sharding.sync(flag))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether backward all-reduces gradients over the replicate axis.
@@ -174,12 +177,23 @@ class ControlSurface:
             recurse: for the units below this one too.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: not a bool; or True for a unit whose parameters stay whole (``shard``).
         """
         flag = _flag("set_reshard_after_forward", reshard_after_forward)
+        units = units_in(self, recurse)
+        whole = next((unit for unit in units if unit.settings.sharding.keeps_whole), None)
+        if flag and whole is not None:
+            raise ConfigError(
+                "FS234",
+                f"set_reshard_after_forward: {whole.fqn or '<root>'} has "
+                f"shard={whole.settings.sharding.name!r}, so its parameters stay whole. Leave the "
+                'call out, or shard it with shard="parameters".',
+            )
         configure(self, recurse, reshard_after_forward=flag, keeps_in_evaluation=not flag)
-        for group in groups_in(self, recurse):
-            group.reshard_to(None)
+        for unit in units:
+            if not unit.settings.sharding.keeps_smaller:
+                for group in unit.own_groups:
+                    group.reshard_to(None)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -189,7 +203,8 @@ class ControlSurface:
         False keeps the memory of whole parameters, while shards are registered. The next forward
         then gathers nothing, unless the shards were written to since, as by an optimizer step.
         Writes that count no version (``p.data.mul_``, NumPy) are not noticed: call ``reshard()``
-        after them.
+        after them. A unit whose parameters stay whole until the next step (``shard``) is left as it
+        is.
 
         Args:
             reshard_after_backward: True or False.
@@ -199,7 +214,9 @@ class ControlSurface:
             ConfigError: not a bool.
         """
         flag = _flag("set_reshard_after_backward", reshard_after_backward)
-        configure(self, recurse, reshard_after_backward=flag)
+        for unit in units_in(self, recurse):
+            if not unit.settings.sharding.keeps_whole:
+                unit.configure(reshard_after_backward=flag)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Say whether the memory of whole parameters stays when they are resharded.
