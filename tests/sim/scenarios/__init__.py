@@ -20,6 +20,7 @@ from tests.sim.scenarios import (
     recomputation,
     recording,
     shapes,
+    sharding,
     state,
     streams,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "recomputation",
     "recording",
     "shapes",
+    "sharding",
     "state",
     "streams",
 ]
