@@ -776,9 +776,9 @@ FAULTS = [
     Fault(
         "end-of-backward-reshard-inverted",
         "fsdp2/_engine/tree.py",
-        "Unit.kept_for",
-        "self.settings.reshard_after_backward",
-        "not self.settings.reshard_after_backward",
+        "Runtime._reshard_after_backward",
+        "not unit.settings.reshard_after_backward",
+        "unit.settings.reshard_after_backward",
         "The root and the first block stay whole after backward: memory is not freed, parameters() are no DTensors, and the next forward may use values from before the optimizer step. With set_reshard_after_backward(False) they are freed instead.",
         near=("unit/test_order.py",),
     ),

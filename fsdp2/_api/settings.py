@@ -186,14 +186,13 @@ class ControlSurface:
             raise ConfigError(
                 "FS234",
                 f"set_reshard_after_forward: {whole.fqn or '<root>'} has "
-                f"shard={whole.settings.sharding.name!r}, so its parameters stay whole. Leave the "
+                f"{whole.settings.sharding.name}, so its parameters stay whole. Leave the "
                 'call out, or shard it with shard="parameters".',
             )
         configure(self, recurse, reshard_after_forward=flag, keeps_in_evaluation=not flag)
-        for unit in units:
-            if not unit.settings.sharding.keeps_smaller:
-                for group in unit.own_groups:
-                    group.reshard_to(None)
+        for group in groups_in(self, recurse):
+            if group.data.layers is None:
+                group.reshard_to(None)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -203,8 +202,7 @@ class ControlSurface:
         False keeps the memory of whole parameters, while shards are registered. The next forward
         then gathers nothing, unless the shards were written to since, as by an optimizer step.
         Writes that count no version (``p.data.mul_``, NumPy) are not noticed: call ``reshard()``
-        after them. A unit whose parameters stay whole until the next step (``shard``) is left as it
-        is.
+        after them.
 
         Args:
             reshard_after_backward: True or False.
@@ -214,9 +212,7 @@ class ControlSurface:
             ConfigError: not a bool.
         """
         flag = _flag("set_reshard_after_backward", reshard_after_backward)
-        for unit in units_in(self, recurse):
-            if not unit.settings.sharding.keeps_whole:
-                unit.configure(reshard_after_backward=flag)
+        configure(self, recurse, reshard_after_backward=flag)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Say whether the memory of whole parameters stays when they are resharded.
@@ -528,8 +524,11 @@ class ControlSurface:
             ConfigError: not a bool.
         """
         check_flag("set_separate_reduce_scatter_group", "enable", enable)
+        groups = groups_in(self, recurse)
+        if enable:
+            refuse_layers("set_separate_reduce_scatter_group", groups)
         with operation("set_separate_reduce_scatter_group"), carrying():
-            for group in groups_in(self, recurse):
+            for group in groups:
                 group.reducer.planner.separate(enable, group.wire)
 
     def set_reduce_scatter_max_input_buffers(
@@ -672,6 +671,18 @@ def refuse_dealt(who: str, groups: Iterable[ParamGroup]) -> None:
                     "collectives of this interface do not. Leave it out for this unit, or let "
                     "shard_placement_fn return Shard(0).",
                 )
+
+
+def refuse_layers(who: str, groups: Iterable[ParamGroup]) -> None:
+    """Raise ConfigError for a group whose gradients are scattered over two axes."""
+    for group in groups:
+        if group.data.layers is not None:
+            raise ConfigError(
+                "FS505",
+                f"{who}: {group.fqn or '<root>'} has {group.settings.sharding.name}, so its "
+                "gradients are scattered twice, over two process groups, which this does not "
+                "reach. Use one or the other.",
+            )
 
 
 def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:

@@ -429,5 +429,5 @@ class Settings:
 
     @property
     def accumulates(self) -> bool:
-        """True if shards over a smaller mesh stay after a backward, for the next micro-batch."""
-        return self.sharding.keeps_smaller or not self.reduce_grads
+        """True if a backward without gradient sync says that others follow before a step."""
+        return not (self.reduce_grads and self.all_reduce_grads)

@@ -390,7 +390,7 @@ def check_group(group: ParamGroup, name: str) -> None:
     elif dealt:
         found = f"parameter {dealt[0]}, so ranks send different amounts"
     elif group.settings.sharding is not PARAMETERS:
-        found = f"it has shard={group.settings.sharding.name!r}, and a compiled step gathers anew"
+        found = f"it has {group.settings.sharding.name}, and a compiled step gathers anew"
     elif not group.wire.carries:
         found = "debug.without_communication is on"
     elif group.wire.custom != (None, None):

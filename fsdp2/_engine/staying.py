@@ -4,26 +4,28 @@ Owns one question: may the forward that begins use what an earlier one gathered?
 how anything is gathered; the runtime tells it where a forward begins and a backward ends.
 
 [Note: until the next step]
-With ``shard="gradients"`` or ``"optimizer"`` parameters stay whole from one micro-batch to the
-next, and on a mesh of nodes their shards in a node do. The first forward after a step gathers them
-from the shards that the optimizer wrote. What is written to ``.data``, a NumPy array or a local
-tensor counts no version, and a fused kernel on DTensors counts none either. So versions alone must
-not decide. A forward uses what stayed only if all of this holds:
+A backward without gradient sync says that another one follows before the optimizer's step. After it
+parameters may stay whole (``shard``), or sharded over a smaller mesh, for the forward of the next
+micro-batch. The first forward after a step gathers them from the shards that the optimizer wrote.
 
-- a backward left it there, and gradients have come that no step has used up: some sharded
-  parameter of the tree has a gradient, or gradients wait for a reduction;
-- these gradients are as that backward left them: the same objects, of the same versions;
+What is written to ``.data``, a NumPy array or a local tensor counts no version, and a fused kernel
+on DTensors counts none either. So a forward uses what stayed only if all of this holds:
+
+- a backward without gradient sync left it there, and this forward is recorded;
+- the gradients that it left are there: the same objects, of the same versions, or whole ones that
+  wait for a reduction;
 - no optimizer has stepped, and no shard has another version.
 
-Otherwise memory is freed when the forward begins, and gathered again unit by unit. So a step, a
-load, an average that is swapped in, or an update by hand, after which gradients are dropped, is
-always seen. Not seen is only a write that counts no version between two backwards of one
-accumulation. Nothing that is asked here differs between ranks that run alike.
+Otherwise memory is freed when the forward begins, and gathered again unit by unit. Not seen is only
+a write that counts no version in the middle of an accumulation that goes on afterwards. Nothing
+that is asked here differs between ranks that run alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+import torch
 
 from fsdp2._base import torch_dtensor
 from fsdp2._base.torch_autograd import version_of
@@ -55,7 +57,8 @@ class Staying:
 
     def begin_forward(self) -> None:
         """Free what must not be used any more. See [Note: until the next step]."""
-        is_over = self._gradients is None or self._look() != self._gradients
+        is_evaluation = not torch.is_grad_enabled()
+        is_over = is_evaluation or self._gradients is None or self._look() != self._gradients
         for group in list(self._kept):
             registration = group.registration
             stays = registration.values is not None

@@ -212,7 +212,9 @@ class Unit:
         A root that was given no choice keeps them for its backward only: after a forward without
         gradients ``parameters()`` are sharded again.
         """
-        choice = self.settings.reshard_after_forward
+        settings, choice = self.settings, self.settings.reshard_after_forward
+        if settings.sharding.keeps_whole and not with_grad:
+            return settings.keeps_in_evaluation
         return choice is False or (choice is None and self.is_root and with_grad)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -236,13 +238,6 @@ class Unit:
             if group.is_unsharded:
                 group.take_writes()
                 group.registration.note_values(serves)
-
-    def kept_for(self, is_pipelined: bool) -> Serves | None:
-        """Say what parameters that stay whole after a backward are kept for; None: they do not."""
-        if self.settings.reshard_after_backward:
-            return None
-        keeps_until_step = self.settings.sharding.keeps_whole and not is_pipelined
-        return Serves.ACCUMULATION if keeps_until_step else Serves.FORWARDS
 
     def stop_hiding(self) -> None:
         """Keep memory no longer for a backward that may begin where it has no mark."""
@@ -945,8 +940,8 @@ class Runtime(Observable):
         """Reshard, unless a forward around this backward, or a backward through it, needs more."""
         if unit.calls.running:
             return
-        serves = unit.kept_for(self.is_pipelined)
-        if serves is None and not (self.backward.with_graph and unit.is_unsharded):
+        keeps = not unit.settings.reshard_after_backward
+        if not keeps and not (self.backward.with_graph and unit.is_unsharded):
             for group in unit.groups:
                 group.reshard_after_backward()
             if not unit.settings.accumulates:
@@ -955,7 +950,7 @@ class Runtime(Observable):
             for group in unit.groups:
                 group.registration.is_held = False
                 if group.is_unsharded:
-                    group.registration.note_values(serves or Serves.BACKWARDS)
+                    group.registration.note_values(Serves.FORWARDS if keeps else Serves.BACKWARDS)
         self.staying.keep(unit.groups)
         if is_last and self.forward_root is None:  # else the step goes on
             unit.show_shards()

@@ -441,18 +441,19 @@ class ParamGroup(Observable):
     @property
     def stays(self) -> bool:
         """True if whole parameters, or shards over the smaller mesh, outlive a backward."""
-        has_smaller = self.buffers.post_forward.buffer is not None
-        return not self.settings.reshard_after_backward or (
-            has_smaller and self.settings.accumulates
-        )
+        settings, smaller = self.settings, self.buffers.post_forward.mesh
+        serves_again = settings.sharding.keeps_whole or smaller is not None
+        return not settings.reshard_after_backward or (settings.accumulates and serves_again)
 
     def reshard_after_backward(self) -> None:
-        """Reshard; to the smaller mesh, if there is one and more micro-batches may follow."""
-        if self.buffers.post_forward.buffer is not None and self.stays:
-            if self.registration.state is WHOLE:
+        """Reshard, unless micro-batches follow: then stay, whole or on the smaller mesh."""
+        if self.settings.accumulates and self.stays:
+            registration = self.registration
+            if registration.state is WHOLE and not self.settings.sharding.keeps_whole:
                 self.reshard_post_forward()
-            if self.registration.state is SMALLER:
-                self.registration.note_values(Serves.ACCUMULATION)
+            if registration.state is WHOLE or registration.state is SMALLER:
+                registration.is_held = False
+                registration.note_values(Serves.ACCUMULATION)
                 return
         self.reshard()
 

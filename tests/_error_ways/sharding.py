@@ -492,3 +492,16 @@ def _(mended: bool) -> None:
     model = fsdp2.fully_shard(Net(), shard="parameters" if mended else "gradients")
     model.set_reshard_after_forward(True)
     train(model)
+
+
+@way("FS234", "beside", name="outer and whole")
+def _(mended: bool) -> None:
+    mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("outer", "inner"))
+    outer = None if mended else "optimizer"
+    train(fsdp2.fully_shard(Net(), mesh=mesh, shard="gradients", shard_outer=outer))
+
+
+@way("FS234", "several ranks along each", name="outer alone")
+def _(mended: bool) -> None:
+    outer = None if mended else "optimizer"
+    train(fsdp2.fully_shard(Net(), shard_outer=outer))

@@ -19,6 +19,7 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from fsdp2._base import events
 from fsdp2._base.events import Event
+from fsdp2._engine.between_steps import units_below
 from tests._models import CASES, loss_of, seeded
 from tests._parity import (
     Pair,
@@ -76,8 +77,8 @@ def test_a_step_gathers_once(mode: str) -> None:
         each = 0 if mode == "optimizer" else UNITS
         assert [reductions for _, reductions in found] == [each, each, each, UNITS]
         pair.step()
-    for _ in range(2):
-        assert micro_batches(pair, 3, puts_off=False) == [(UNITS, UNITS), (0, UNITS), (0, UNITS)]
+    for _ in range(2):  # each backward may be followed by a step
+        assert micro_batches(pair, 3, puts_off=False) == [(UNITS, UNITS)] * 3
         pair.step()
     pair.check()
 
@@ -215,8 +216,9 @@ def written(mode: str) -> tuple[nn.Module, Tensor]:
     case = CASES["stack"]
     model = shard(seeded(case.build), case, shard=mode)
     x = case.batch(4).args[0]
-    for _ in range(2):
-        loss_of(model(x)).backward()
+    with fsdp2.no_sync(model):
+        for _ in range(2):
+            loss_of(model(x)).backward()
     return model, x
 
 
@@ -262,28 +264,33 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
 @ranks(2)
 def test_no_write_is_missed(mode: str, kind: str) -> None:
     """Between a backward and the next forward, while gradients accumulate."""
-    model, x = written(mode)
-    if mode == "optimizer":
-        with fsdp2.no_sync(model):
-            loss_of(model(x)).backward()
-    with torch.no_grad():
-        WRITES[kind](model)
-    expected = expected_output(model, x)
-    assert_same(output_of(model, x), expected, kind)
-    loss = model(x)
-    assert_same(loss.detach(), expected, kind)
+    if mode == "optimizer" and kind == "data, gradients dropped":
+        return  # those that wait are whole: only the model's `zero_grad` drops them
+    for evaluates_first in (False, True):
+        model, x = written(mode)
+        with counted() as seen:
+            model(x)
+        assert seen["unshard"] == 0
+        with torch.no_grad():
+            WRITES[kind](model)
+        expected = expected_output(model, x)
+        if evaluates_first:
+            assert_same(output_of(model, x), expected, kind)
+        assert_same(model(x).detach(), expected, kind)
 
 
 @pytest.mark.parametrize("mode", WHOLE)
 @ranks(2)
 def test_averages_swapped_in_by_data_are_used(mode: str) -> None:
-    """Such a swap counts no version, before or behind `zero_grad`."""
-    for zero_first in (True, False):
+    """Such a swap counts no version: behind a step, or in the middle of an accumulation."""
+    for steps, zeros in ((True, True), (True, False), (False, False)):
         model, x = written(mode)
-        optimizer = fsdp2.optim.local(torch.optim.SGD, model.parameters(), lr=0.1)
-        optimizer.step()
-        if zero_first:
-            optimizer.zero_grad()
+        if steps:
+            loss_of(model(x)).backward()
+            optimizer = fsdp2.optim.local(torch.optim.SGD, model.parameters(), lr=0.1)
+            optimizer.step()
+        if zeros:
+            model.zero_grad()
         trained = output_of(model, x)
         for p in model.parameters():
             p.data.mul_(2)
@@ -297,22 +304,44 @@ def test_averages_swapped_in_by_data_are_used(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", WHOLE)
 @ranks(2)
-def test_evaluation_between_micro_batches_takes_nothing_away(mode: str) -> None:
+def test_evaluation_between_micro_batches(mode: str) -> None:
+    """It gathers for itself, and leaves nothing whole."""
     pair = Pair("stack", shard=mode)
     for _ in range(2):
         pair.model.set_requires_gradient_sync(False)  # type: ignore[operator]
         pair.backward(scale=0.5)
         with counted() as seen, torch.no_grad():
             pair.losses(pair.batch())
-        assert seen["unshard"] == 0
+        assert seen["unshard"] == UNITS
+        assert whole_nbytes(pair.model) == 0
         pair.model.set_requires_gradient_sync(True)  # type: ignore[operator]
-        with counted() as seen:
-            pair.backward(scale=0.5)
-        assert seen["unshard"] == 0
+        pair.backward(scale=0.5)
         pair.step()
-        with torch.no_grad():
-            pair.losses(pair.batch())
     pair.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@ranks(2)
+def test_an_update_by_hand_before_gradients_are_cleared(mode: str) -> None:
+    """Gradients are cleared between forward and backward, and `.data` counts no version."""
+    pair = Pair("stack", shard=mode)
+    params = [list(model.parameters()) for model in (pair.model, pair.reference)]
+    for _ in range(4):
+        for own, loss in zip(params, pair.losses(pair.batch()), strict=True):
+            for p in own:
+                p.grad = None
+            loss.backward()
+            for p in own:
+                p.data.sub_(p.grad, alpha=0.1)  # type: ignore[arg-type]
+        pair.steps += 1
+    pair.check()
+
+
+def whole_nbytes(model: nn.Module) -> int:
+    """Return the bytes of whole parameters that are in memory."""
+    groups = [group for unit in units_below(model) for group in unit.own_groups]
+    memories = [group.buffers.whole_memory for group in groups]
+    return sum(m.untyped_storage().nbytes() for m in memories if m is not None)
 
 
 @pytest.mark.parametrize("mode", WHOLE)
@@ -360,25 +389,19 @@ def test_several_forwards_before_a_backward(mode: str) -> None:
 
 
 @ranks(2)
-def test_parameters_are_shards_between_steps() -> None:
+def test_parameters_are_shards_between_backwards() -> None:
     """So states, averages and checkpoints are those of the default mode; memory is not."""
     for mode in WHOLE:
-        pair = Pair("stack", shard=mode, mp_policy=MixedPrecisionPolicy())
+        pair = Pair("stack", shard=mode)
+        pair.model.set_requires_gradient_sync(False)  # type: ignore[operator]
         pair.backward()
-        groups = [group for unit in fsdp2_units(pair.model) for group in unit.own_groups]
-        wholes = [group.buffers.whole_memory for group in groups]
-        assert all(memory is not None for memory in wholes)
-        assert all(memory.untyped_storage().nbytes() for memory in wholes if memory is not None)
+        assert whole_nbytes(pair.model) >= sum(p.numel() * 4 for p in pair.model.parameters())
         assert all(isinstance(p, DTensor) for p in pair.model.parameters())
-        assert all(isinstance(p.grad, DTensor) for p in pair.model.parameters())
         state = pair.model.state_dict()
         assert all(isinstance(value, DTensor) for value in state.values())
-
-
-def fsdp2_units(model: nn.Module) -> Any:
-    from fsdp2._engine.between_steps import units_below
-
-    return units_below(model)
+        pair.model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        pair.backward()
+        assert whole_nbytes(pair.model) == 0
 
 
 @pytest.mark.parametrize("saved_in", MODES)
