@@ -480,8 +480,7 @@ class Reduction:
         self._flight: InFlight | None = None  # the part of the reduction that was launched last
         self._scattered: InFlight | None = None  # the reduce-scatter, which alone reads the inputs
         self.lane = "reduce"  # in which gradients are filled
-        # what a sum over the second axis has read, until compute has waited
-        self._held: tuple[Tensor, ...] = ()
+        self._held: Tensor | None = None  # an old partial sum, until compute has waited
         self._counts: Tensor | None = None  # how many ranks had each gradient, if one misses here
         self._grads: list[Tensor] | None = None  # gradients that are filled, and not yet set
         self._waits_for_copy = not inputs[0].is_cpu and (bool(absent) or owner._residence.is_away)
@@ -554,9 +553,8 @@ class Reduction:
     def _sum_replicas(self) -> InFlight:
         assert self._reduced is not None
         owner, layout = self.owner, self._plan.layout
-        partial = owner.unreduced.partial
-        if partial is not None:  # it may lie in compute's memory
-            self._held = (partial,)
+        self._held = partial = owner.unreduced.partial  # it may lie in compute's memory
+        if partial is not None:
             self._reduced.add_(partial.view(-1))
             owner.unreduced.partial = None
         reduced = self._reduced
@@ -573,8 +571,7 @@ class Reduction:
         if place is None:
             place = owner.wire.allocate((layout.numel,), layout.dtype, reduced.device)
         work = owner.wire.reduce_scatter(place, reduced, op, axis, async_op)
-        self._held, self._reduced = (*self._held, reduced), place
-        self._is_borrowed = self._place is None
+        self._reduced, self._is_borrowed = place, self._place is None
         return InFlight((reduced, place), work, owner.ids.reductions.failed_sum)
 
     def free_if_done(self) -> None:
@@ -695,8 +692,7 @@ class Reduction:
         if self._flight is not None:
             self._hold_back(self._flight)
         self._inputs = []
-        self._flight = self._scattered = self._reduced = self._grads = None
-        self._held = ()
+        self._flight = self._scattered = self._reduced = self._held = self._grads = None
 
     launched_as: ClassVar[Mapping[Callable[..., Any], str]] = {
         _reduce_scatter: "reduce_scatter",

@@ -10,7 +10,7 @@ import torch
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
 from tests.sim._world import Values, World, scenario
-from tests.sim.scenarios._training import learn, train, training
+from tests.sim.scenarios._training import train
 from tests.sim.scenarios.precision import COARSE
 from tests.sim.scenarios.streams import optimizer_elsewhere
 
@@ -55,23 +55,6 @@ def whole_with_replicas(world: World) -> Values:
     return train(world, shard="gradients", microbatches=3, mesh=world.mesh(2, 2))
 
 
-@scenario(2)
-def whole_and_written_by_data(world: World) -> Values:
-    """An accumulation is dropped, and shards are written by what counts no version."""
-    run = training(world, shard="gradients", steps=6)
-    for step in run.steps():
-        run.model.set_requires_gradient_sync(step % 2 == 1)
-        learn(run.model, run.inputs[step])
-        if step % 2 == 0:
-            run.model.zero_grad()
-            with torch.no_grad():
-                for param in run.model.parameters():
-                    param.data.mul_(0.9)
-        else:
-            run.update()
-    return run.values()
-
-
 OUTER = {"shard_outer": "optimizer"}
 
 
@@ -79,6 +62,17 @@ OUTER = {"shard_outer": "optimizer"}
 def states_over_all_ranks(world: World) -> Values:
     """Gradients go over two axes; parameters stay sharded over the inner one between backwards."""
     return train(world, microbatches=3, mesh=world.mesh(2, 2), **OUTER)
+
+
+@scenario(4, slow=True)
+def states_over_all_ranks_with_few_inputs(world: World) -> Values:
+    """Inputs are given back early: what was scattered inside lies there while it goes on."""
+
+    def few(model: Any) -> None:
+        model.set_reduce_scatter_max_input_buffers(1)
+
+    mesh = world.mesh(2, 2)
+    return train(world, mesh=mesh, set_up=few, **OUTER)
 
 
 @scenario(4, slow=True)
