@@ -240,6 +240,7 @@ def plan(
     hardware: str | os.PathLike[str] | Hardware | None = None,
     activation_checkpointing: bool = False,
     rank: int | None = None,
+    micro_batches: int = 1,
     **fully_shard_kwargs: Any,
 ) -> Plan:
     """Tell what sharding a model over ranks gives, without ranks, a process group, or memory.
@@ -268,8 +269,10 @@ def plan(
             as ``torch.utils.checkpoint`` around each of them does.
         rank: the rank whose shards and memory the plan tells. None: the first rank, which has the
             most; for a sharded model, this rank.
+        micro_batches: backwards of a step, each of ``batch``; all but the last are without gradient
+            sync.
         fully_shard_kwargs: more keywords of ``fully_shard``, such as ``mp_policy``,
-            ``offload_policy`` and ``reshard_after_forward``.
+            ``offload_policy``, ``reshard_after_forward``, ``shard`` and ``shard_outer``.
 
     Returns:
         A ``Plan``: groups, and for a step its collectives, events, memory and time, in order.
@@ -292,6 +295,7 @@ def plan(
     setup = Setup(
         mesh=shape,
         rank=own if rank is None else rank,
+        micro_batches=micro_batches,
         policy=policy,
         batch=batch,
         loss=loss,
