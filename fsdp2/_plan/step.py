@@ -488,6 +488,8 @@ def _collectives(
             yield Collective(phase, "reduce_scatter", fqn, event.nbytes, over.ranks)
             group = sizes[fqn]
             if over.then > 1 and group.all_reduce_nbytes > 0:
-                yield Collective(phase, "all_reduce", fqn, group.all_reduce_nbytes, over.then)
+                nbytes, then = group.all_reduce_nbytes, over.then
+                yield Collective(phase, "all_reduce", fqn, nbytes, then, over.ranks)
             elif over.then > 1:
-                yield Collective(phase, "reduce_scatter", fqn, group.outer_nbytes, over.then)
+                nbytes, then = group.outer_nbytes, over.then
+                yield Collective(phase, "reduce_scatter", fqn, nbytes, then, over.ranks)

@@ -75,7 +75,8 @@ class Collective:
 
     ``phase`` is ``forward`` or ``backward``. ``kind`` is ``all_gather``, ``reduce_scatter`` or
     ``all_reduce``. ``unit`` is the name of its group. ``nbytes`` counts the larger of its two
-    buffers: the output of a gather, the input of a reduction. ``ranks`` is how many take part.
+    buffers: the output of a gather, the input of a reduction. ``ranks`` is how many take part,
+    and ``stride`` how far apart these are, in the order of all ranks.
     """
 
     phase: str
@@ -83,6 +84,7 @@ class Collective:
     unit: str
     nbytes: int
     ranks: int = field(default=0, compare=False)
+    stride: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,11 @@ def check_step(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
     for planned, real in zip(found.step.events, seen, strict=True):
         assert planned == real
     planned_peak = found.step.peak_nbytes - found.step.start_nbytes
-    assert abs(planned_peak - peak) <= 0.03 * peak, f"{planned_peak} planned, {peak} measured"
+    # of several micro-batches a reduction may have ended earlier than it is planned to
+    above = 0.03 if micro_batches == 1 else 0.15
+    assert -0.03 * peak <= planned_peak - peak <= above * peak, (
+        f"{planned_peak} planned, {peak} measured"
+    )
 
 
 @pytest.mark.parametrize("name", with_slow(SETTINGS, ["fp32", "bf16_fast"]))
