@@ -34,6 +34,10 @@ OF_A_STEP = Setup.__dataclass_fields__.keys() - {"mesh", "policy", "fully_shard_
 """What can be changed of a model that is sharded already."""
 
 
+WHOLE = ("optimizer", "gradients")
+"""Values of ``shard`` with which parameters are whole through the micro-batches of a step."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What ``plan`` found. ``print`` shows it as a table.
@@ -99,7 +103,8 @@ class Plan:
         Memory settings are tried first. If none fits, activation checkpointing around each unit is
         tried, then CPU offload too, unless the model is sharded already. Of the best one the
         largest batch that fits is looked for. Each trial is a plan, so this takes as long as
-        several.
+        several. With several micro-batches values of ``shard`` are tried, too, if no keyword of the
+        plan says when parameters are whole.
 
         Args:
             budget: bytes of one rank, or ``"70GB"``, ``"64GiB"``. None: the hardware's memory.
@@ -114,7 +119,11 @@ class Plan:
         """
         batch, nbytes = self._batch_for("suggest"), self._budget("suggest", budget, True)
         assert nbytes is not None  # it was needed
-        return suggest(batch, nbytes, self._predict, not self.is_sharded)
+        setup = self.setup
+        chosen = {"shard", "shard_outer", "reshard_after_forward", "offload_policy"}
+        may_choose = not self.is_sharded and chosen.isdisjoint(setup.fully_shard_kwargs)
+        sharding = WHOLE if may_choose and setup.micro_batches > 1 else ()
+        return suggest(batch, nbytes, self._predict, not self.is_sharded, sharding)
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
         """Tell what is wrong with this choice, each with its number and what would be better.

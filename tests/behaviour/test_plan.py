@@ -423,3 +423,27 @@ def test_what_a_sharded_model_has_already_is_not_given_again() -> None:
     assert not any("offload_policy" in one.changes for one in tried)
     with pytest.raises(ConfigError, match=r"expected mesh to be a number of ranks"):
         fsdp2.plan(nn.Linear(13, 3))
+
+
+def test_what_is_sharded_is_suggested_for_several_micro_batches() -> None:
+    """It is what sends least, where there is room for it."""
+    batch = torch.zeros(2, LENGTH, dtype=torch.long)
+
+    def suggested(budget: str, **given: Any) -> list[str]:
+        found = fsdp2.plan(
+            seeded(Model),
+            mesh=8,
+            policy={Block},
+            batch=batch,
+            hardware="h100-nvlink-ib",
+            **given,
+        )
+        return [one.code for one in found.suggest(budget)]
+
+    room = suggested("80GB", micro_batches=4)
+    assert room[0] == "fully_shard(..., shard='optimizer')"
+    assert "fully_shard(..., shard='gradients')" in room
+    assert not any("shard=" in code for code in suggested("80GB"))
+    assert not any(
+        "shard=" in code for code in suggested("80GB", micro_batches=4, reshard_after_forward=True)
+    )
