@@ -884,7 +884,8 @@ class Runtime(Observable):
         else:
             self.reductions.settle()
             self.context.streams.note_late(self._looks())
-            self.staying.note_gradients()
+            if self.staying:
+                self.staying.note_gradients()
         self.context.phase = IDLE if self.forward_root is None else FORWARD
         self.backward.callback = None
 
