@@ -27,6 +27,7 @@ from fsdp2._base.policy import (
     Overlap,
     Settings,
 )
+from fsdp2._base.sharding import Sharding
 from fsdp2._base.torch_dealt import DealtTensor, dealt
 from fsdp2._comm.mesh import DataMesh, KeptOnMesh
 from fsdp2._comm.wire import Wire
@@ -74,6 +75,7 @@ NAMED: tuple[Any, ...] = (
     Settings,
     ShardInfo,
     ShardLayout,
+    Sharding,
     Site,
     StateHooks,
     TorchState,

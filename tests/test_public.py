@@ -214,7 +214,9 @@ fully_shard(module,
     ignored_params=None,
     dp_mesh_dims=None,
     conditional=False,
-    ignored_states=None)
+    ignored_states=None,
+    shard='parameters',
+    shard_outer=None)
 register_fsdp_forward_method(module, method_name)
 share_comm_ctx(modules)
 MixedPrecisionPolicy(param_dtype=None,

@@ -6,7 +6,7 @@ Owns the search: which changes are tried, and how they are told. It must not kno
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,18 +86,27 @@ class Suggestion:
 Predict = Callable[[dict[str, Any]], StepPlan]
 
 
-def suggest(batch: object, budget: int, predict: Predict, may_offload: bool) -> list[Suggestion]:
+def suggest(
+    batch: object,
+    budget: int,
+    predict: Predict,
+    may_offload: bool,
+    sharding: Sequence[str] = (),
+) -> list[Suggestion]:
     """Return what was tried, the best first: what fits, and among that the fastest.
 
     Each memory setting is tried, then with checkpointing, then with offload too: the dearer ones
     only while nothing fits. ``may_offload``: the model's policies can still be chosen.
+    ``sharding``: values of ``shard`` to try beside each that needs no offload.
     """
     tried: list[Suggestion] = []
     steps: dict[str, StepPlan] = {}
     ways: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}]
     for dearer in [*ways, _offloaded()] if may_offload else ways:
-        for memory in MEMORY:
-            changes = {**dearer, "memory": memory}
+        tries = [{**dearer, "memory": memory} for memory in MEMORY]
+        if "offload_policy" not in dearer:
+            tries += [{**dearer, "shard": shard} for shard in sharding]
+        for changes in tries:
             step = steps[code_of(changes)] = predict(changes)
             peak, fits = step.highest_nbytes, step.highest_nbytes <= budget
             tried.append(Suggestion(changes, code_of(changes), peak, step.seconds, fits))
@@ -120,6 +129,8 @@ def _offloaded() -> dict[str, Any]:
 def code_of(changes: Mapping[str, Any]) -> str:
     """Return changes as the lines that make them."""
     parts = []
+    if "shard" in changes:
+        parts.append(f"fully_shard(..., shard={changes['shard']!r})")
     if "offload_policy" in changes:
         parts.append("fully_shard(..., offload_policy=CPUOffloadPolicy())")
     if changes.get("activation_checkpointing"):

@@ -34,6 +34,10 @@ OF_A_STEP = Setup.__dataclass_fields__.keys() - {"mesh", "policy", "fully_shard_
 """What can be changed of a model that is sharded already."""
 
 
+WHOLE = ("optimizer", "gradients")
+"""Values of ``shard`` with which parameters are whole through the micro-batches of a step."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What ``plan`` found. ``print`` shows it as a table.
@@ -99,7 +103,8 @@ class Plan:
         Memory settings are tried first. If none fits, activation checkpointing around each unit is
         tried, then CPU offload too, unless the model is sharded already. Of the best one the
         largest batch that fits is looked for. Each trial is a plan, so this takes as long as
-        several.
+        several. With several micro-batches values of ``shard`` are tried, too, if no keyword of the
+        plan says when parameters are whole.
 
         Args:
             budget: bytes of one rank, or ``"70GB"``, ``"64GiB"``. None: the hardware's memory.
@@ -114,7 +119,11 @@ class Plan:
         """
         batch, nbytes = self._batch_for("suggest"), self._budget("suggest", budget, True)
         assert nbytes is not None  # it was needed
-        return suggest(batch, nbytes, self._predict, not self.is_sharded)
+        setup = self.setup
+        chosen = {"shard", "shard_outer", "reshard_after_forward", "offload_policy"}
+        may_choose = not self.is_sharded and chosen.isdisjoint(setup.fully_shard_kwargs)
+        sharding = WHOLE if may_choose and setup.micro_batches > 1 else ()
+        return suggest(batch, nbytes, self._predict, not self.is_sharded, sharding)
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
         """Tell what is wrong with this choice, each with its number and what would be better.
@@ -240,6 +249,7 @@ def plan(
     hardware: str | os.PathLike[str] | Hardware | None = None,
     activation_checkpointing: bool = False,
     rank: int | None = None,
+    micro_batches: int = 1,
     **fully_shard_kwargs: Any,
 ) -> Plan:
     """Tell what sharding a model over ranks gives, without ranks, a process group, or memory.
@@ -268,8 +278,10 @@ def plan(
             as ``torch.utils.checkpoint`` around each of them does.
         rank: the rank whose shards and memory the plan tells. None: the first rank, which has the
             most; for a sharded model, this rank.
+        micro_batches: backwards of a step, each of ``batch``; all but the last are without gradient
+            sync.
         fully_shard_kwargs: more keywords of ``fully_shard``, such as ``mp_policy``,
-            ``offload_policy`` and ``reshard_after_forward``.
+            ``offload_policy``, ``reshard_after_forward``, ``shard`` and ``shard_outer``.
 
     Returns:
         A ``Plan``: groups, and for a step its collectives, events, memory and time, in order.
@@ -292,6 +304,7 @@ def plan(
     setup = Setup(
         mesh=shape,
         rank=own if rank is None else rank,
+        micro_batches=micro_batches,
         policy=policy,
         batch=batch,
         loss=loss,

@@ -61,7 +61,10 @@ class Template:
                 run.recompute()
             if setup.batch is not None:
                 step = run.predict(
-                    arguments_of(setup.batch), setup.loss or mean_of, setup.optimizer
+                    arguments_of(setup.batch),
+                    setup.loss or mean_of,
+                    setup.optimizer,
+                    setup.micro_batches,
                 )
             for group in run.groups:
                 group.inspect()
@@ -89,12 +92,14 @@ class Setup:
     memory: str | int | None = None
     hardware: Hardware | None = None
     activation_checkpointing: bool = False
+    micro_batches: int = 1
     fully_shard_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be used."""
         check_function("plan", "loss", self.loss, "a function of the output or None")
         check_flag("plan", "activation_checkpointing", self.activation_checkpointing)
+        check_count("plan", "micro_batches", self.micro_batches)
         if self.optimizer is not None and not callable(self.optimizer):
             raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, self.optimizer)
         ranks, rank = math.prod(self.mesh), self.rank

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -28,6 +28,7 @@ from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.tree import Runtime, Unit, Visit
 from fsdp2._pages.content import KINDS
 from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.registration import SMALLER
 from fsdp2._plan.clock import Clock, ComputeTime
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
@@ -60,6 +61,7 @@ class StepRun:
         self.clock = None if hardware is None else _clock_for(hardware)
         self.groups: list[ParamGroup] = groups_of(model)
         self._events: list[events.Event] = []
+        self._over: list[_Over] = []  # for each event, who takes part in what it stands for
         self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
         self._running: list[str] = []  # units, the innermost last
         if isinstance(self.clock, LaneClock):
@@ -83,7 +85,9 @@ class StepRun:
                     forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
                     module.forward = forward
 
-    def predict(self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None) -> StepPlan:
+    def predict(
+        self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None, micro_batches: int = 1
+    ) -> StepPlan:
         """Run the steps; tell the last one."""
         args, kwargs = given
         watch, clock = self.watch, self.clock
@@ -98,7 +102,10 @@ class StepRun:
                         modes.enter_context(ComputeTime(clock))
                     modes.enter_context(watch)
                     modes.enter_context(events.listen(self._see_event))
-                    self._run(args, kwargs, loss)
+                    for left in reversed(range(micro_batches)):
+                        if micro_batches > 1:
+                            self._sync(left == 0)
+                        self._run(args, kwargs, loss)
                 self._see("the end of backward")
                 if number == 0:
                     self._tag_made()
@@ -116,10 +123,11 @@ class StepRun:
         if self.clock is not None:
             self.clock.finish()
         sizes = {group.fqn: describe(group) for group in self.groups}
-        exact = tuple(_with_stamps(event, sizes) for event in self._events)
+        seen = list(zip(self._events, self._over, strict=True))
+        exact = tuple(_with_stamps(event, over, sizes) for event, over in seen)
         return StepPlan(
             kinds=KINDS,
-            collectives=tuple(_collectives(exact, sizes)),
+            collectives=tuple(_collectives(zip(exact, self._over, strict=True), sizes)),
             events=exact,
             memory=tuple(self._timed_points()),
             start_nbytes=start,
@@ -148,6 +156,7 @@ class StepRun:
 
     def _begin_step(self) -> int:
         self._events.clear()
+        self._over.clear()
         self._points.clear()
         self._running.clear()
         self._show()
@@ -157,7 +166,9 @@ class StepRun:
         return self.watch.nbytes
 
     def _see_event(self, event: events.Event) -> None:
+        group = next((group for group in self.groups if group.fqn == event.fqn), None)
         self._events.append(event)
+        self._over.append(_Over.of(group, event.kind) if group is not None else _Over())
         self._see(str(event))
 
     def _see(self, label: str) -> None:
@@ -281,6 +292,10 @@ class StepRun:
         return isinstance(group.residence.offload, CPUOffloadPolicy)
 
     # What is run.
+
+    def _sync(self, is_on: bool) -> None:
+        for unit in units_below(self.model):
+            unit.configure(**unit.settings.sharding.sync(is_on))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss) -> None:
         try:
@@ -430,15 +445,32 @@ def mean_of(output: Any) -> Tensor:
     return torch.stack(means).sum()
 
 
-def _with_stamps(event: events.Event, sizes: Mapping[str, GroupPlan]) -> events.Event:
+@dataclass(frozen=True)
+class _Over:
+    """How many ranks take part in the collective of an event, and in one that follows at once."""
+
+    ranks: int = 0
+    then: int = 0
+    is_smaller: bool = False
+
+    @staticmethod
+    def of(group: ParamGroup, kind: str) -> _Over:
+        if kind != "unshard":
+            then = group.data.summed.size if group.settings.all_reduce_grads else 0
+            return _Over(group.data.scattered.size, then)
+        smaller = group.buffers.post_forward.mesh
+        if smaller is None or group.state is not SMALLER:
+            return _Over(group.data.shard.size)
+        return _Over(smaller.shard.size, is_smaller=True)
+
+
+def _with_stamps(event: events.Event, over: _Over, sizes: Mapping[str, GroupPlan]) -> events.Event:
     """Return an event with the bytes that real ranks have: they send numbers along."""
     group = sizes.get(event.fqn)
     if group is None or not event.nbytes:
         return event
     nbytes = {
-        "unshard": (
-            group.regather_nbytes if event.phase == events.BACKWARD else group.gather_nbytes
-        ),
+        "unshard": group.regather_nbytes if over.is_smaller else group.gather_nbytes,
         "reduce": group.reduce_nbytes,
         "reshard": group.whole_nbytes,
     }
@@ -446,12 +478,18 @@ def _with_stamps(event: events.Event, sizes: Mapping[str, GroupPlan]) -> events.
 
 
 def _collectives(
-    seen: Sequence[events.Event], sizes: Mapping[str, GroupPlan]
+    seen: Iterable[tuple[events.Event, _Over]], sizes: Mapping[str, GroupPlan]
 ) -> Iterator[Collective]:
-    for event in seen:
+    for event, over in seen:
+        phase, fqn = event.phase, event.fqn
         if event.kind == "unshard":
-            yield Collective(event.phase, "all_gather", event.fqn, event.nbytes)
+            yield Collective(phase, "all_gather", fqn, event.nbytes, over.ranks)
         elif event.kind == "reduce":
-            yield Collective(event.phase, "reduce_scatter", event.fqn, event.nbytes)
-            if (nbytes := sizes[event.fqn].all_reduce_nbytes) > 0:
-                yield Collective(event.phase, "all_reduce", event.fqn, nbytes)
+            yield Collective(phase, "reduce_scatter", fqn, event.nbytes, over.ranks)
+            group = sizes[fqn]
+            if over.then > 1 and group.all_reduce_nbytes > 0:
+                nbytes, then = group.all_reduce_nbytes, over.then
+                yield Collective(phase, "all_reduce", fqn, nbytes, then, over.ranks)
+            elif over.then > 1:
+                nbytes, then = group.outer_nbytes, over.then
+                yield Collective(phase, "reduce_scatter", fqn, nbytes, then, over.ranks)

@@ -713,7 +713,7 @@ FAULTS = [
         "sum-over-replicas-given-back-with-the-inputs",
         "fsdp2/_param_group/reduce.py",
         "Reduction.return_inputs",
-        "data.shard.size > 1 and data.replicate.size == 1 and self.owner.hook is None",
+        "data.shard.size > 1 and data.summed.size == 1 and self.owner.hook is None",
         "True",
         "The next reduce-scatter gets memory that a sum over replicas still reads.",
         scenario="offloaded_replicas",
