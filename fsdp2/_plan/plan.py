@@ -97,7 +97,9 @@ class Plan:
         """Look for settings with which a step fits into the memory of a rank.
 
         Memory settings are tried first. If none fits, activation checkpointing around each unit is
-        tried, then CPU offload too, unless the model is sharded already. Of the best one the
+        tried. On the hardware of a device, activations on the host come next, and then the
+        optimizer's states too. The last is CPU offload, unless the model is sharded already. Of
+        the best one the
         largest batch that fits is looked for. Each trial is a plan, so this takes as long as
         several.
 
@@ -114,7 +116,7 @@ class Plan:
         """
         batch, nbytes = self._batch_for("suggest"), self._budget("suggest", budget, True)
         assert nbytes is not None  # it was needed
-        return suggest(batch, nbytes, self._predict, not self.is_sharded)
+        return suggest(batch, nbytes, self._predict, not self.is_sharded, self.hardware)
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
         """Tell what is wrong with this choice, each with its number and what would be better.
@@ -239,6 +241,8 @@ def plan(
     memory: str | int | None = None,
     hardware: str | os.PathLike[str] | Hardware | None = None,
     activation_checkpointing: bool = False,
+    offload_activations: bool = False,
+    offload_states: bool = False,
     rank: int | None = None,
     **fully_shard_kwargs: Any,
 ) -> Plan:
@@ -266,6 +270,10 @@ def plan(
             With it the plan has times, without it none.
         activation_checkpointing: compute activations of the units below the root again in backward,
             as ``torch.utils.checkpoint`` around each of them does.
+        offload_activations: keep on the host what the units below the root save, but for the last
+            one, as ``fsdp2.offload_activations`` does. On the hardware of a device alone.
+        offload_states: keep the optimizer's states on the host, as ``fsdp2.optim.offload_states``
+            does. On the hardware of a device alone.
         rank: the rank whose shards and memory the plan tells. None: the first rank, which has the
             most; for a sharded model, this rank.
         fully_shard_kwargs: more keywords of ``fully_shard``, such as ``mp_policy``,
@@ -299,6 +307,8 @@ def plan(
         memory=memory,
         hardware=hardware_for(hardware),
         activation_checkpointing=activation_checkpointing,
+        offload_activations=offload_activations,
+        offload_states=offload_states,
         fully_shard_kwargs=fully_shard_kwargs,
     )
     setup.check()
