@@ -12,7 +12,8 @@ how fast a large copy is in each direction.
 
 `checkpoint` computes blocks again in backward, so that only what goes into them is saved;
 `checkpoint, offload` keeps that on the host. `offload all` keeps on the host all that blocks save.
-`states` keeps AdamW's states there: the link carries 8 bytes for each parameter, each way.
+`states` keeps AdamW's states there: the link carries 8 bytes for each parameter, each way. `in
+backward` they begin to come there, and leave beside the next forward (`max_bytes`).
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model is trained. ``keep_last``: blocks that stay on the device."""
+    """How a model is trained. ``most``: the ``max_bytes`` of states on the host."""
 
     name: str
     checkpoint: bool = False
     offload: bool = False
     states: bool = False
+    most: int | None = None
 
 
 VARIANTS = (
@@ -59,6 +61,7 @@ VARIANTS = (
     Variant("checkpoint", checkpoint=True),
     Variant("checkpoint, offload", checkpoint=True, offload=True),
     Variant("checkpoint, states", checkpoint=True, states=True),
+    Variant("checkpoint, states in backward", checkpoint=True, states=True, most=1 << 36),
     Variant("checkpoint, offload, states", checkpoint=True, offload=True, states=True),
 )
 
@@ -139,7 +142,7 @@ def measure_variant(
         torch.optim.AdamW, model.parameters(), lr=1e-4, fused=machine.is_gpu
     )
     if variant.states:
-        fsdp2.optim.offload_states(optim)
+        fsdp2.optim.offload_states(optim, max_bytes=variant.most)
     length = min(tokens, 4096)
     batch = torch.randint(shape.vocabulary, (tokens // length, length), device=machine.device)
     losses = []
