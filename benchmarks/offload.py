@@ -13,7 +13,7 @@ how fast a large copy is in each direction.
 `checkpoint` computes blocks again in backward, so that only what goes into them is saved;
 `checkpoint, offload` keeps that on the host. `offload all` keeps on the host all that blocks save.
 `states` keeps AdamW's states there: the link carries 8 bytes for each parameter, each way. With
-`8 GB` of them on the device at a time they begin to come in backward.
+`8 GB` of them on the device at a time (`max_bytes`) they begin to come in backward.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Variant:
-    """How a model is trained. ``most``: bytes of states on the device at a time; 0: as it comes."""
+    """How a model is trained. ``most``: the ``max_bytes`` of states on the host."""
 
     name: str
     checkpoint: bool = False
     offload: bool = False
     states: bool = False
-    most: int = 0
+    most: int | None = None
 
 
 VARIANTS = (
@@ -142,7 +142,7 @@ def measure_variant(
         torch.optim.AdamW, model.parameters(), lr=1e-4, fused=machine.is_gpu
     )
     if variant.states:
-        fsdp2.optim.offload_states(optim, max_bytes=variant.most or None)
+        fsdp2.optim.offload_states(optim, max_bytes=variant.most)
     length = min(tokens, 4096)
     batch = torch.randint(shape.vocabulary, (tokens // length, length), device=machine.device)
     losses = []

@@ -20,6 +20,7 @@ from benchmarks import (
     copies,
     gloo,
     link,
+    offload,
     peak,
     quick,
     scale,
@@ -326,3 +327,12 @@ def test_the_check_is_skipped_where_figures_cannot_be_compared(
     make_result(1).write(tmp_path / "host.json")
     left_out = quick.find_left_out(["host", "ops"], is_check=True)
     assert set(left_out) == {"host", "ops"}
+
+
+def test_offloading_is_measured_in_a_small_form_without_a_gpu() -> None:
+    measured = offload.measure(
+        argparse.Namespace(tiny=True, only=None, blocks=2, tokens=32, rounds=1)
+    )
+    losses = {f.variant: f.value for f in measured.figures if f.quantity == "last loss"}
+    assert len(losses) == len(offload.VARIANTS)
+    assert len(set(losses.values())) == 1

@@ -155,7 +155,7 @@ packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks
 def is_in_checkpoint() -> bool:
     """True if the innermost hooks on saved tensors are those of ``torch.utils.checkpoint``."""
     top = packing_hooks(False)
-    return top is not None and top[0].__module__ == "torch.utils.checkpoint"
+    return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def own_grad_dtype(param: torch.Tensor) -> tuple[bool, torch.dtype | None]:

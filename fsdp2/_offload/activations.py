@@ -74,6 +74,7 @@ class Away:
         "device",
         "group",
         "here",
+        "lanes",
         "memory",
         "nbytes",
         "saved",
@@ -91,9 +92,9 @@ class Away:
         self.group = group
         self.device, self.nbytes = tensor.device, storage.nbytes()
         self.version = torch_autograd.version_of(tensor)
-        self.stream = torch.accelerator.current_stream()
+        self.lanes, self.stream = lanes, lanes.compute
         self.memory, self.buffer = memory, memory.take(self.nbytes)
-        self.departure = lanes.send_out(_bytes_of(storage, tensor.device), self.buffer)
+        self.departure = lanes.send_storage(tensor, self.buffer)
         self.saved = tensor
 
     def __del__(self) -> None:
@@ -114,16 +115,16 @@ class Away:
             self._look_for_writes()
             self.saved = None
 
-    def bring(self, lanes: CopyLanes) -> None:
+    def bring(self) -> None:
         """Begin to come back, unless the bytes are on the device."""
         if self.saved is None and self.here is None:
-            self.stream = torch.accelerator.current_stream()
+            self.stream = self.lanes.compute
             here = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-            self.arrival = lanes.bring_back(self.buffer, here)
+            self.arrival = self.lanes.bring_back(self.buffer, here)
             self.here = here
 
-    def storage(self) -> torch.UntypedStorage:
-        """Return the bytes on the device, for the current stream to read."""
+    def held(self) -> Tensor:
+        """Return a tensor in the storage on the device, for the current stream to read."""
         self._look_for_writes()
         if self.was_written:
             raise StateError(
@@ -133,12 +134,12 @@ class Away:
                 "after that. Modify a clone instead.",
             )
         if self.saved is not None:
-            return self.saved.untyped_storage()
+            return self.saved
         assert self.here is not None
         if self.arrival is not None:
-            torch.accelerator.current_stream().wait_event(self.arrival)
+            self.lanes.compute.wait_event(self.arrival)
             self.arrival = None
-        return self.here.untyped_storage()
+        return self.here
 
     def _look_for_writes(self) -> None:
         if self.saved is not None and torch_autograd.version_of(self.saved) != self.version:
@@ -155,11 +156,11 @@ class _Saved:
         self.group = group
         self.dtype = tensor.dtype
         self.size, self.stride = tensor.size(), tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.offset = int(tensor.storage_offset())
 
     def tensor(self) -> Tensor:
-        found = torch.empty(0, dtype=self.dtype, device=self.away.device)
-        return found.set_(self.away.storage(), self.offset, self.size, self.stride)
+        away = self.away
+        return away.lanes.view(away.held(), self.dtype, self.size, self.stride, self.offset)
 
 
 class _Kept:
@@ -221,7 +222,7 @@ class Activations:
         self._begin()
 
     def _begin(self) -> None:
-        self.memory = HostMemory()
+        self.memory = self._make_memory()
         self._lanes: dict[torch.device, CopyLanes] = {}
         self._running: list[_Call] = []
         self._count = 0
@@ -233,6 +234,20 @@ class Activations:
         self._has_warned = False
         # the same objects in each call: a compiler guards on them
         self._hooks: tuple[Callable[..., Any], Callable[..., Any]] = (self.pack, self.unpack)
+
+    def _make_memory(self) -> HostMemory:
+        return HostMemory()
+
+    def _lanes_of(self, device: torch.device) -> CopyLanes:
+        lanes = self._lanes.get(device)
+        if lanes is None:
+            lanes = self._lanes[device] = CopyLanes(device)
+        return lanes
+
+    def _can_copy(self, tensor: Tensor) -> bool:
+        """True if a tensor lies where copies to the host run beside compute, by itself."""
+        can = capabilities(tensor.device)
+        return type(tensor) is Tensor and can.has_lanes and can.pins
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("model", "chosen", "min_nbytes", "handles")
@@ -329,12 +344,9 @@ class Activations:
             return _Saved(tensor, self._away(tensor, call), call.group)
 
     def _may_travel(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        if not self._can_copy(tensor) or tensor.layout is not torch.strided:
             return False
-        can = capabilities(tensor.device)
-        if not (can.has_lanes and can.pins) or tensor.nbytes < self.min_nbytes:
-            return False
-        if tensor.is_conj() or tensor.is_neg():
+        if tensor.nbytes < self.min_nbytes or tensor.is_conj() or tensor.is_neg():
             return False
         return tensor.untyped_storage().nbytes() <= LEAST_SHARE * tensor.nbytes
 
@@ -350,10 +362,7 @@ class Activations:
             self._count += 1
             call.group = self._groups[self._count] = Group(self._count)
             self._let_go(before=self._count - 1)
-        lanes = self._lanes.get(tensor.device)
-        if lanes is None:
-            lanes = self._lanes[tensor.device] = CopyLanes(tensor.device)
-        away = Away(tensor, call.group, self.memory, lanes)
+        away = Away(tensor, call.group, self.memory, self._lanes_of(tensor.device))
         reference = weakref.ref(away)
         call.group.storages.append(reference)
         call.group.nbytes += away.nbytes
@@ -371,7 +380,7 @@ class Activations:
         with torch.no_grad():
             self._arrive(saved.group)
             if type(saved) is _Saved:
-                saved.away.bring(self._lanes[saved.away.device])
+                saved.away.bring()
             return saved.tensor()
 
     def _arrive(self, group: Group) -> None:
@@ -392,7 +401,7 @@ class Activations:
 
     def _bring(self, group: Group) -> None:
         for away in _living(group):
-            away.bring(self._lanes[away.device])
+            away.bring()
 
 
 Activations.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
@@ -412,7 +421,3 @@ def _is_parameter(tensor: Tensor) -> bool:
 def _living(group: Group) -> list[Away]:
     found = (reference() for reference in group.storages)
     return [away for away in found if away is not None]
-
-
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -11,6 +11,8 @@ lane. So a buffer may be given back and taken again while a copy of it is still 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,10 +25,11 @@ SMALLEST = 4096
 class HostBuffer:
     """Bytes of pinned memory. ``event``: of the last copy from or to it."""
 
-    __slots__ = ("data", "event")
+    __slots__ = ("data", "event", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
-        self.data = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    def __init__(self, nbytes: int, data: Tensor) -> None:
+        self.nbytes = nbytes
+        self.data = data
         self.event: torch.Event | None = None
 
 
@@ -47,11 +50,14 @@ class HostMemory:
         if free:
             return free.pop()
         self.nbytes += size
-        return HostBuffer(size)
+        return HostBuffer(size, self._allocate(size))
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back; see [Note: who may use a host buffer]."""
-        self._free[buffer.data.numel()].append(buffer)
+        self._free[buffer.nbytes].append(buffer)
 
 
 def rounded(nbytes: int) -> int:
@@ -67,6 +73,11 @@ class CopyLanes:
         self._out = torch.Stream(device)
         self._back = torch.Stream(device)
 
+    @property
+    def compute(self) -> Any:
+        """The stream that computes now."""
+        return torch.accelerator.current_stream()
+
     def send_out(self, source: Tensor, buffer: HostBuffer) -> torch.Event:
         """Copy bytes to the host, behind what compute was given so far; return when it is over.
 
@@ -74,6 +85,23 @@ class CopyLanes:
         """
         self._out.wait_stream(torch.accelerator.current_stream())
         return self._copy(self._out, buffer, buffer.data[: source.numel()], source)
+
+    def send_storage(self, tensor: Tensor, buffer: HostBuffer) -> torch.Event:
+        """Copy all bytes of a tensor's storage to the host; see ``send_out``."""
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return self.send_out(source.set_(tensor.untyped_storage()), buffer)
+
+    def view(
+        self,
+        held: Tensor,
+        dtype: torch.dtype,
+        size: torch.Size,
+        stride: tuple[int, ...],
+        offset: int,
+    ) -> Tensor:
+        """Return a tensor in the storage of another one, which is no view of that."""
+        found = torch.empty(0, dtype=dtype, device=held.device)
+        return found.set_(held.untyped_storage(), offset, size, stride)
 
     def bring_back(self, buffer: HostBuffer, target: Tensor) -> torch.Event:
         """Copy bytes to the device, into memory that compute allocated; return when it is over.

@@ -88,7 +88,11 @@ def _does_not_fit(plan: Planned, budget: int | None) -> Iterator[Advice]:
     top = max(step.memory, key=lambda point: point.peak_nbytes)
     kind, most = max(zip(step.kinds, top.peak_by_kind, strict=True), key=lambda item: item[1])
     tried = suggest(
-        None, budget, lambda changes: _step_of(plan.changed(**changes)), not plan.is_sharded
+        None,
+        budget,
+        lambda changes: _step_of(plan.changed(**changes)),
+        not plan.is_sharded,
+        plan.hardware,
     )
     best = tried[0]
     change = best.code if best.fits else "more ranks, a smaller batch, or smaller units"

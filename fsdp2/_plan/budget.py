@@ -16,6 +16,7 @@ from fsdp2._base.arguments import wrong_type, wrong_value
 from fsdp2._base.containers import map_tensors, visit_tensors
 from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._base.sizes import nbytes_text
+from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.table import seconds_text
 from fsdp2._plan.values import StepPlan
 
@@ -91,17 +92,23 @@ def suggest(
     budget: int,
     predict: Predict,
     may_offload: bool,
+    machine: Hardware | None,
     sharding: Sequence[str] = (),
 ) -> list[Suggestion]:
     """Return what was tried, the best first: what fits, and among that the fastest.
 
-    Each memory setting is tried, then with checkpointing, then with offload too: the dearer ones
-    only while nothing fits. ``may_offload``: the model's policies can still be chosen.
-    ``sharding``: values of ``shard`` to try beside each that needs no offload.
+    Each memory setting is tried, then with checkpointing, on a device then with activations and
+    with states on the host, then with all on the host: the dearer ones only while nothing fits.
+    ``may_offload``: the model's policies can still be chosen. ``sharding``: values of ``shard`` to
+    try beside each that needs no ``CPUOffloadPolicy``.
     """
     tried: list[Suggestion] = []
     steps: dict[str, StepPlan] = {}
-    ways: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}]
+    again = {"activation_checkpointing": True}
+    ways: list[dict[str, Any]] = [{}, again]
+    if machine is not None and machine.device_type != "cpu":
+        activations = {**again, "offload_activations": True}
+        ways += [activations, {**activations, "offload_states": True}]
     for dearer in [*ways, _offloaded()] if may_offload else ways:
         tries = [{**dearer, "memory": memory} for memory in MEMORY]
         if "offload_policy" not in dearer:
@@ -135,6 +142,10 @@ def code_of(changes: Mapping[str, Any]) -> str:
         parts.append("fully_shard(..., offload_policy=CPUOffloadPolicy())")
     if changes.get("activation_checkpointing"):
         parts.append("torch.utils.checkpoint around each unit")
+    if changes.get("offload_activations"):
+        parts.append("fsdp2.offload_activations around each unit")
+    if changes.get("offload_states"):
+        parts.append("fsdp2.optim.offload_states(optimizer)")
     if "memory" in changes:
         parts.append(f"model.set_memory({changes['memory']!r})")
     return ", ".join(parts)

@@ -101,7 +101,9 @@ class Plan:
         """Look for settings with which a step fits into the memory of a rank.
 
         Memory settings are tried first. If none fits, activation checkpointing around each unit is
-        tried, then CPU offload too, unless the model is sharded already. Of the best one the
+        tried. On the hardware of a device, activations on the host come next, and then the
+        optimizer's states too. The last is CPU offload, unless the model is sharded already. Of
+        the best one the
         largest batch that fits is looked for. Each trial is a plan, so this takes as long as
         several. With several micro-batches values of ``shard`` are tried, too, if no keyword of the
         plan says when parameters are whole.
@@ -123,7 +125,7 @@ class Plan:
         chosen = {"shard", "shard_outer", "reshard_after_forward", "offload_policy"}
         may_choose = not self.is_sharded and chosen.isdisjoint(setup.fully_shard_kwargs)
         sharding = WHOLE if may_choose and setup.micro_batches > 1 else ()
-        return suggest(batch, nbytes, self._predict, not self.is_sharded, sharding)
+        return suggest(batch, nbytes, self._predict, not self.is_sharded, self.hardware, sharding)
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
         """Tell what is wrong with this choice, each with its number and what would be better.
@@ -248,6 +250,8 @@ def plan(
     memory: str | int | None = None,
     hardware: str | os.PathLike[str] | Hardware | None = None,
     activation_checkpointing: bool = False,
+    offload_activations: bool = False,
+    offload_states: bool = False,
     rank: int | None = None,
     micro_batches: int = 1,
     **fully_shard_kwargs: Any,
@@ -276,6 +280,10 @@ def plan(
             With it the plan has times, without it none.
         activation_checkpointing: compute activations of the units below the root again in backward,
             as ``torch.utils.checkpoint`` around each of them does.
+        offload_activations: keep on the host what the units below the root save, but for the last
+            one, as ``fsdp2.offload_activations`` does. On the hardware of a device alone.
+        offload_states: keep the optimizer's states on the host, as ``fsdp2.optim.offload_states``
+            does. On the hardware of a device alone.
         rank: the rank whose shards and memory the plan tells. None: the first rank, which has the
             most; for a sharded model, this rank.
         micro_batches: backwards of a step, each of ``batch``; all but the last are without gradient
@@ -312,6 +320,8 @@ def plan(
         memory=memory,
         hardware=hardware_for(hardware),
         activation_checkpointing=activation_checkpointing,
+        offload_activations=offload_activations,
+        offload_states=offload_states,
         fully_shard_kwargs=fully_shard_kwargs,
     )
     setup.check()

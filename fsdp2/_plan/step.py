@@ -29,11 +29,12 @@ from fsdp2._engine.tree import Runtime, Unit, Visit
 from fsdp2._pages.content import KINDS
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.registration import SMALLER
+from fsdp2._plan.away import ImaginedActivations, ImaginedCopies
 from fsdp2._plan.clock import Clock, ComputeTime
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import Nowhere, groups_of
-from fsdp2._plan.lanes import ImaginedLanes, LaneClock
+from fsdp2._plan.lanes import BACK, OUT, ImaginedLanes, LaneClock
 from fsdp2._plan.owned import imagine_crews
 from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, StepPlan
 from fsdp2._plan.watch import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryWatch
@@ -42,6 +43,8 @@ from fsdp2.optim._owned_step import WholeOptimizer
 STEPS, MOST_STEPS = 2, 5
 """What is predicted is the last of so many: in the first one the engine learns, and in a few more
 where a part of a root is read past its modules."""
+UNITS_OF_STATES = 3
+"""So many units' states are on the device at a time, if they are on the host otherwise."""
 OPTIMIZER_WANTED = "a class or function that makes an optimizer of parameters, or None"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
@@ -64,6 +67,9 @@ class StepRun:
         self._over: list[_Over] = []  # for each event, who takes part in what it stands for
         self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
         self._running: list[str] = []  # units, the innermost last
+        self._activations: ImaginedActivations | None = None
+        self._turn = 0  # the clock's mark where backward is over
+        self._states_are_away = False
         if isinstance(self.clock, LaneClock):
             lanes = ImaginedLanes(self.clock)
             for unit in units_below(model):
@@ -84,6 +90,19 @@ class StepRun:
                 if module is not self.model:
                     forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
                     module.forward = forward
+
+    def keep_activations_away(self) -> None:
+        """Keep on the host what the units below the root save, but for the last of them."""
+        if not isinstance(self.clock, LaneClock):
+            return  # on a CPU all stays where it is
+        units = {module for unit in units_below(self.model) for module in unit.modules}
+        chosen = [m for m in self.model.modules() if m in units and m is not self.model]
+        stays = {module: module is chosen[-1] for module in chosen}
+        self._activations = ImaginedActivations(self.model, stays, self.clock)
+
+    def keep_states_away(self) -> None:
+        """Keep the optimizer's states on the host between its steps."""
+        self._states_are_away = isinstance(self.clock, LaneClock)
 
     def predict(
         self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None, micro_batches: int = 1
@@ -134,13 +153,18 @@ class StepRun:
             peak_nbytes=peak,
             optimizer_nbytes=state_nbytes,
             optimizer_peak_nbytes=optimizer_peak,
+            host_nbytes=self._host_nbytes(state_nbytes),
             seconds=None if self.clock is None else self.clock.seconds,
             spans=() if self.clock is None else tuple(self.clock.spans),
         )
 
+    def _host_nbytes(self, state_nbytes: int) -> int:
+        found = state_nbytes if self._states_are_away else 0
+        return found + (0 if self._activations is None else self._activations.memory.nbytes)
+
     def _prepare(self, optimizer: MakeOptimizer) -> list[_Stepped]:
         """Make the optimizer, and let it step once; its members, if it is several."""
-        is_away = any(self._keeps_away(group) for group in self.groups)
+        is_away = self._states_are_away or any(map(self._keeps_away, self.groups))
         is_on_device = self.clock is not None and self.clock.hardware.device_type != "cpu"
         made = _make(optimizer, self.model.parameters())
         stepped: list[_Stepped] = []
@@ -315,16 +339,31 @@ class StepRun:
         clock = self.clock
         if clock is not None:
             clock.label = "optimizer"
+            self._turn = int(clock.mark())
         with contextlib.ExitStack() as modes:
             if clock is not None:
                 modes.enter_context(ComputeTime(clock))
             modes.enter_context(self.watch)
             for one in stepped:
                 one.step()
+        here = 0
+        if self._states_are_away:
+            assert isinstance(clock, LaneClock)
+            here = self._move_states(sum(one.nbytes for one in stepped), clock)
         if clock is not None:
             clock.finish()
         self._see("the optimizer's step")
-        return self._points[-1][0].peak_nbytes
+        return self._points[-1][0].peak_nbytes + here
+
+    def _move_states(self, nbytes: int, clock: LaneClock) -> int:
+        """Let states come and go beside the step; return how many are there at a time."""
+        sizes = [sum(param.sharded.numel() for param in group.params) for group in self.groups]
+        unit = nbytes * max(sizes, default=0) // max(sum(sizes), 1)
+        copies = ImaginedCopies(clock)
+        first = copies.move(BACK, unit, after=self._turn)
+        copies.move(BACK, nbytes - unit, after=first)
+        copies.wait_event(copies.move(OUT, nbytes, after=first))
+        return min(UNITS_OF_STATES * unit, nbytes)
 
 
 def _clock_for(hardware: Hardware) -> Clock | LaneClock:

@@ -117,6 +117,7 @@ class StepPlan:
     - ``peak_nbytes``: the most in forward and backward, all included.
     - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the most in its
       step (0 without an optimizer).
+    - ``host_nbytes``: memory of the host for activations and states that are offloaded.
 
     ``seconds`` of a whole step, and the ``spans`` of its time line, need hardware. Without it they
     are None and empty.
@@ -130,6 +131,7 @@ class StepPlan:
     peak_nbytes: int
     optimizer_nbytes: int
     optimizer_peak_nbytes: int = 0
+    host_nbytes: int = 0
     seconds: float | None = None
     spans: tuple[Span, ...] = field(default=(), repr=False)
 

@@ -958,8 +958,8 @@ FAULTS = [
     SimFault(
         "activations-are-read-before-they-are-back",
         "fsdp2/_offload/activations.py",
-        "Away.storage",
-        "torch.accelerator.current_stream().wait_event(self.arrival)",
+        "Away.held",
+        "self.lanes.compute.wait_event(self.arrival)",
         "",
         "Backward reads what the copy from the host has not brought yet.",
         scenario="activations_on_the_host",
