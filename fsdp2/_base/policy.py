@@ -427,7 +427,7 @@ class Settings:
     forward_prefetch: tuple[Any, ...] | None = None
     backward_prefetch: tuple[Any, ...] | None = None
 
-    @property
+    @cached_property
     def accumulates(self) -> bool:
         """True if a backward without gradient sync says that others follow before a step."""
         return not (self.reduce_grads and self.all_reduce_grads)

@@ -24,6 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -115,17 +116,17 @@ class DataMesh:
         """Ranks over which gradients are averaged."""
         return self.shard.size * self.replicate.size
 
-    @property
+    @cached_property
     def scattered(self) -> MeshAxis:
         """The axis over which local gradients are reduced first. See [Note: layers]."""
         return self.shard if self.layers is None else self.layers.shard
 
-    @property
+    @cached_property
     def summed(self) -> MeshAxis:
         """The axis over which the result is reduced then: of size 1 if that was all."""
         return self.replicate if self.layers is None else self.layers.replicate
 
-    @property
+    @cached_property
     def rows_between(self) -> int:
         """Shards of a gradient that a rank has between the two."""
         return 1 if self.layers is None else self.layers.replicate.size

@@ -807,7 +807,10 @@ class Runtime(Observable):
         is_needed_again = unit.calls.open and (visit.entered == 0 or len(unit.modules) > 1)
         if unit.settings.reshard_after_backward and not is_needed_again:
             for group in unit.groups:
-                group.reshard_after_backward()
+                if group.settings.accumulates:
+                    group.reshard_after_backward()
+                else:
+                    group.reshard()
         if not unit.calls.open:
             self.reduce(unit)
 
@@ -944,7 +947,10 @@ class Runtime(Observable):
         keeps = not unit.settings.reshard_after_backward
         if not keeps and not (self.backward.with_graph and unit.is_unsharded):
             for group in unit.groups:
-                group.reshard_after_backward()
+                if group.settings.accumulates:
+                    group.reshard_after_backward()
+                else:
+                    group.reshard()
             if not unit.settings.accumulates:
                 return
         else:

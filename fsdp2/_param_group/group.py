@@ -446,8 +446,8 @@ class ParamGroup(Observable):
         return not settings.reshard_after_backward or (settings.accumulates and serves_again)
 
     def reshard_after_backward(self) -> None:
-        """Reshard, unless micro-batches follow: then stay, whole or on the smaller mesh."""
-        if self.settings.accumulates and self.stays:
+        """Stay for the next micro-batch, whole or on the smaller mesh, if settings say so."""
+        if self.stays:
             registration = self.registration
             if registration.state is WHOLE and not self.settings.sharding.keeps_whole:
                 self.reshard_post_forward()
