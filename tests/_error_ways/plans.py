@@ -109,21 +109,6 @@ def _(mended: bool) -> None:
     fsdp2.plan(Capped(), mesh=2, batch=x())
 
 
-@way("FS326", "attention.out_proj.weight", "mixed", name="attention", alone=True)
-def _(mended: bool) -> None:
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDTH, 1)
-
-        def forward(self, value: Tensor) -> Tensor:
-            return self.attention(value, value, value)[0]  # type: ignore[no-any-return]
-
-    model = Attends()
-    unit = model.attention if mended else model.attention.out_proj
-    fsdp2.plan(model, mesh=2, policy={type(unit)}, batch=x())
-
-
 class Out:
     """An output of a class of one's own, whose tensors are not found by themselves."""
 
