@@ -12,6 +12,7 @@ import pytest
 import fsdp2
 from fsdp2 import _commands
 from fsdp2.__main__ import main
+from fsdp2._base.names import in_a_line
 from fsdp2._pages.content import Fact, Page, Table
 from tests import _sample_pages as samples
 
@@ -219,7 +220,7 @@ def test_a_name_of_a_file_is_no_command_of_a_terminal(capsys: pytest.CaptureFixt
     escape = "\x1b[2J\x1b]0;owned\x07\r\n\u202e\ud800"
     table = Table("heading", ("unit", "n"), ((f"a{escape}", "1"), ("plain", "2")))
     page = Page(f"of {escape}", "", tables=(table,), facts=(Fact(f"f{escape}", "v", escape),))
-    printed = "\n".join(map(_commands._in_a_line, _commands._lines(page)))
+    printed = "\n".join(map(in_a_line, _commands._lines(page)))
     assert all(line.isprintable() for line in printed.split("\n"))
     assert "a\\x1b[2J\\x1b]0;owned\\x07\\r\\n\\u202e\\ud800  1" in printed
     with pytest.raises(SystemExit):

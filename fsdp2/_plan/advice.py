@@ -19,7 +19,7 @@ from fsdp2._base.errors import FSDPError
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._base.sizes import nbytes_text
 from fsdp2._pages.content import Advice
-from fsdp2._plan.budget import suggest
+from fsdp2._plan.budget import Suggestion
 from fsdp2._plan.hardware import Hardware, bandwidth_of, flops_of, seconds_of
 from fsdp2._plan.table import seconds_text
 from fsdp2._plan.values import GroupPlan, ParamPlan, StepPlan
@@ -64,6 +64,8 @@ class Planned(Protocol):
 
     def changed(self, **changes: Any) -> Planned: ...
 
+    def suggest(self, budget: int) -> list[Suggestion]: ...
+
 
 def advise(plan: Planned, budget: int | None) -> Iterator[Advice]:
     """Yield what is to be done, the most urgent first."""
@@ -87,11 +89,9 @@ def _does_not_fit(plan: Planned, budget: int | None) -> Iterator[Advice]:
         return
     top = max(step.memory, key=lambda point: point.peak_nbytes)
     kind, most = max(zip(step.kinds, top.peak_by_kind, strict=True), key=lambda item: item[1])
-    tried = suggest(
-        None, budget, lambda changes: _step_of(plan.changed(**changes)), not plan.is_sharded
-    )
+    tried = plan.suggest(budget)
     best = tried[0]
-    change = best.code if best.fits else "more ranks, a smaller batch, or smaller units"
+    change = best.code if best.fits else "more ranks, or smaller units"
     gain = (
         f"peak {nbytes_text(best.peak_nbytes)}"
         if best.fits

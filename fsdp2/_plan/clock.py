@@ -17,7 +17,7 @@ from fsdp2._base.containers import visit_tensors
 from fsdp2._base.torch_modes import DispatchMode
 from fsdp2._pages.content import COMPUTE, GATHER, REDUCE, Span
 from fsdp2._plan.hardware import Hardware, bandwidth_of, flops_of, seconds_of
-from fsdp2._plan.lanes import LaneClock
+from fsdp2._plan.lanes import LaneClock, Products
 
 aten = torch.ops.aten
 TAKES_NOTHING = {  # memory is taken, and not written
@@ -49,6 +49,7 @@ class Clock:
         self.hardware = hardware
         self.now = 0.0
         self.label = ""
+        self.products = Products()
         self.spans: list[Span] = []
         self._began = 0.0  # of compute that no span has yet
         self._labelled = ""
@@ -102,6 +103,7 @@ class Clock:
     def restart(self) -> None:
         """Forget what was; a step begins at 0, with idle links."""
         self.now = self._began = 0.0
+        self.products.seconds = 0.0
         self.spans.clear()
         self._free_at.clear()
 
@@ -162,7 +164,9 @@ class ComputeTime(DispatchMode):
         if count is None:
             return moving
         operations = count(*args, **kwargs, out_val=made)
-        return max(moving, operations / flops_of(hardware, tensors[0].dtype))
+        took = operations / flops_of(hardware, tensors[0].dtype)
+        self._clock.products.add(took)
+        return max(moving, took)
 
 
 def _tensors_in(values: object) -> Sequence[Tensor]:

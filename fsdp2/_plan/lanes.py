@@ -28,6 +28,18 @@ LEAST_WAIT = 1e-9
 """Seconds: less is no wait, but what floating-point numbers leave."""
 
 
+class Products:
+    """What products take at the machine's peak; those that are computed again do not count."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.are_again = False
+
+    def add(self, seconds: float) -> None:
+        if not self.are_again:
+            self.seconds += seconds
+
+
 class LaneClock:
     """A device's time, as ``clock.Clock`` is that of a host that computes.
 
@@ -38,6 +50,7 @@ class LaneClock:
         self.hardware = hardware
         self.seconds = 0.0
         self.stream = KERNELS
+        self.products = Products()
         self._costs = Costs(hardware)
         self._groups: dict[tuple[Any, ...], int] = {}  # a number for each communicator
         self.restart()
@@ -49,6 +62,7 @@ class LaneClock:
         self._device = DeviceClock(lambda stream: urgent and stream in lanes)
         self._marks = itertools.count()
         self._recorded: set[int] = set()
+        self.products.seconds = 0.0
         self.seconds = 0.0
 
     @property
@@ -63,6 +77,10 @@ class LaneClock:
         """Let an operation take its time, in the stream that is given work."""
         if seconds > 0.0:
             self._device.kernel(self.stream, max(seconds, SHORTEST_KERNEL), self.label)
+
+    def copy(self, nbytes: int) -> None:
+        """Copy between the device and its host, in the stream that is given work."""
+        self._device.kernel(self.stream, self._costs.copy(nbytes), "copy", nbytes)
 
     def send(
         self, kind: str, unit: str, nbytes: int, ranks: int, stride: int, pieces: int = 1

@@ -7,7 +7,7 @@ not know what is made of the answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,12 @@ from fsdp2._base.arguments import (
 )
 from fsdp2._base.containers import map_tensors
 from fsdp2._base.errors import ConfigError
+from fsdp2._plan import progress
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import groups_of, make_mesh, without_memory
-from fsdp2._plan.step import OPTIMIZER_WANTED, Arguments, StepRun, mean_of
+from fsdp2._plan.step import Arguments, StepRun, mean_of
+from fsdp2._plan.stepped import OPTIMIZER_WANTED
 from fsdp2._plan.values import GroupPlan, StepPlan
 from fsdp2.wrap import WrapPolicy, shard_model
 
@@ -41,11 +43,24 @@ class Template:
 
     def __init__(self, model: nn.Module) -> None:
         self._mode = torch_modes.without_memory()
+        self._known: dict[tuple[Any, ...], tuple[Setup, Found]] = {}
         self.is_sharded = bool(groups_of(model))
         with self._mode:
             self.model = without_memory(model)
 
-    def run(self, setup: Setup) -> Found:
+    def run(self, setup: Setup, what: str = "") -> Found:
+        """Return what a setup gives: advice, pages and suggestions ask for the same again."""
+        key = setup.key()
+        if key not in self._known:
+            progress.tell(what)
+            try:
+                # with the setup: objects in a key go by their numbers, so they have to stay
+                self._known[key] = (setup, self._run(setup))
+            finally:
+                progress.tell("")
+        return self._known[key][1]
+
+    def _run(self, setup: Setup) -> Found:
         """Shard a copy as a setup says, if it is not yet, and take a few steps."""
         mesh = make_mesh(setup.mesh, setup.rank)
         with self._mode, torch_modes.without_traces_in_the_log():
@@ -54,6 +69,7 @@ class Template:
                 choice = setup.policy if setup.policy is not None else nothing_below
                 shard_model(model, choice, **{"mesh": mesh, **setup.fully_shard_kwargs})
             run = StepRun(model, setup.hardware)
+            run.watch.loss_chunks = setup.loss_chunks
             if setup.memory is not None:
                 model.set_memory(setup.memory)  # type: ignore[operator]  # sharded now
             step = None
@@ -89,12 +105,20 @@ class Setup:
     memory: str | int | None = None
     hardware: Hardware | None = None
     activation_checkpointing: bool = False
+    loss_chunks: int = 1
     fully_shard_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def key(self) -> tuple[Any, ...]:
+        """Return what tells this setup from others; of tensors shapes and dtypes count."""
+        given = {**vars(self), **self.fully_shard_kwargs, "memory": self.memory or "balanced"}
+        del given["fully_shard_kwargs"]
+        return tuple((name, _identity(given[name])) for name in sorted(given))
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be used."""
         check_function("plan", "loss", self.loss, "a function of the output or None")
         check_flag("plan", "activation_checkpointing", self.activation_checkpointing)
+        check_count("plan", "loss_chunks", self.loss_chunks)
         if self.optimizer is not None and not callable(self.optimizer):
             raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, self.optimizer)
         ranks, rank = math.prod(self.mesh), self.rank
@@ -102,6 +126,18 @@ class Setup:
             raise wrong_type("plan", "rank", f"one of {ranks} ranks, from 0 on", rank)
         if self.batch is not None:
             check_batch(self.batch)
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, Mapping):
+        return tuple((str(name), _identity(part)) for name, part in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_identity, value))
+    if isinstance(value, set):
+        return frozenset(value)
+    return value if isinstance(value, Hashable) and type(value) is not Hardware else id(value)
 
 
 def nothing_below(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2._base import events, torch_dtensor
-from fsdp2._base.arguments import described, wrong_type
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import ConfigError, FSDPError
@@ -32,19 +31,25 @@ from fsdp2._plan.clock import Clock, ComputeTime
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import Nowhere, groups_of
+from fsdp2._plan.kernels import kernels_of_a_device
 from fsdp2._plan.lanes import ImaginedLanes, LaneClock
 from fsdp2._plan.owned import imagine_crews
+from fsdp2._plan.stepped import (
+    LocalOptimizer,
+    MakeOptimizer,
+    OwnedOptimizer,
+    Stepped,
+    make_optimizer,
+)
 from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, StepPlan
-from fsdp2._plan.watch import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryWatch
+from fsdp2._plan.watch import GATHERED, GRADIENTS, PARAMETERS, MemoryWatch
 from fsdp2.optim._owned_step import WholeOptimizer
 
 STEPS, MOST_STEPS = 2, 5
 """What is predicted is the last of so many: in the first one the engine learns, and in a few more
 where a part of a root is read past its modules."""
-OPTIMIZER_WANTED = "a class or function that makes an optimizer of parameters, or None"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
 class StepRun:
@@ -62,6 +67,8 @@ class StepRun:
         self._events: list[events.Event] = []
         self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
         self._running: list[str] = []  # units, the innermost last
+        self._is_in_backward = False
+        self.watch.vocabularies = vocabularies_of(model)
         if isinstance(self.clock, LaneClock):
             lanes = ImaginedLanes(self.clock)
             for unit in units_below(model):
@@ -69,7 +76,7 @@ class StepRun:
             for group in self.groups:
                 group.reducer.has_streams = True
         for group in self.groups:
-            group.reducer.wire = Nowhere(group, self.watch, self.clock)
+            group.reducer.wire = Nowhere(group, self.watch, self.clock, self._keeps_away(group))
             group.rewire()
             if hardware is not None:
                 device = torch.device(hardware.device_type)
@@ -80,14 +87,25 @@ class StepRun:
         for unit in units_below(self.model):
             for module in unit.modules:
                 if module is not self.model:
-                    forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+                    computed = functools.partial(self._compute, module.forward)
+                    forward = functools.partial(checkpoint, computed, use_reentrant=False)
                     module.forward = forward
+
+    def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward; in backward it is one that runs again."""
+        if self.clock is None:
+            return forward(*args, **kwargs)
+        self.clock.products.are_again = self._is_in_backward
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.clock.products.are_again = False
 
     def predict(self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None) -> StepPlan:
         """Run the steps; tell the last one."""
         args, kwargs = given
         watch, clock = self.watch, self.clock
-        stepped: list[_Stepped] = []
+        stepped: list[Stepped] = []
         with watch.following_resizes(), self._following_units():
             self._tag_kept()
             for number in itertools.count():
@@ -96,6 +114,8 @@ class StepRun:
                 with contextlib.ExitStack() as modes:
                     if clock is not None:
                         modes.enter_context(ComputeTime(clock))
+                    if isinstance(clock, LaneClock):
+                        modes.enter_context(kernels_of_a_device())
                     modes.enter_context(watch)
                     modes.enter_context(events.listen(self._see_event))
                     self._run(args, kwargs, loss)
@@ -106,11 +126,14 @@ class StepRun:
                         stepped = self._prepare(optimizer)
                 if number + 1 >= STEPS and (self._is_steady or number + 1 >= MOST_STEPS):
                     break
+            products = 0.0
             if clock is not None:
                 clock.finish()
+                products = clock.products.seconds
             peak = max(point.peak_nbytes for point, _ in self._points)
             highest = self._step_optimizer(stepped) if stepped else 0
-        return self._told(start, peak, highest, sum(one.nbytes for one in stepped))
+        told = self._told(start, peak, highest, sum(one.nbytes for one in stepped))
+        return replace(told, product_seconds=products, tokens=tokens_of(given))
 
     def _told(self, start: int, peak: int, optimizer_peak: int, state_nbytes: int) -> StepPlan:
         if self.clock is not None:
@@ -130,18 +153,18 @@ class StepRun:
             spans=() if self.clock is None else tuple(self.clock.spans),
         )
 
-    def _prepare(self, optimizer: MakeOptimizer) -> list[_Stepped]:
+    def _prepare(self, optimizer: MakeOptimizer) -> list[Stepped]:
         """Make the optimizer, and let it step once; its members, if it is several."""
         is_away = any(self._keeps_away(group) for group in self.groups)
         is_on_device = self.clock is not None and self.clock.hardware.device_type != "cpu"
-        made = _make(optimizer, self.model.parameters())
-        stepped: list[_Stepped] = []
+        made = make_optimizer(optimizer, self.model.parameters())
+        stepped: list[Stepped] = []
         for member in getattr(made, "_members", None) or [(made, [])]:
             if isinstance(member[0], WholeOptimizer):
                 imagine_crews(member[0], self.watch, self.clock)
-                stepped.append(_OwnedOptimizer(member[0], self.watch, is_away))
+                stepped.append(OwnedOptimizer(member[0], self.watch, is_away))
             else:
-                stepped.append(_LocalOptimizer(member[0], self.watch, is_away, is_on_device))
+                stepped.append(LocalOptimizer(member[0], self.watch, is_away, is_on_device))
         return stepped
 
     # What is seen.
@@ -154,6 +177,8 @@ class StepRun:
         if self.clock is not None:
             self.clock.restart()
         self.watch.take_highest()
+        if isinstance(self.clock, LaneClock):  # gradients are given back as a forward begins
+            return self.watch.nbytes - self.watch.by_kind[GRADIENTS]
         return self.watch.nbytes
 
     def _see_event(self, event: events.Event) -> None:
@@ -284,7 +309,9 @@ class StepRun:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss) -> None:
         try:
-            loss(self.model(*args, **kwargs)).backward()
+            made = loss(self.model(*args, **kwargs))
+            self._is_in_backward = True
+            made.backward()
         except FSDPError:
             raise
         except Exception as error:
@@ -294,10 +321,14 @@ class StepRun:
                 f"({type(error).__name__}: {error}). Pass what one rank's forward is given: a "
                 "tensor, a tuple of arguments or a dict of keywords.",
             ) from error
+        finally:
+            self._is_in_backward = False
 
-    def _step_optimizer(self, stepped: list[_Stepped]) -> int:
+    def _step_optimizer(self, stepped: list[Stepped]) -> int:
         """Run an optimizer's step on what this rank steps; return the most bytes in it."""
         clock = self.clock
+        if any(self._keeps_away(group) for group in self.groups):
+            clock = None  # the host steps, and what it takes for that is not known
         if clock is not None:
             clock.label = "optimizer"
         with contextlib.ExitStack() as modes:
@@ -316,97 +347,23 @@ def _clock_for(hardware: Hardware) -> Clock | LaneClock:
     return Clock(hardware) if hardware.device_type == "cpu" else LaneClock(hardware)
 
 
-class _Stepped:
-    """An optimizer in a plan. ``nbytes``: what it keeps, its state and copies of parameters."""
-
-    nbytes = 0
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def step(self) -> None:
-        """Step once.
-
-        Raises:
-            ConfigError: it needs values.
-        """
-        try:
-            self._optimizer.step()
-        except FSDPError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                "FS904",
-                f"plan: a step of {type(self._optimizer).__name__} failed on tensors that have no "
-                f"values ({type(error).__name__}: {error}). Plan without optimizer, and add what "
-                "its state takes.",
-            ) from error
-
-    def _keep(self, kept: object, watch: MemoryWatch, is_away: bool) -> None:
-        """Count what an optimizer keeps between steps."""
-        tensors: list[Tensor] = []
-        visit_tensors(tensors.append, kept)
-        for tensor in tensors:
-            if is_away:
-                watch.leave_out(tensor)
-            else:
-                watch.tag(tensor, OPTIMIZER)
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+def vocabularies_of(model: nn.Module) -> frozenset[int]:
+    """Return the sizes of embeddings: a last dim of that size has a number for each word."""
+    sizes = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
+    widths = {one.embedding_dim for one in model.modules() if isinstance(one, nn.Embedding)}
+    return frozenset(sizes - widths)
 
 
-class _LocalOptimizer(_Stepped):
-    """An optimizer of a rank's own parts: plans of DTensor's operations take no memory there."""
+def tokens_of(given: Arguments) -> int:
+    """Return how many elements the first tensor of whole numbers has; 0 if there is none."""
+    found: list[int] = []
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        watch: MemoryWatch,
-        is_away: bool,
-        is_on_device: bool,
-    ) -> None:
-        super().__init__(optimizer)
-        self._locals = [
-            (param, torch_dtensor.local_part(param).detach())
-            for group in optimizer.param_groups
-            for param in group["params"]
-        ]
-        local_of = dict(self._locals)
-        for group in optimizer.param_groups:
-            group["params"] = [local_of[param] for param in group["params"]]
-            if is_on_device and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # what torch chooses there, and takes more memory
-        self.step()  # the state is made in the first one
-        self._keep([list(kept.values()) for kept in optimizer.state.values()], watch, is_away)
+    def take(tensor: Tensor) -> None:
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dim():
+            found.append(tensor.numel())
 
-    def step(self) -> None:
-        for param, local in self._locals:
-            local.grad = None if param.grad is None else torch_dtensor.local_part(param.grad)
-        super().step()
-        for _, local in self._locals:
-            local.grad = None
-
-
-class _OwnedOptimizer(_Stepped):
-    """An optimizer of whole matrices, as the rank has it that is planned."""
-
-    def __init__(self, optimizer: WholeOptimizer, watch: MemoryWatch, is_away: bool) -> None:
-        super().__init__(cast(torch.optim.Optimizer, optimizer))
-        self.step()  # copies and states are made in the first one
-        self._keep(optimizer.kept_tensors(), watch, is_away)
-
-
-def _make(optimizer: MakeOptimizer, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    try:
-        made = optimizer(parameters)
-    except Exception as error:
-        raise ConfigError(
-            "FS904",
-            f"plan: expected optimizer to be {OPTIMIZER_WANTED}, found {described(optimizer)}, "
-            f"which raised {type(error).__name__}: {error}",
-        ) from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, optimizer)
-    return made
+    visit_tensors(take, given)
+    return found[0] if found else 0
 
 
 def mean_of(output: Any) -> Tensor:
