@@ -7,7 +7,7 @@ its operations, its bytes and their order make it. It must not know what a unit 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -127,12 +127,23 @@ class Sent:
         self._clock.wait(self._ended, self._name)
 
 
+class TakesTime(Protocol):
+    """A clock, as far as operations move it."""
+
+    hardware: Hardware
+    products: Products
+
+    def compute(self, seconds: float) -> None: ...
+
+
 class ComputeTime(DispatchMode):
     """Move a clock by what operations take: products by their operations, all by their bytes."""
 
+    clock: TakesTime
+
     def __init__(self, clock: Clock | LaneClock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._clock = clock
+        self.clock = clock
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -142,14 +153,14 @@ class ComputeTime(DispatchMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         if not func.is_view:
-            self._clock.compute(self._seconds(func, args, kwargs, made))
+            self.clock.compute(self._seconds(func, args, kwargs, made))
         return made
 
     def _seconds(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
     ) -> float:
         """Return the longer of computing and of moving what is read and written."""
-        hardware = self._clock.hardware
+        hardware = self.clock.hardware
         if func in TAKES_NOTHING or not (made_tensors := _tensors_in(made)):
             return 0.0
         tensors = [*_tensors_in((args, kwargs)), *made_tensors]
@@ -165,7 +176,7 @@ class ComputeTime(DispatchMode):
             return moving
         operations = count(*args, **kwargs, out_val=made)
         took = operations / flops_of(hardware, tensors[0].dtype)
-        self._clock.products.add(took)
+        self.clock.products.add(took)
         return max(moving, took)
 
 

@@ -32,6 +32,7 @@ from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import groups_of, make_mesh, without_memory
 from fsdp2._plan.step import Arguments, StepRun, mean_of
 from fsdp2._plan.stepped import OPTIMIZER_WANTED
+from fsdp2._plan.traced import Traces
 from fsdp2._plan.values import GroupPlan, StepPlan
 from fsdp2.wrap import WrapPolicy, shard_model
 
@@ -43,6 +44,7 @@ class Template:
 
     def __init__(self, model: nn.Module) -> None:
         self._mode = torch_modes.without_memory()
+        self._traces = Traces()
         self._known: dict[tuple[Any, ...], tuple[Setup, Found]] = {}
         self.is_sharded = bool(groups_of(model))
         with self._mode:
@@ -75,6 +77,7 @@ class Template:
             step = None
             if setup.activation_checkpointing:
                 run.recompute()
+            run.replay(self._traces, setup.activation_checkpointing)
             if setup.batch is not None:
                 step = run.predict(
                     arguments_of(setup.batch), setup.loss or mean_of, setup.optimizer

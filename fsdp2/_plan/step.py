@@ -41,6 +41,7 @@ from fsdp2._plan.stepped import (
     Stepped,
     make_optimizer,
 )
+from fsdp2._plan.traced import Replayer, TracedOptimizer, Traces
 from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, StepPlan
 from fsdp2._plan.watch import GATHERED, GRADIENTS, PARAMETERS, MemoryWatch
 from fsdp2.optim._owned_step import WholeOptimizer
@@ -68,6 +69,8 @@ class StepRun:
         self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
         self._running: list[str] = []  # units, the innermost last
         self._is_in_backward = False
+        self._replayer: Replayer | None = None
+        self._optimizer_key: tuple[Any, ...] = ()
         self.watch.vocabularies = vocabularies_of(model)
         if isinstance(self.clock, LaneClock):
             lanes = ImaginedLanes(self.clock)
@@ -82,6 +85,19 @@ class StepRun:
                 device = torch.device(hardware.device_type)
                 group.send_zero_copy(capabilities(device).zero_copy(group.data.shard.size))
 
+    def replay(self, traces: Traces, is_again: bool) -> None:
+        """Trace units without units inside once, and replay what is like them."""
+        units = units_below(self.model)
+        own = {module for unit in units for module in unit.modules}
+        blocks = [
+            module
+            for module in own
+            if module is not self.model
+            and not any(part in own for part in module.modules() if part is not module)
+        ]
+        self._replayer = Replayer(traces, self.watch, self.clock, is_again)
+        self._replayer.follow(self.model, blocks)
+
     def recompute(self) -> None:
         """Keep no activations of the units below the root: backward computes them again."""
         for unit in units_below(self.model):
@@ -95,7 +111,9 @@ class StepRun:
         """Run a forward; in backward it is one that runs again."""
         if self.clock is None:
             return forward(*args, **kwargs)
-        self.clock.products.are_again = self._is_in_backward
+        replayer = self._replayer
+        is_traced = replayer is not None and replayer.is_in_backward
+        self.clock.products.are_again = self._is_in_backward or is_traced
         try:
             return forward(*args, **kwargs)
         finally:
@@ -113,7 +131,9 @@ class StepRun:
                 start = self._begin_step()
                 with contextlib.ExitStack() as modes:
                     if clock is not None:
-                        modes.enter_context(ComputeTime(clock))
+                        compute = modes.enter_context(ComputeTime(clock))
+                        if self._replayer is not None:
+                            self._replayer.compute = compute
                     if isinstance(clock, LaneClock):
                         modes.enter_context(kernels_of_a_device())
                     modes.enter_context(watch)
@@ -155,6 +175,9 @@ class StepRun:
 
     def _prepare(self, optimizer: MakeOptimizer) -> list[Stepped]:
         """Make the optimizer, and let it step once; its members, if it is several."""
+        known = self._traced_optimizer(optimizer)
+        if known is not None:
+            return [known]
         is_away = any(self._keeps_away(group) for group in self.groups)
         is_on_device = self.clock is not None and self.clock.hardware.device_type != "cpu"
         made = make_optimizer(optimizer, self.model.parameters())
@@ -166,6 +189,21 @@ class StepRun:
             else:
                 stepped.append(LocalOptimizer(member[0], self.watch, is_away, is_on_device))
         return stepped
+
+    def _traced_optimizer(self, optimizer: MakeOptimizer) -> Stepped | None:
+        """Return an optimizer that another plan has traced on the same shards."""
+        if self._replayer is None:
+            return None
+        shards = tuple(
+            (torch_dtensor.local_part(p).shape, p.dtype, p.grad is not None)
+            for p in self.model.parameters()
+        )
+        is_away = tuple(self._keeps_away(group) for group in self.groups)
+        self._optimizer_key = (optimizer, shards, is_away)
+        trace = self._replayer.optimizer(self._optimizer_key)
+        if trace is None:
+            return None
+        return TracedOptimizer(trace, self._replayer, self.watch, any(is_away))
 
     # What is seen.
 
@@ -333,10 +371,15 @@ class StepRun:
             clock.label = "optimizer"
         with contextlib.ExitStack() as modes:
             if clock is not None:
-                modes.enter_context(ComputeTime(clock))
+                compute = modes.enter_context(ComputeTime(clock))
+                if self._replayer is not None:
+                    self._replayer.compute = compute
             modes.enter_context(self.watch)
-            for one in stepped:
-                one.step()
+            if self._replayer is not None and all(type(o) is LocalOptimizer for o in stepped):
+                self._replayer.trace_optimizer(self._optimizer_key, stepped)
+            else:
+                for one in stepped:
+                    one.step()
         if clock is not None:
             clock.finish()
         self._see("the optimizer's step")

@@ -45,6 +45,8 @@ class MemoryWatch(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch_tensors.DEVICE_OF:
+            return torch_tensors.device_of_fake(args[0])
         if torch_dtensor.is_among(types):
             return NotImplemented  # what it does to local tensors is seen
         if func in torch_tensors.CHUNK_CATS and args[0][0].is_cpu:
@@ -97,6 +99,24 @@ class MemoryWatch(DispatchMode):
         found = self._highest
         self._highest_nbytes, self._highest = self.nbytes, tuple(self.by_kind)
         return found
+
+    @property
+    def highest(self) -> tuple[int, tuple[int, ...]]:
+        """The most bytes since ``take_highest`` was called, in all and by kind; it can be set."""
+        return self._highest_nbytes, self._highest
+
+    @highest.setter
+    def highest(self, highest: tuple[int, tuple[int, ...]]) -> None:
+        self._highest_nbytes, self._highest = highest
+
+    def is_alive(self, key: int) -> bool:
+        """Return True if somebody still has the storage of a number."""
+        return key in self._sizes
+
+    def rise(self, nbytes: int) -> None:
+        """Count activations that are gone again."""
+        self._change(ACTIVATIONS, nbytes)
+        self._change(ACTIVATIONS, -nbytes)
 
     def _set(self, key: int, nbytes: int) -> None:
         before = self._sizes[key]

@@ -1,0 +1,548 @@
+"""One trace of a block serves all blocks that are alike, in every plan of the same model.
+
+Owns the trace of a unit's forward and backward (bytes, kernels, what is kept in between), and its
+replay: one node of autograd that takes the same memory and the same time. What the engine does
+around a unit is never replayed: it runs. It must not know what is made of a plan.
+
+[Note: when a block is replayed]
+Layers of a model do the same operations, and on tensors without values each takes as long to plan
+as the first. A block is a module that is a unit with no unit inside. Its forward is run aside, once
+as forward and once with its backward, and from then on a node stands for it. A block runs as it is
+wherever a node could not: it returns what it was given, keeps something for later, changes its
+attributes, reads parameters of others, takes or returns what is no tensor and no plain value, or
+has forms of its own in most of its copies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2._base import torch_dtensor, torch_tensors
+from fsdp2._plan.clock import Clock, ComputeTime
+from fsdp2._plan.hardware import Hardware
+from fsdp2._plan.lanes import LaneClock, Products
+from fsdp2._plan.stepped import Stepped
+from fsdp2._plan.watch import MemoryWatch
+
+MOST_FORMS = 6
+"""So many traces of one class are made; blocks that all differ run faster as they are."""
+PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
+NUMBERS = {"layer_idx", "layer_id", "layer_number", "index", "idx"}
+"""Attributes by which a block knows its place: they tell no form from another."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that a block returns. ``is_kept``: its backward needs it."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_kept: bool
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a forward or a backward takes: seconds of each kernel, and the most bytes above before.
+
+    ``products``: seconds of products at the machine's peak.
+    """
+
+    kernels: tuple[float, ...]
+    peak_nbytes: int
+    products: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A block's forward and backward. ``held``: places of inputs that backward needs.
+
+    ``has_grad``: which inputs and parameters get a gradient.
+    """
+
+    forward: Phase
+    backward: Phase | None
+    outputs: tuple[Made, ...]
+    rebuild: Callable[[Sequence[Tensor]], Any]
+    kept_nbytes: int
+    held: tuple[int, ...]
+    has_grad: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class SteppedTrace:
+    """An optimizer's step, and what it keeps between steps."""
+
+    phase: Phase
+    state_nbytes: int
+
+
+@dataclass
+class Traces:
+    """What is known of a model's blocks. It outlives the plans that add to it."""
+
+    known: dict[tuple[Any, ...], Trace | None] = field(default_factory=dict)
+    forms: Counter[type] = field(default_factory=Counter)
+    optimizers: dict[tuple[Any, ...], SteppedTrace] = field(default_factory=dict)
+    machines: list[Hardware] = field(default_factory=list)  # that keys name by their numbers
+
+    def number_of(self, clock: Clock | LaneClock | None) -> int:
+        """Return what stands for a clock's machine in keys."""
+        return -1 if clock is None else self.machines.index(clock.hardware)
+
+
+class Unsuited(Exception):  # noqa: N818  # not an error: such a block runs as it is
+    """A node cannot stand for this block."""
+
+
+class Replayer:
+    """Puts replays in the place of forwards, in one run."""
+
+    def __init__(
+        self, traces: Traces, watch: MemoryWatch, clock: Clock | LaneClock | None, is_again: bool
+    ) -> None:
+        self._traces, self._watch, self.clock = traces, watch, clock
+        self._is_again = is_again
+        self.compute: ComputeTime | None = None  # what moves the clock, while a step runs
+        self.is_in_backward = False
+        self._structures: dict[int, tuple[Any, ...]] = {}
+        self._names: dict[int, str] = {}
+        if clock is not None and clock.hardware not in traces.machines:
+            traces.machines.append(clock.hardware)
+
+    def follow(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Replay these blocks of a model from now on."""
+        self._names = {id(module): name for name, module in model.named_modules()}
+        for block in blocks:
+            block.forward = functools.partial(self._call, block, block.forward)
+
+    def _call(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            tensors, key = self._key_of(block, args, kwargs)
+        except Unsuited:
+            return forward(*args, **kwargs)
+        known = self._traces.known
+        if key not in known:
+            if self._traces.forms[type(block)] >= MOST_FORMS:
+                return forward(*args, **kwargs)
+            self._traces.forms[type(block)] += 1
+            try:
+                known[key] = self._trace(block, forward, args, kwargs)
+            except Unsuited:
+                known[key] = None
+        trace = known[key]
+        if trace is None:
+            return forward(*args, **kwargs)
+        made = _Replayed.apply(trace, self, *tensors, *_parameters(block))  # type: ignore[no-untyped-call]  # torch's own
+        return trace.rebuild(made)
+
+    # Which blocks are alike.
+
+    def _key_of(
+        self, block: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[list[Tensor], tuple[Any, ...]]:
+        tensors: list[Tensor] = []
+        form = self._form_of((args, kwargs), tensors)
+        if id(block) not in self._structures:
+            self._structures[id(block)] = tuple(_structure(block))
+        own = tuple((p.shape, p.dtype, p.requires_grad) for p in _parameters(block))
+        machine = self._traces.number_of(self.clock)
+        where = (machine, self._is_again, torch.is_grad_enabled(), self._watch.loss_chunks)
+        return tensors, (self._structures[id(block)], own, form, where)
+
+    def _form_of(self, value: Any, tensors: list[Tensor]) -> Any:
+        """Return what tells arguments from others, and add their tensors to a list."""
+        if isinstance(value, Tensor):
+            if torch_dtensor.is_among([type(value)]):
+                raise Unsuited
+            tensors.append(value)
+            return (value.shape, value.stride(), value.dtype, value.requires_grad)
+        if type(value) in (tuple, list):
+            return (type(value), *(self._form_of(one, tensors) for one in value))
+        if type(value) is dict:
+            return tuple((str(key), self._form_of(one, tensors)) for key, one in value.items())
+        if isinstance(value, nn.Module) and id(value) in self._names:
+            return (nn.Module, self._names[id(value)])
+        if isinstance(value, PLAIN):
+            return value
+        raise Unsuited
+
+    # How a block is traced.
+
+    def _trace(self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
+        with _with_own_parameters(block) as parameters, self._aside():
+            before, attributes = self._watch.nbytes, _attributes(block)
+            held = self._keep_of(forward, args, kwargs)
+            found = self._measure(forward, args, kwargs, parameters, held)
+            if self._watch.nbytes != before or _attributes(block) != attributes:
+                raise Unsuited  # something was kept for later
+            return found
+
+    def _keep_of(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Kept:
+        """Run a forward, forget what went in and came out, and look what is alive."""
+        fresh: list[Tensor] = []
+        given = _replaced((args, kwargs), lambda t: _fresh(t, fresh))
+        inputs = [_number(one) for one in fresh]
+        out = forward(*given[0], **given[1])
+        made: list[Tensor] = []
+        _collected(out, made)
+        outputs = [_number(one) for one in made]
+        if len({*inputs, *outputs}) != len(inputs) + len(outputs) or not made:
+            raise Unsuited  # views of each other
+        nodes = [one.grad_fn for one in made]
+        del given, fresh, out, made
+        alive = self._watch.is_alive
+        kept = _Kept(tuple(map(alive, inputs)), tuple(map(alive, outputs)))
+        del nodes
+        return kept
+
+    def _measure(
+        self,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        parameters: Sequence[Tensor],
+        kept: _Kept,
+    ) -> Trace:
+        fresh: list[Tensor] = []
+        given = _replaced((args, kwargs), lambda t: _fresh(t, fresh))
+        before = self._watch.nbytes
+        out, first = self.timed(lambda: forward(*given[0], **given[1]))
+        made: list[Tensor] = []
+        rebuild = functools.partial(_rebuilt, _collected(out, made))
+        sizes = [one.untyped_storage().nbytes() for one in made]
+        if sizes != [one.nbytes for one in made]:
+            raise Unsuited
+        outputs = tuple(
+            Made(one.shape, one.stride(), one.dtype, one.requires_grad, is_kept)
+            for one, is_kept in zip(made, kept.outputs, strict=True)
+        )
+        kept_nbytes = self._watch.nbytes - before - sum(sizes)
+        ends = [_End.apply(one) for one in made if one.requires_grad]  # type: ignore[no-untyped-call]  # torch's own
+        wanted = [one for one in (*fresh, *parameters) if one.requires_grad]
+        second, found = None, iter(())
+        if ends and wanted:
+            _check_leaves([one.grad_fn for one in made], [*fresh, *parameters])
+            arriving = sum(one.nbytes for one in made if one.requires_grad)
+            seeds = [torch.empty_like(end) for end in ends]
+            del out, made, given
+            self.is_in_backward = True
+            try:
+                grads, second = self.timed(
+                    lambda: torch.autograd.grad(ends, wanted, seeds, allow_unused=True), arriving
+                )
+            finally:
+                self.is_in_backward = False
+            found = iter([grad is not None for grad in grads])
+        has_grad = tuple(one.requires_grad and next(found) for one in (*fresh, *parameters))
+        held = tuple(place for place, is_held in enumerate(kept.inputs) if is_held)
+        return Trace(first, second, outputs, rebuild, kept_nbytes, held, has_grad)
+
+    def timed(self, run: Callable[[], Any], arriving: int = 0) -> tuple[Any, Phase]:
+        """Run something, and tell what it took. ``arriving``: bytes that are made at its start.
+
+        Raises:
+            Unsuited: it takes memory of several kinds.
+        """
+        watch, recorder = self._watch, _Recorder(self.clock)
+        clock, products = self.clock, 0.0 if self.clock is None else self.clock.products.seconds
+        before, kinds = watch.nbytes, list(watch.by_kind)
+        watch.take_highest()
+        if self.compute is not None:
+            self.compute.clock = recorder
+        try:
+            made = run()
+        finally:
+            if self.compute is not None and clock is not None:
+                self.compute.clock = clock
+        highest = watch.take_highest()
+        if any(now != then for now, then in zip(highest[:-2], kinds[:-2], strict=True)):
+            raise Unsuited  # more than activations
+        if highest[-1] != kinds[-1]:
+            raise Unsuited  # logits, which are counted in their own way
+        took = 0.0 if clock is None else clock.products.seconds - products
+        if clock is not None:
+            clock.products.seconds = products
+        kernels = tuple(recorder.kernels)
+        return made, Phase(kernels, max(sum(highest) - before - arriving, 0), took)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Leave no trace of a trace in what is counted."""
+        highest = self._watch.highest
+        try:
+            yield
+        finally:
+            self._watch.highest = highest
+
+    # How it is replayed.
+
+    def replay(self, phase: Phase) -> None:
+        """Take a phase's memory and its time."""
+        self._watch.rise(phase.peak_nbytes)
+        if self.clock is not None:
+            for seconds in phase.kernels:
+                self.clock.compute(seconds)
+            self.clock.products.seconds += phase.products
+
+
+    # Optimizers.
+
+    def optimizer(self, key: tuple[Any, ...]) -> SteppedTrace | None:
+        """Return what is known of an optimizer's step on these shards."""
+        return self._traces.optimizers.get((self._traces.number_of(self.clock), *key))
+
+    def trace_optimizer(self, key: tuple[Any, ...], stepped: Sequence[Stepped]) -> None:
+        """Step, and write down what that takes."""
+        phase = self.timed(lambda: [one.step() for one in stepped])[1]
+        trace = SteppedTrace(phase, sum(one.nbytes for one in stepped))
+        self._traces.optimizers[self._traces.number_of(self.clock), *key] = trace
+        self.replay(phase)
+
+
+class TracedOptimizer(Stepped):
+    """An optimizer of which another plan has seen a step on the same shards."""
+
+    def __init__(
+        self, trace: SteppedTrace, replayer: Replayer, watch: MemoryWatch, is_away: bool
+    ) -> None:
+        self._trace, self._replayer = trace, replayer
+        self._state = torch.empty(trace.state_nbytes, dtype=torch.uint8, device="cpu")
+        self._keep(self._state, watch, is_away)
+
+    def step(self) -> None:
+        self._replayer.replay(self._trace.phase)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Which inputs and outputs the graph of a block keeps."""
+
+    inputs: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+
+
+class _Recorder:
+    """A clock that writes down what kernels take."""
+
+    def __init__(self, clock: Clock | LaneClock | None) -> None:
+        self.kernels: list[float] = []
+        if clock is not None:
+            self.hardware, self.products = clock.hardware, clock.products
+
+    hardware: Hardware
+    products: Products
+
+    def compute(self, seconds: float) -> None:
+        if seconds > 0.0:
+            self.kernels.append(seconds)
+
+
+class _End(torch.autograd.Function):
+    """What comes behind a block: its backward gives a gradient that nobody else has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.like = (x.shape, x.dtype, x.device)
+        return x.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        shape, dtype, device = ctx.like
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+class _Start(torch.autograd.Function):
+    """What comes before a block: a tensor that nobody else has, and that has a history."""
+
+    @staticmethod
+    def forward(ctx: Any, seed: Tensor, like: Tensor) -> Tensor:
+        ctx.numel = seed.numel()
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].new_empty(ctx.numel, dtype=torch.float32), None
+
+
+class _Replayed(torch.autograd.Function):
+    """A block: what it returns, what it keeps, and the time and memory of both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, trace: Trace, replayer: Replayer, *given: Tensor) -> tuple[Tensor, ...]:
+        replayer.replay(trace.forward)
+        device = given[0].device if given else torch.device("cpu")
+        made = [
+            torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
+            for one in trace.outputs
+        ]
+        ctx.trace, ctx.replayer = trace, replayer
+        ctx.like = [(one.shape, one.stride(), one.dtype) for one in given]
+        ctx.held = [given[place].detach() for place in trace.held]
+        ctx.held += [
+            one.detach() for one, how in zip(made, trace.outputs, strict=True) if how.is_kept
+        ]
+        if trace.kept_nbytes > 0:
+            ctx.held.append(torch.empty(trace.kept_nbytes, dtype=torch.uint8, device=device))
+        ctx.mark_non_differentiable(
+            *(
+                one
+                for one, how in zip(made, trace.outputs, strict=True)
+                if not how.requires_grad
+            )
+        )
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        trace: Trace = ctx.trace
+        if trace.backward is not None:
+            ctx.replayer.replay(trace.backward)
+        ctx.held.clear()
+        device = grads[0].device
+        made = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device) if has_grad else None
+            for (shape, stride, dtype), has_grad in zip(ctx.like, trace.has_grad, strict=True)
+        ]
+        return None, None, *made
+
+
+# What blocks consist of.
+
+
+def _parameters(block: nn.Module) -> list[Tensor]:
+    return list(block.parameters())
+
+
+def _structure(block: nn.Module) -> Iterator[Any]:
+    """Yield what tells a block's form from others: classes, modes, plain attributes, buffers."""
+    for name, module in block.named_modules():
+        attributes = sorted(
+            (key, value)
+            for key, value in vars(module).items()
+            if isinstance(value, PLAIN) and key not in NUMBERS and not key.startswith("_")
+        )
+        yield name, type(module), tuple(map(repr, attributes)), _names_of(module)
+    for name, buffer in block.named_buffers():
+        yield name, buffer.shape, buffer.dtype
+
+
+def _names_of(module: nn.Module) -> tuple[str, ...]:
+    return tuple(module._parameters)
+
+
+def _attributes(block: nn.Module) -> list[tuple[int, str, int]]:
+    """Return what a forward may have changed: which objects attributes are."""
+    return [
+        (id(module), key, id(value))
+        for module in block.modules()
+        for key, value in (*vars(module).items(), *module._buffers.items())
+        if key != "forward"
+    ]
+
+
+@contextmanager
+def _with_own_parameters(block: nn.Module) -> Iterator[list[Tensor]]:
+    """Let a block have parameters that share memory with its own, and nothing else."""
+    places = [
+        (module, name, param)
+        for module in block.modules()
+        for name, param in module._parameters.items()
+        if param is not None
+    ]
+    made: dict[int, nn.Parameter] = {}
+    for module, name, param in places:
+        if id(param) not in made:
+            if torch_dtensor.is_among([type(param)]):
+                raise Unsuited
+            made[id(param)] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+        module._parameters[name] = made[id(param)]
+    try:
+        yield _parameters(block)
+    finally:
+        for module, name, param in places:
+            module._parameters[name] = param
+
+
+def _fresh(tensor: Tensor, into: list[Tensor]) -> Tensor:
+    if tensor.requires_grad:
+        seed = torch.empty(1, device=tensor.device, dtype=torch.float32, requires_grad=True)
+        made: Tensor = _Start.apply(seed, tensor.detach())  # type: ignore[no-untyped-call]  # torch's own
+    else:
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+    into.append(made)
+    return made
+
+
+def _replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return replace(value)
+    if type(value) in (tuple, list):
+        return type(value)(_replaced(one, replace) for one in value)
+    if type(value) is dict:
+        return {key: _replaced(one, replace) for key, one in value.items()}
+    return value
+
+
+def _collected(value: Any, tensors: list[Tensor]) -> Any:
+    """Add an output's tensors to a list; return its form, with their places in it."""
+    if isinstance(value, Tensor):
+        if torch_dtensor.is_among([type(value)]):
+            raise Unsuited
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    if type(value) in (tuple, list):
+        return type(value)(_collected(one, tensors) for one in value)
+    if type(value) is dict:
+        return {key: _collected(one, tensors) for key, one in value.items()}
+    if isinstance(value, PLAIN):
+        return value
+    raise Unsuited
+
+
+@dataclass(frozen=True)
+class _Place:
+    number: int
+
+
+def _rebuilt(form: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(form, _Place):
+        return tensors[form.number]
+    if type(form) in (tuple, list):
+        return type(form)(_rebuilt(one, tensors) for one in form)
+    if type(form) is dict:
+        return {key: _rebuilt(one, tensors) for key, one in form.items()}
+    return form
+
+
+def _number(tensor: Tensor) -> int:
+    return torch_tensors.number_of(tensor.untyped_storage())
+
+
+def _check_leaves(nodes: Sequence[Any], own: Sequence[Tensor]) -> None:
+    """Raise if a graph leads to what is neither an input nor a parameter of the block."""
+    mine = {id(one) for one in own}
+    starts = {id(one.grad_fn) for one in own if one.grad_fn is not None}
+    todo, seen = [node for node in nodes if node is not None], set()
+    while todo:
+        node = todo.pop()
+        if id(node) in starts or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and id(variable) not in mine:
+            raise Unsuited
+        todo += [after for after, _ in node.next_functions if after is not None]
+
