@@ -24,7 +24,7 @@ from fsdp2._base.names import class_name, in_terminal
 from fsdp2._base.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2._plan import progress, shapes
 from fsdp2._plan.hardware import HARDWARE
-from fsdp2._plan.plan import Plan, plan
+from fsdp2._plan.plan import Plan, plan, search_of, table_of
 
 MARK = "_fsdp2_is_unit"
 """In the ``__dict__`` of modules that become units: a plan is made of a copy, which keeps it."""
@@ -144,12 +144,12 @@ def _tell(found: Plan, given: argparse.Namespace) -> None:
         if given.hardware is None:
             _print(f"on {ASSUMED}, which is assumed: --hardware names another, or cpu")
         _print("")
-    _print(found.table())
+    _print(table_of(found))
     if given.advice:
         for said in found.advice(given.budget):
             _print(f"\n{said.about}: {said.found}.\n  {said.change}\n  {said.gain}")
     if given.budget is not None or given.suggest:
-        search = found.search(given.budget, lambda one: _say(f"  {one}"))
+        search = search_of(found, given.budget, lambda one: _say(f"  {one}"))
         _print("")
         for one in search.run():
             _print(str(one))

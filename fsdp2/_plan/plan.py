@@ -107,7 +107,7 @@ class Plan:
             ConfigError: the plan has no batch; no budget and no hardware whose memory is known; a
                 budget that cannot be read.
         """
-        return self.search(budget, lambda found: None).run()
+        return search_of(self, budget).run()
 
     def verdict(self, budget: str | int | None = None) -> Verdict:
         """Say whether a step fits; if it does not, look for what does, as ``suggest`` would.
@@ -124,7 +124,7 @@ class Plan:
         found = verdict_of(self.step, self._budget("verdict", budget, False))
         if found.fits is not False:
             return found
-        way_out = self.search(budget, lambda found: None).first()
+        way_out = search_of(self, budget).first()
         if way_out is None:
             return replace(found, way_out="nothing that was tried fits: more ranks are needed")
         peak, _ = of_each(way_out.peak_nbytes, found.capacity_nbytes or 0)
@@ -193,12 +193,6 @@ class Plan:
     def _repr_html_(self) -> str:
         return embed(self.page())
 
-    def search(self, budget: str | int | None, found: Callable[[Suggestion], None]) -> Search:
-        """Return the search of ``suggest``, which tells each suggestion when it is known."""
-        batch, nbytes = self._batch_for("suggest"), self._budget("suggest", budget, True)
-        assert nbytes is not None  # it was needed
-        return Search(batch, nbytes, self._predict, not self.is_sharded, self._memory, found)
-
     @property
     def _memory(self) -> str | int | None:
         """The memory setting; None if a sharded model has one that nobody named."""
@@ -234,14 +228,30 @@ class Plan:
             )
         return found
 
-    def table(self) -> str:
-        """Return what ``print`` shows, without the verdict."""
-        return "\n".join(table.lines(self.mesh, self.rank, self.groups, self.step))
-
     def __str__(self) -> str:
         limit = self._budget("print", None, False)
         verdict = None if self.step is None else verdict_of(self.step, limit)
-        return self.table() if verdict is None else f"{verdict}\n\n{self.table()}"
+        return table_of(self) if verdict is None else f"{verdict}\n\n{table_of(self)}"
+
+
+def table_of(plan: Plan) -> str:
+    """Return what ``print`` shows of a plan, without the verdict."""
+    return "\n".join(table.lines(plan.mesh, plan.rank, plan.groups, plan.step))
+
+
+def search_of(
+    plan: Plan,
+    budget: str | int | None,
+    found: Callable[[Suggestion], None] = lambda suggestion: None,
+) -> Search:
+    """Return the search of ``Plan.suggest``, which tells each suggestion when it is known.
+
+    Raises:
+        ConfigError: as ``Plan.suggest`` does.
+    """
+    batch, nbytes = plan._batch_for("suggest"), plan._budget("suggest", budget, True)
+    assert nbytes is not None  # it was needed
+    return Search(batch, nbytes, plan._predict, not plan.is_sharded, plan._memory, found)
 
 
 def _changed(setup: Setup, changes: dict[str, Any]) -> Setup:

@@ -26,7 +26,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._base import torch_dtensor, torch_tensors
+from fsdp2._base import torch_autograd, torch_dtensor, torch_tensors
 from fsdp2._plan.clock import Clock, ComputeTime
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.lanes import LaneClock, Products
@@ -65,9 +65,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Trace:
-    """A block's forward and backward. ``held``: places of inputs that backward needs.
+    """A block's forward and backward.
 
-    ``has_grad``: which inputs and parameters get a gradient.
+    ``held``, ``read``: places of inputs, and of parameters, that backward needs. ``has_grad``:
+    which inputs and parameters get a gradient.
     """
 
     forward: Phase
@@ -76,7 +77,9 @@ class Trace:
     rebuild: Callable[[Sequence[Tensor]], Any]
     kept_nbytes: int
     held: tuple[int, ...]
+    read: tuple[int, ...]
     has_grad: tuple[bool, ...]
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,9 @@ class Replayer:
         for block in blocks:
             block.forward = functools.partial(self._call, block, block.forward)
 
-    def _call(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         try:
             tensors, key = self._key_of(block, args, kwargs)
         except Unsuited:
@@ -179,17 +184,23 @@ class Replayer:
 
     # How a block is traced.
 
-    def _trace(self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Trace:
+    def _trace(
+        self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Trace:
         with _with_own_parameters(block) as parameters, self._aside():
             before, attributes = self._watch.nbytes, _attributes(block)
-            held = self._keep_of(forward, args, kwargs)
+            held = self._keep_of(forward, args, kwargs, parameters)
             found = self._measure(forward, args, kwargs, parameters, held)
             if self._watch.nbytes != before or _attributes(block) != attributes:
                 raise Unsuited  # something was kept for later
             return found
 
-    def _keep_of(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Kept:
+    def _keep_of(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any, parameters: Sequence[Tensor]
+    ) -> _Kept:
         """Run a forward, forget what went in and came out, and look what is alive."""
+        accumulators = torch_autograd.accumulators_of(parameters)  # which refer to them, too
+        owners = [torch_tensors.owners_of(one) for one in parameters]
         fresh: list[Tensor] = []
         given = _replaced((args, kwargs), lambda t: _fresh(t, fresh))
         inputs = [_number(one) for one in fresh]
@@ -200,10 +211,14 @@ class Replayer:
         if len({*inputs, *outputs}) != len(inputs) + len(outputs) or not made:
             raise Unsuited  # views of each other
         nodes = [one.grad_fn for one in made]
-        del given, fresh, out, made
+        given = out = None
+        fresh.clear()
+        made.clear()
         alive = self._watch.is_alive
-        kept = _Kept(tuple(map(alive, inputs)), tuple(map(alive, outputs)))
-        del nodes
+        more = [torch_tensors.owners_of(one) for one in parameters]
+        read = tuple(place for place, before in enumerate(owners) if more[place] > before)
+        kept = _Kept(tuple(map(alive, inputs)), tuple(map(alive, outputs)), read)
+        del nodes, accumulators
         return kept
 
     def _measure(
@@ -230,7 +245,8 @@ class Replayer:
         kept_nbytes = self._watch.nbytes - before - sum(sizes)
         ends = [_End.apply(one) for one in made if one.requires_grad]  # type: ignore[no-untyped-call]  # torch's own
         wanted = [one for one in (*fresh, *parameters) if one.requires_grad]
-        second, found = None, iter(())
+        second: Phase | None = None
+        found: Iterator[bool] = iter(())
         if ends and wanted:
             _check_leaves([one.grad_fn for one in made], [*fresh, *parameters])
             arriving = sum(one.nbytes for one in made if one.requires_grad)
@@ -246,7 +262,10 @@ class Replayer:
             found = iter([grad is not None for grad in grads])
         has_grad = tuple(one.requires_grad and next(found) for one in (*fresh, *parameters))
         held = tuple(place for place, is_held in enumerate(kept.inputs) if is_held)
-        return Trace(first, second, outputs, rebuild, kept_nbytes, held, has_grad)
+        return Trace(
+            *(first, second, outputs, rebuild, kept_nbytes, held, kept.read, has_grad),
+            parameters=len(parameters),
+        )
 
     def timed(self, run: Callable[[], Any], arriving: int = 0) -> tuple[Any, Phase]:
         """Run something, and tell what it took. ``arriving``: bytes that are made at its start.
@@ -295,7 +314,6 @@ class Replayer:
                 self.clock.compute(seconds)
             self.clock.products.seconds += phase.products
 
-
     # Optimizers.
 
     def optimizer(self, key: tuple[Any, ...]) -> SteppedTrace | None:
@@ -304,9 +322,15 @@ class Replayer:
 
     def trace_optimizer(self, key: tuple[Any, ...], stepped: Sequence[Stepped]) -> None:
         """Step, and write down what that takes."""
-        phase = self.timed(lambda: [one.step() for one in stepped])[1]
+
+        def step() -> None:
+            for one in stepped:
+                one.step()
+
+        phase = self.timed(step)[1]
         trace = SteppedTrace(phase, sum(one.nbytes for one in stepped))
-        self._traces.optimizers[self._traces.number_of(self.clock), *key] = trace
+        place = (self._traces.number_of(self.clock), *key)
+        self._traces.optimizers[place] = trace
         self.replay(phase)
 
 
@@ -326,10 +350,11 @@ class TracedOptimizer(Stepped):
 
 @dataclass(frozen=True)
 class _Kept:
-    """Which inputs and outputs the graph of a block keeps."""
+    """Which inputs and outputs the graph of a block keeps, and places of the parameters."""
 
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]
+    read: tuple[int, ...]
 
 
 class _Recorder:
@@ -388,18 +413,17 @@ class _Replayed(torch.autograd.Function):
         ]
         ctx.trace, ctx.replayer = trace, replayer
         ctx.like = [(one.shape, one.stride(), one.dtype) for one in given]
-        ctx.held = [given[place].detach() for place in trace.held]
+        ctx.held = [given[place] for place in trace.held]
+        # as the block's own graph would: the engine looks whether anybody refers to parameters
+        own = given[len(given) - trace.parameters :]
+        ctx.save_for_backward(*(own[place] for place in trace.read))
         ctx.held += [
             one.detach() for one, how in zip(made, trace.outputs, strict=True) if how.is_kept
         ]
         if trace.kept_nbytes > 0:
             ctx.held.append(torch.empty(trace.kept_nbytes, dtype=torch.uint8, device=device))
         ctx.mark_non_differentiable(
-            *(
-                one
-                for one, how in zip(made, trace.outputs, strict=True)
-                if not how.requires_grad
-            )
+            *(one for one, how in zip(made, trace.outputs, strict=True) if not how.requires_grad)
         )
         return tuple(made)
 
@@ -545,4 +569,3 @@ def _check_leaves(nodes: Sequence[Any], own: Sequence[Tensor]) -> None:
         if isinstance(variable, Tensor) and id(variable) not in mine:
             raise Unsuited
         todo += [after for after, _ in node.next_functions if after is not None]
-

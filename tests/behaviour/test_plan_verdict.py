@@ -175,6 +175,22 @@ def test_a_replayed_block_takes_what_it_takes(
             assert one.nbytes == pytest.approx(other.nbytes, rel=5e-3, abs=4096)
 
 
+@pytest.mark.parametrize("device", ["h100", None])
+def test_a_replayed_block_refers_to_what_its_backward_reads(
+    monkeypatch: pytest.MonkeyPatch, device: str | None
+) -> None:
+    """The first layer's input needs no gradient, so its backward reads no weight: no gather."""
+    build = lambda: nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024))  # noqa: E731  # short
+    given: dict[str, Any] = {"mesh": 64, "policy": {nn.Linear}, "batch": torch.zeros(16, 1024)}
+    one = fsdp2.plan(build(), **given, hardware=device).step
+    monkeypatch.setattr(traced, "MOST_FORMS", 0)
+    other = fsdp2.plan(build(), **given, hardware=device).step
+    assert one is not None
+    assert other is not None
+    assert (one.events, one.memory) == (other.events, other.memory)
+    assert sum(event.kind == "unshard" for event in one.events) == 3
+
+
 class Shares(Block):
     """A block that reads a parameter of another one."""
 
