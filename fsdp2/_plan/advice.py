@@ -76,7 +76,7 @@ def advise(plan: Planned, budget: int | None) -> Iterator[Advice]:
         yield from _embedding_in_a_unit(plan)
         yield from _padding(plan)
         yield from _precision(plan)
-        yield from _replicas(plan)
+        yield from _replicas(plan, budget)
     yield from _memory_setting(plan, budget)
 
 
@@ -230,7 +230,7 @@ def _precision(plan: Planned) -> Iterator[Advice]:
         )
 
 
-def _replicas(plan: Planned) -> Iterator[Advice]:
+def _replicas(plan: Planned, budget: int | None) -> Iterator[Advice]:
     machine = plan.hardware
     if machine is None or plan.step is None or len(plan.mesh) != 1:
         return
@@ -238,7 +238,9 @@ def _replicas(plan: Planned) -> Iterator[Advice]:
     if ranks <= near or ranks % near:
         return
     other = _tried(plan, mesh=(ranks // near, near))
-    if other is not None and _saves(plan, other):
+    if other is None or (budget is not None and _step_of(other).highest_nbytes > budget):
+        return  # replicas keep more
+    if _saves(plan, other):
         yield Advice(
             "slow",
             "the mesh",

@@ -152,11 +152,21 @@ class Search:
         return next((one for one in every if one.fits), None)
 
     def _stages(self) -> Iterator[Iterator[Suggestion]]:
-        yield self._each(*({"memory": memory} for memory in self._memories()))
+        yield self._settings()
         yield self._alone()
         yield self._each(*self._together())
         if self.may_offload:
             yield self._each(*(self._offloaded(more) for more in ({}, *self._chunks())))
+
+    def _settings(self) -> Iterator[Suggestion]:
+        """Try memory settings, but none that keeps more than one that does not fit."""
+        most = -1  # places in MEMORY, which begins with what keeps most
+        for memory in self._memories():
+            place = MEMORY.index(str(memory)) if memory in MEMORY else len(MEMORY)
+            if place > most:
+                one = self._try({"memory": memory})
+                most = most if one.fits or memory not in MEMORY else max(most, place)
+                yield one
 
     def _memories(self) -> list[str | int]:
         """The plan's own setting first, and of equals it is the one that is told."""

@@ -26,7 +26,14 @@ from fsdp2._plan.budget import MEMORY, Search, Suggestion, code_of, size_of
 from fsdp2._plan.hardware import Hardware, hardware_for
 from fsdp2._plan.imagined import groups_of
 from fsdp2._plan.pages import page_of, planned
-from fsdp2._plan.setup import Setup, Template, check_mesh, mesh_of_sharded, refuse_for_sharded
+from fsdp2._plan.setup import (
+    Setup,
+    Template,
+    check_mesh,
+    mesh_of_sharded,
+    refuse_for_sharded,
+    refuse_torchs_own,
+)
 from fsdp2._plan.values import GroupPlan, StepPlan
 from fsdp2._plan.verdict import Verdict, of_each, verdict_of
 from fsdp2.wrap import WrapPolicy
@@ -334,6 +341,7 @@ def plan(
         refuse_for_sharded(given)
         shape, own = mesh_of_sharded(model)
     else:
+        refuse_torchs_own(model)
         shape, own = check_mesh(mesh), 0
     setup = Setup(
         mesh=shape,

@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._base import torch_modes
+from fsdp2._base import torch_modes, torch_modules
 from fsdp2._base.arguments import (
     check_count,
     check_flag,
@@ -25,7 +25,7 @@ from fsdp2._base.arguments import (
     wrong_value,
 )
 from fsdp2._base.containers import map_tensors
-from fsdp2._base.errors import ConfigError
+from fsdp2._base.errors import ConfigError, UnsupportedError
 from fsdp2._plan import progress
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
@@ -173,6 +173,18 @@ def mesh_of_sharded(model: nn.Module) -> tuple[tuple[int, ...], int]:
     if replicate.size == 1:
         return (shard.size,), shard.rank
     return (replicate.size, shard.size), replicate.rank * shard.size + shard.rank
+
+
+def refuse_torchs_own(model: nn.Module) -> None:
+    """Raise UnsupportedError for a model that torch's own ``fully_shard`` has sharded."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch_modules.FSDPModule):
+            raise UnsupportedError(
+                "FS907",
+                f"plan: {name or 'the model'} was sharded by torch's own fully_shard, which is not "
+                "planned. Plan the model as it was before; or shard it with fsdp2.fully_shard, "
+                "which fsdp2.replace_torch() puts in the place of torch's.",
+            )
 
 
 def refuse_for_sharded(given: Mapping[str, object]) -> None:

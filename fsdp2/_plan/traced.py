@@ -484,11 +484,11 @@ def _with_own_parameters(block: nn.Module) -> Iterator[list[Tensor]]:
         for name, param in module._parameters.items()
         if param is not None
     ]
+    if torch_dtensor.is_among([type(param) for _, _, param in places]):
+        raise Unsuited
     made: dict[int, nn.Parameter] = {}
     for module, name, param in places:
         if id(param) not in made:
-            if torch_dtensor.is_among([type(param)]):
-                raise Unsuited
             made[id(param)] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
         module._parameters[name] = made[id(param)]
     try:
