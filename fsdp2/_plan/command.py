@@ -100,6 +100,11 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         shape = shapes.shape_for(given.model)
     except ValueError as error:
         parser.error(f"model: {error}")
+    if shape is None and ":" not in given.model:
+        parser.error(
+            f"model: expected package.module:name, found {given.model!r}; there are shapes of the "
+            f"names {', '.join(shapes.SHAPES)}, and a config.json is read"
+        )
     if shape is None:
         model = _build(parser, given.model)
     else:
