@@ -75,25 +75,37 @@ class EmulatedGroup(NoopGroup):
     def all_gather_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        def work() -> None:
-            rows = output.view(-1).view(torch.uint8).view(self._size, -1)
-            row = source.reshape(-1).view(torch.uint8).expand(self._size, -1)
-            if output.is_cuda:
-                torch.bitwise_or(row, 0, out=rows)
-            else:  # a row may lie in the output, which some ops on a CPU refuse
-                rows.copy_(row.clone())
+        return self.all_gather_single_coalesced([output], [source], opts)
 
-        return self._run(work, [output, source], opts)
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        def work() -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                rows = output.view(-1).view(torch.uint8).view(self._size, -1)
+                row = source.reshape(-1).view(torch.uint8).expand(self._size, -1)
+                if output.is_cuda:
+                    torch.bitwise_or(row, 0, out=rows)
+                else:  # a row may lie in the output, which some ops on a CPU refuse
+                    rows.copy_(row.clone())
+
+        return self._run(work, [*outputs, *inputs], opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        def work() -> None:
-            rows = source.reshape(self._size, -1)
-            is_mean = getattr(opts, "reduceOp", dist.ReduceOp.SUM) == dist.ReduceOp.AVG
-            (torch.mean if is_mean else torch.sum)(rows, 0, out=output.view(-1))
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
 
-        return self._run(work, [output, source], opts)
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        def work() -> None:
+            is_mean = getattr(opts, "reduceOp", dist.ReduceOp.SUM) == dist.ReduceOp.AVG
+            add_up = torch.mean if is_mean else torch.sum
+            for output, source in zip(outputs, inputs, strict=True):
+                add_up(source.reshape(self._size, -1), 0, out=output.view(-1))
+
+        return self._run(work, [*outputs, *inputs], opts)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> dist.Work:
         self.calls += 1
@@ -102,4 +114,6 @@ class EmulatedGroup(NoopGroup):
         return work
 
     _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # argument names
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 EXPERTS, USED = 8, 2
@@ -140,19 +141,30 @@ class Decoder(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """How a decoder is trained. ``preset``: of ours, see ``set_memory``."""
+    """How a decoder is trained. ``preset``: of ours, see ``set_memory``.
+
+    ``checkpoint``: blocks are computed again in backward. ``away``: of every so many
+    blocks one has what it saves on the host; 0: none. ``optimizer``: AdamW at the end of a step,
+    with states on the "device" or on the "host"; a number is ``max_bytes`` of those on the host.
+    """
 
     reduce: torch.dtype = torch.float32
     preset: str = "balanced"
     offload: bool = False
     experts: bool = False
     fused_loss: bool = False
+    checkpoint: bool = False
+    away: int = 0
+    optimizer: str = ""
 
 
 def build(library: str, shape: Shape, depth: int, mesh: DeviceMesh, variant: Variant) -> nn.Module:
     """Return a decoder as a library shards it, with bf16 parameters in compute."""
     with torch.device(mesh.device_type):
         model = Decoder(shape, depth, experts=variant.experts, fused_loss=variant.fused_loss)
+    if variant.checkpoint:
+        for place, block in enumerate(model.blocks):
+            model.blocks[place] = checkpoint_wrapper(block, preserve_rng_state=False)
     if library in ("plain", "ddp"):
         model = model.to(torch.bfloat16)
         if library == "plain":
@@ -185,6 +197,11 @@ def build(library: str, shape: Shape, depth: int, mesh: DeviceMesh, variant: Var
         _tune(sharded, [unit[0] if isinstance(unit, list) else unit for unit in units])
     if is_ours:
         sharded.set_memory(variant.preset)
+    if variant.away:
+        chosen = set(model.blocks[:: variant.away])
+        package.offload_activations(
+            model, lambda module: module in chosen, keep_last=int(variant.away == 1)
+        )
     return model
 
 
@@ -207,11 +224,24 @@ def _tune(root: Any, units: list[Any]) -> None:
 
 
 def make_step(
-    model: nn.Module, shape: Shape, tokens: int, device: torch.device, say: Callable[[str], None]
+    model: nn.Module,
+    shape: Shape,
+    tokens: int,
+    device: torch.device,
+    say: Callable[[str], None],
+    optimizer: str = "",
 ) -> Callable[[], None]:
-    """Return one training step without its optimizer; ``say`` is told where it is."""
+    """Return one training step; ``say`` is told where it is. ``optimizer``: as in ``Variant``."""
     length = min(tokens, SEQUENCE)
     batch = torch.zeros(tokens // length, length, dtype=torch.int64, device=device)
+    optim: Any = None
+    if optimizer:
+        import fsdp2
+
+        optim = fsdp2.optim.local(torch.optim.AdamW, model.parameters(), lr=1e-4, fused=True)
+        if optimizer != "device":
+            most = None if optimizer == "host" else int(optimizer)
+            fsdp2.optim.offload_states(optim, max_bytes=most)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -219,6 +249,9 @@ def make_step(
         loss = model(batch)
         say("backward")
         loss.backward()
+        say("optimizer")
+        if optim is not None:
+            optim.step()
         say("end")
 
     return step

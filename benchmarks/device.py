@@ -15,7 +15,11 @@ the longer of the plain model's compute and of the communication that no order a
 gathered twice and reduced once, embedding and head gathered once and reduced once. `exposed` is
 time in which a collective runs and no kernel beside it, in forward and in backward. `waits` are
 those of the host for the device, in a steady step. `host` is when the host has issued everything.
-`peak` is above what is allocated when the step starts.
+`peak` is above what is allocated when the step starts; `whole peak`, of steps with an
+optimizer, has that in it. Such a step's time is that of two less that of one.
+
+`on the host` keeps there what blocks save for backward (`fsdp2.offload_activations`): with
+`checkpoint` their inputs, else all that every block or every fourth block saves.
 
 `torch` has blocks and a root as units, as `fsdp2` has; `torch tuned` and `fsdp2 split` have
 embedding and head as units, and `torch tuned` has prefetch lists and asynchronous gathers, too.
@@ -31,7 +35,7 @@ import argparse
 import gc
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -93,6 +97,15 @@ def all_cases() -> Iterator[Case]:
     yield Case(small, (8,), 4096, Variant(offload=True), "offload")
     yield Case(small, (8,), 4096, Variant(fused_loss=True), "fused loss")
     yield Case(small, (8,), 4096, Variant(experts=True), "experts")
+    again = Variant(checkpoint=True)
+    yield Case(small, (8,), 4096, again, "checkpoint")
+    yield Case(small, (8,), 4096, replace(again, away=1), "checkpoint, on the host")
+    yield Case(small, (8,), 4096, Variant(away=4), "a fourth on the host")
+    yield Case(small, (8,), 4096, Variant(away=1), "all on the host")
+    for where in ("device", "host", "9000000000"):
+        name = f"host, {int(where) // 10**9} GB at a time" if where.isdigit() else where
+        stepped = replace(again, optimizer=where)
+        yield Case(small, (8,), 16384, stepped, f"checkpoint, AdamW on the {name}")
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,7 @@ class Numbers:
     waits: float
     host: float
     peak: float
+    whole: float  # the peak, with what is there when the step starts
 
     def along(self, deeper: Numbers, depths: tuple[int, int], blocks: int) -> Numbers:
         """Return what so many blocks take, by a line through two depths."""
@@ -150,7 +164,7 @@ def _gaps(
         yield start, end
 
 
-def numbers_of(played: Played, peak: int) -> Numbers:
+def numbers_of(played: Played, peak: int, whole: int) -> Numbers:
     forward, backward = exposed(played.ran)
     busy = sum(r.end - r.start for r in played.ran if r.stream == COMPUTE and r.group < 0)
     return Numbers(
@@ -162,22 +176,35 @@ def numbers_of(played: Played, peak: int) -> Numbers:
         len(played.waits),
         played.host,
         peak,
+        whole,
     )
 
 
 def play_case(
     case: Case, library: str, depth: int, mesh: DeviceMesh, costs: Costs
-) -> tuple[Played, int]:
-    """Play a steady step; return it, and the most bytes above its start."""
+) -> tuple[Played, int, int]:
+    """Play a steady step; return it, and the most bytes above its start, and in all."""
     loaded = _device.simulator()
     gc.collect()
+    kept = loaded.counts()[2]  # of other cases
     model = build(library, case.shape, depth, mesh, case.variant)
-    step = make_step(model, case.shape, case.tokens, torch.device("sim"), loaded.label)
+    optimizer = case.variant.optimizer if library != "plain" else ""
+    step = make_step(model, case.shape, case.tokens, torch.device("sim"), loaded.label, optimizer)
     steps, peak = _device.steady(model, step, WARMUP)
+    whole = loaded.counts()[3] - kept
     strides = {}
     if len(case.mesh) == 2:
         strides[_device.group_number(mesh.get_group("replicate"))] = case.mesh[1]
-    return _device.play(steps, costs, strides), peak
+    played = _device.play(steps, costs, strides)
+    if optimizer:  # what a step leaves to the next one is beside that
+
+        def twice() -> None:
+            step()
+            step()
+
+        both = _device.play(_device.trace(twice), costs, strides)
+        played = replace(played, seconds=both.seconds - played.seconds)
+    return played, peak, whole
 
 
 def write_time_lines(case: Case, played: dict[str, Played], folder: Path) -> None:
@@ -266,6 +293,8 @@ def measure_case(
             "host ms": (numbers.host * 1e3, False),
             "peak GB": (numbers.peak / 1e9, True),
         }
+        if case.variant.optimizer:
+            row["whole peak GB"] = (numbers.whole / 1e9, True)
         if tuned is not None:
             row["step / tuned"] = (numbers.step / tuned.step, False)
         is_ours = library.startswith("fsdp2")
@@ -282,7 +311,12 @@ def _variants_of(case: Case, libraries: Sequence[str]) -> list[str]:
     return [
         name
         for name in VARIANTS
-        if name.removesuffix(" split") in libraries and (name != "ddp" or plain)
+        if name.removesuffix(" split") in libraries
+        and (name != "ddp" or plain)
+        and (
+            not (case.variant.away or case.variant.optimizer)
+            or name in ("plain", "fsdp2", "fsdp2 split")
+        )
     ]
 
 

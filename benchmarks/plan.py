@@ -101,9 +101,15 @@ def _compare(
 
 
 def measure_step(
-    model: nn.Module, batch: tuple[Any, ...], loss_of: Callable[[Any], torch.Tensor]
+    model: nn.Module,
+    batch: tuple[Any, ...],
+    loss_of: Callable[[Any], torch.Tensor],
+    micro_batches: int = 1,
 ) -> tuple[list[events.Event], int]:
-    """Run steps; return the last one's events, and the least peak above a step's start."""
+    """Run steps; return the last one's events, and the least peak above a step's start.
+
+    All micro-batches of a step but the last run without gradient sync.
+    """
     seen: list[events.Event] = []
     peaks = []
     for number in range(WARM_UP + MEASURED):
@@ -113,12 +119,15 @@ def measure_step(
             seen.clear()
             with record_function(STARTED):
                 pass
-            with events.listen(seen.append):
-                loss = loss_of(model(*batch))
-                with record_function(FORWARD_DONE):
-                    pass
-                loss.backward()
-            del loss
+            for left in reversed(range(micro_batches)):
+                if micro_batches > 1:
+                    model.set_requires_gradient_sync(left == 0)  # type: ignore[operator]
+                with events.listen(seen.append):
+                    loss = loss_of(model(*batch))
+                    with record_function(FORWARD_DONE):
+                        pass
+                    loss.backward()
+                del loss
             with record_function(DONE):
                 pass
         if number >= WARM_UP:

@@ -119,7 +119,12 @@ def _build_parser() -> _Parser:
     where = parser.add_argument_group("where it runs").add_argument
     where("--ranks", type=int, help="processes; default: one for each GPU, or 2 on a CPU")
     where("--mesh", type=_mesh, help="4: shard over 4 ranks; 2x2: replicate over 2, shard over 2")
-    where("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    where(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: GPUs, if there are any",
+    )
     where(
         "--dtype",
         choices=("fp32", "bf16", "fp8"),
@@ -147,11 +152,16 @@ def _build_parser() -> _Parser:
     )
     where("--deterministic", action="store_true", help="CUDA: only kernels that repeat bit for bit")
     what = parser.add_argument_group("what it trains; the default depends on --size").add_argument
-    what("--size", choices=tuple(PRESETS), default="small")
+    what(
+        "--size",
+        choices=tuple(PRESETS),
+        default="small",
+        help="in parameters: small 0.9 M, base 86 M, large 1.2 B",
+    )
     what("--steps", type=int, help="steps that the learning-rate schedule spans")
     what("--stop-at", type=int, help="end this run after that step, with a checkpoint")
     what("--batch-size", type=int, help="sequences a step, over all ranks")
-    what("--sequence-length", type=int)
+    what("--sequence-length", type=int, help="bytes of a sequence")
     what("--lr", type=float, help="peak learning rate")
     what(
         "--optimizer",
@@ -160,9 +170,9 @@ def _build_parser() -> _Parser:
         help="muon: Muon for the matrices of blocks, AdamW for the rest",
     )
     what("--warmup-steps", type=int, help="default: a twentieth of the steps")
-    what("--weight-decay", type=float, default=0.1)
-    what("--clip-norm", type=float, default=1.0)
-    what("--seed", type=int, default=0)
+    what("--weight-decay", type=float, default=0.1, help="of matrices")
+    what("--clip-norm", type=float, default=1.0, help="most of the norm of all gradients")
+    what("--seed", type=int, default=0, help="of weights, of batches, and of the sample")
     files = parser.add_argument_group("files").add_argument
     files(
         "--corpus",
@@ -171,7 +181,7 @@ def _build_parser() -> _Parser:
         help="read the .py files below this folder",
     )
     files("--cache-dir", type=Path, default=cache, help="where the joined text is kept")
-    files("--checkpoint-dir", type=Path, default=Path("runs/train_lm"))
+    files("--checkpoint-dir", type=Path, default=Path("runs/train_lm"), help="where they are")
     files(
         "--resume",
         nargs="?",
@@ -197,10 +207,12 @@ def _build_parser() -> _Parser:
     )
     files("--pages-dir", type=Path, help="default: --checkpoint-dir with -pages behind it")
     add("--log-every", type=int, default=25, help="steps between progress lines")
-    add("--held-out-batches", type=int, default=32)
-    add("--sample-bytes", type=int, default=240)
-    add("--temperature", type=float, default=0.7)
-    add("--prompt", default="def read_lines(path):\n")
+    add("--held-out-batches", type=int, default=32, help="batches of the last evaluation")
+    add("--sample-bytes", type=int, default=240, help="length of the text that the model writes")
+    add(
+        "--temperature", type=float, default=0.7, help="of that text: low is likely, high is random"
+    )
+    add("--prompt", default="def read_lines(path):\n", help="what that text begins with")
     return parser
 
 

@@ -26,7 +26,13 @@ from fsdp2._api.no_sync import no_sync
 from fsdp2._api.replacement import REPLACES as _REPLACES
 from fsdp2._api.replacement import replace_torch
 from fsdp2._api.settings import share_comm_ctx
-from fsdp2._base.errors import ConfigError, FSDPError, StateError, UnsupportedError
+from fsdp2._base.errors import (
+    ConfigError,
+    ConfigTypeError,
+    FSDPError,
+    StateError,
+    UnsupportedError,
+)
 from fsdp2._base.policy import (
     Aligned,
     CPUOffloadPolicy,
@@ -37,6 +43,7 @@ from fsdp2._base.policy import (
     Whole,
 )
 from fsdp2._comm.comms import AllGather, Comm, ReduceScatter
+from fsdp2._comm.process_mesh import LostRank
 
 if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers and editors
     from fsdp2 import checkpoint as checkpoint
@@ -45,6 +52,7 @@ if _typing.TYPE_CHECKING:  # [Note: names that load later], for type checkers an
     from fsdp2 import plans as plans
     from fsdp2 import recordings as recordings
     from fsdp2 import wrap as wrap
+    from fsdp2._activations import offload_activations
     from fsdp2._compiled.compile import CompiledModel, compile  # noqa: A004  # torch's name for it
     from fsdp2._plan.plan import plan
     from fsdp2._record.recording import record
@@ -63,10 +71,12 @@ __all__ = [
     "CompiledModel",
     "Compress",
     "ConfigError",
+    "ConfigTypeError",
     "DataParallelMeshDims",
     "FSDPError",
     "FSDPModule",
     "GradientReductionHandle",
+    "LostRank",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",
@@ -81,6 +91,7 @@ __all__ = [
     "fully_shard",
     "materialize",
     "no_sync",
+    "offload_activations",
     "plan",
     "read_recordings",
     "record",
@@ -95,6 +106,11 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+for _name in __all__:  # tracebacks and reprs print a class under the name that users know
+    _value = globals().get(_name)
+    if isinstance(_value, type) and _value is not FSDPModule:  # its annotations name its module's
+        _value.__module__ = __name__
+
 _SUBMODULES = ("checkpoint", "debug", "optim", "plans", "recordings", "wrap")
 
 _LATER = {  # the same as the imports for type checkers above: name, and the module that has it
@@ -103,6 +119,7 @@ _LATER = {  # the same as the imports for type checkers above: name, and the mod
     "compile": "_compiled.compile",
     "full_params": "_transfer.full_params",
     "materialize": "_transfer.materialize",
+    "offload_activations": "_activations",
     "plan": "_plan.plan",
     "read_recordings": "_record.recordings",
     "record": "_record.recording",

@@ -46,6 +46,8 @@ def main(arguments: Sequence[str]) -> None:
         _refuse(f"found no file {program}; a module is named after -m")
     fsdp2.replace_torch()
     _reach_children()
+    if os.environ.get("RANK", "0") == "0":
+        print(f"fsdp2: takes the place of torch's own FSDP2 in {program}", file=sys.stderr)
     sys.argv[:] = [program, *rest]
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)

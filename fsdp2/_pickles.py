@@ -1,5 +1,7 @@
 """The one private place that pickles of sharded models and optimizers name.
 
+Public classes they name as users do, by ``fsdp2``.
+
 A pickle names each class by a module. These say that they are from here, so that a pickle outlives
 a move of files. What is not here is found where it is: a name may join a table, never leave it.
 
@@ -25,6 +27,7 @@ from fsdp2._base.policy import (
     Overlap,
     Settings,
 )
+from fsdp2._base.sharding import Sharding
 from fsdp2._base.torch_dealt import DealtTensor, dealt
 from fsdp2._comm.mesh import DataMesh, KeptOnMesh
 from fsdp2._comm.wire import Wire
@@ -72,6 +75,7 @@ NAMED: tuple[Any, ...] = (
     Settings,
     ShardInfo,
     ShardLayout,
+    Sharding,
     Site,
     StateHooks,
     TorchState,
@@ -82,7 +86,9 @@ NAMED: tuple[Any, ...] = (
 )
 
 LATER: Mapping[str, str] = {
+    "Activations": "fsdp2._offload.activations",
     "EMA": "fsdp2.optim._ema",
+    "rebuild_offloaded": "fsdp2.optim._offload",
     "rebuild_optimizer": "fsdp2.optim._local",
 }
 

@@ -21,7 +21,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -119,7 +119,7 @@ def shard_model(
     }
     ignored = Ignored.of(kwargs.get("ignored_params"), kwargs.get("ignored_states"))
     chosen: Chosen = {}
-    for module, choice in _run(policy, model, ignored).items():
+    for module, choice in run_policy(policy, model, ignored, _SHARDING).items():
         _choose(module, choice, ignored, chosen)
     chosen.pop(model, None)
     for module, choice in chosen.items():
@@ -186,10 +186,23 @@ def _choose(module: nn.Module, choice: Choice, ignored: Ignored, chosen: Chosen)
 # --- reading policies -----------------------------------------------------------------------------
 
 
-def _run(policy: object, model: nn.Module, ignored: Ignored) -> Chosen:
+class Asking(NamedTuple):
+    """Who asks a policy, for messages: a function, what comes of no module, what is an answer."""
+
+    who: str
+    if_none: str
+    answers: str
+
+
+_SHARDING = Asking(
+    "shard_model", "all of it becomes one unit", "True, False, or a dict of keywords of fully_shard"
+)
+
+
+def run_policy(policy: object, model: nn.Module, ignored: Ignored, asking: Asking) -> Chosen:
     """Ask the policy about every module below the root."""
     if isinstance(policy, torch_modules.CustomPolicy):
-        return _ask(torch_modules.custom_policy_function(policy), model, ignored)
+        return _ask(torch_modules.custom_policy_function(policy), model, ignored, asking)
     is_text = isinstance(policy, str | bytes | Tensor)
     if isinstance(policy, Iterable) and not is_text and not callable(policy):
         classes = tuple(policy)
@@ -198,34 +211,35 @@ def _run(policy: object, model: nn.Module, ignored: Ignored) -> Chosen:
             found = f"{described(wrong[0])} in it" if wrong else "none"
             raise ConfigTypeError(
                 "FS101",
-                f"shard_model: expected classes of modules as policy, found {found}. Pass for "
+                f"{asking.who}: expected classes of modules as policy, found {found}. Pass for "
                 "example {TransformerBlock}.",
             )
         if not any(isinstance(module, classes) for module in model.modules()):
-            _warn_of_nothing(model, f"of class {', '.join(sorted(c.__name__ for c in classes))}")
-        return _ask(lambda module: isinstance(module, classes), model, ignored)
+            names = ", ".join(sorted(c.__name__ for c in classes))
+            _warn_of_nothing(model, f"of class {names}", asking)
+        return _ask(lambda module: isinstance(module, classes), model, ignored, asking)
     if isinstance(policy, type | nn.Module) or not callable(policy):
         expected = "a set of module classes, a function, or a policy of torch.distributed.fsdp.wrap"
-        raise wrong_type("shard_model", "policy", expected, policy)
+        raise wrong_type(asking.who, "policy", expected, policy)
     if _is_recursive(policy):
         chosen: Chosen = {}
         _recurse(policy, model, ignored, chosen)
         name = torch_modules.name_of_class_policy(policy)
         picks = functools.partial(policy, recurse=False, nonwrapped_numel=0)
         if name is not None and not any(picks(module=module) for module in model.modules()):
-            _warn_of_nothing(model, f"what {name} names")
+            _warn_of_nothing(model, f"what {name} names", asking)
         return chosen
-    return _ask(policy, model, ignored)
+    return _ask(policy, model, ignored, asking)
 
 
-def _warn_of_nothing(model: nn.Module, what: str) -> None:
+def _warn_of_nothing(model: nn.Module, what: str, asking: Asking) -> None:
     warnings.warn(
         coded(
             "FS228",
-            f"shard_model: no module of the {class_name(model)} is {what}, so all of it becomes "
-            "one unit. Pass the classes of the model's blocks.",
+            f"{asking.who}: no module of the {class_name(model)} is {what}, so {asking.if_none}. "
+            "Pass the classes of the model's blocks.",
         ),
-        stacklevel=4,  # where shard_model was called
+        stacklevel=4,  # where the function that asks was called
     )
 
 
@@ -238,7 +252,9 @@ def _is_recursive(policy: Callable[..., Any]) -> bool:
     return True
 
 
-def _ask(function: Callable[[nn.Module], Any], model: nn.Module, ignored: Ignored) -> Chosen:
+def _ask(
+    function: Callable[[nn.Module], Any], model: nn.Module, ignored: Ignored, asking: Asking
+) -> Chosen:
     chosen: Chosen = {}
     for name, module in model.named_modules():
         if module is model or module in ignored.modules:
@@ -247,8 +263,8 @@ def _ask(function: Callable[[nn.Module], Any], model: nn.Module, ignored: Ignore
         if not isinstance(answer, bool | dict):
             raise ConfigError(
                 "FS213",
-                f"shard_model: the policy returned {described(answer)} for {name}. Return True, "
-                "False, or a dict of keywords of fully_shard.",
+                f"{asking.who}: the policy returned {described(answer)} for {name}. Return "
+                f"{asking.answers}.",
             )
         if answer:
             chosen[module] = answer if isinstance(answer, dict) else {}

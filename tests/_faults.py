@@ -27,6 +27,24 @@ class Fault:
 
 FAULTS = [
     Fault(
+        "dropped-accumulation-uses-old-values",
+        "fsdp2/_engine/staying.py",
+        "Staying.begin_forward",
+        "is_evaluation or self._gradients is None or self._look() != self._gradients",
+        "is_evaluation",
+        "With shard= an accumulation is given up (zero_grad), shards are written by p.data or NumPy, and the next forward uses the whole parameters of before.",
+        near=("behaviour/test_sharding_modes.py",),
+    ),
+    Fault(
+        "inner-sums-are-mixed-up",
+        "fsdp2/_param_group/reduce.py",
+        "Reduction._pairs_inside",
+        "part[row]",
+        "part[-1 - row]",
+        "With shard_outer ranks of the outer dim get each other's shards of gradients.",
+        near=("behaviour/test_outer_sharding.py",),
+    ),
+    Fault(
         "toggle-of-whole-parameter-unseen",
         "fsdp2/_param_group/registration.py",
         "Registration.detect_changes",

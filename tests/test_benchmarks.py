@@ -20,9 +20,11 @@ from benchmarks import (
     copies,
     gloo,
     link,
+    offload,
     peak,
     quick,
     scale,
+    stale,
     state,
     walk,
 )
@@ -97,6 +99,19 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
         "| fp32 | torch | 60 |",
         "| fp32 | fsdp2 | 3.25 |",
     ]
+
+
+def test_a_result_is_as_old_as_what_changed_since(tmp_path: Path) -> None:
+    def age(words: str) -> stale.Age:
+        path = tmp_path / "wire.md"
+        path.write_text(words)
+        return stale.age_of(path)
+
+    now = stale.git("rev-parse", "--short=7", "HEAD")
+    assert (age(f"commit {now};").commits, age(f"commit {now};").lines) == (0, 0)
+    unknown = age("torch 2.13.0, commit 00000ff with changes; a machine")
+    assert unknown == stale.Age("wire", "00000ff with changes, not in this clone")
+    assert age("no word of it").commit == "none named"
 
 
 def test_committed_results_can_be_read() -> None:
@@ -209,6 +224,19 @@ def test_emulated_collectives_carry_what_equal_ranks_would(library: str) -> None
     torch.testing.assert_close(gradients[library], gradients["plain"][: SMALL.width // 2])
 
 
+def test_emulated_collectives_of_several_pieces_are_those_of_each() -> None:
+    """A device sends large parameters in collectives of their own, together."""
+    group = EmulatedGroup(0, 3)
+    pieces = [torch.arange(2.0), torch.arange(5.0)]
+    gathered = [torch.empty(3 * len(piece)) for piece in pieces]
+    group.all_gather_single_coalesced(gathered, pieces).wait()
+    assert [one.tolist() for one in gathered] == [piece.tolist() * 3 for piece in pieces]
+    reduced = [torch.empty(len(piece)) for piece in pieces]
+    group.reduce_scatter_single_coalesced(reduced, gathered).wait()
+    assert [one.tolist() for one in reduced] == [(3 * piece).tolist() for piece in pieces]
+    assert group.calls == 2
+
+
 def test_peak_counts_gradients_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peak, "MEDIUM", dataclasses.replace(SMALL, width=64))
     plain, ours = (peak.find_peak(name, 4, bf16=False) for name in ("plain", "fsdp2"))
@@ -299,3 +327,12 @@ def test_the_check_is_skipped_where_figures_cannot_be_compared(
     make_result(1).write(tmp_path / "host.json")
     left_out = quick.find_left_out(["host", "ops"], is_check=True)
     assert set(left_out) == {"host", "ops"}
+
+
+def test_offloading_is_measured_in_a_small_form_without_a_gpu() -> None:
+    measured = offload.measure(
+        argparse.Namespace(tiny=True, only=None, blocks=2, tokens=32, rounds=1)
+    )
+    losses = {f.variant: f.value for f in measured.figures if f.quantity == "last loss"}
+    assert len(losses) == len(offload.VARIANTS)
+    assert len(set(losses.values())) == 1

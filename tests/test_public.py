@@ -55,10 +55,12 @@ Comm
 CompiledModel
 Compress
 ConfigError
+ConfigTypeError
 DataParallelMeshDims
 FSDPError
 FSDPModule
 GradientReductionHandle
+LostRank
 MixedPrecisionPolicy
 OffloadPolicy
 ReduceScatter
@@ -73,6 +75,7 @@ full_params
 fully_shard
 materialize
 no_sync
+offload_activations
 plan
 read_recordings
 record
@@ -125,6 +128,7 @@ optim.EMA
 optim.Owners
 optim.from_owners
 optim.local
+optim.offload_states
 optim.plan_owners
 optim.to_owners
 optim.whole
@@ -151,7 +155,14 @@ wrap.strategy""",
 
 def test_everything_in_all_exists_and_is_public_of_this_package() -> None:
     for name, value in public_objects().items():
-        assert value.__module__.startswith("fsdp2."), name
+        assert value.__module__.partition(".")[0] == "fsdp2", name
+
+
+@pytest.mark.parametrize("name", fsdp2.__all__)
+def test_errors_and_policies_print_under_the_name_that_users_know(name: str) -> None:
+    value = getattr(fsdp2, name)
+    if isinstance(value, type) and issubclass(value, (fsdp2.FSDPError, fsdp2.OffloadPolicy)):
+        assert str(value) == f"<class 'fsdp2.{name}'>"
 
 
 def test_nothing_has_two_public_names() -> None:
@@ -204,7 +215,9 @@ fully_shard(module,
     ignored_params=None,
     dp_mesh_dims=None,
     conditional=False,
-    ignored_states=None)
+    ignored_states=None,
+    shard='parameters',
+    shard_outer=None)
 register_fsdp_forward_method(module, method_name)
 share_comm_ctx(modules)
 MixedPrecisionPolicy(param_dtype=None,

@@ -394,7 +394,7 @@ class Agreement:
                     gathered = torch.empty(axis.size * numel, dtype=dtype, device=device)
                     pairs.append((gathered, own.new_zeros(numel)))
                 work = wire.all_gather_each(pairs, axis, async_op)
-            elif expected.kind == "reduce":
+            elif expected.kind in ("reduce", "reduce_outer"):
                 own = wire.allocate((axis.size, first), dtype, device).zero_()
                 own[:, at] = code.to(dtype)
                 pairs = [(wire.allocate((first,), seen_as, device), own.view(-1))]

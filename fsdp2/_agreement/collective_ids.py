@@ -63,7 +63,8 @@ class CollectiveIds:
         """Number the group's reductions over the axes of ``data`` from now on."""
         for stamp in self.reductions.all:
             stamp.retire()
-        made = [self.make(data.shard, "reduce"), self.make(data.replicate, "all_reduce")]
+        again = "all_reduce" if data.layers is None else "reduce_outer"
+        made = [self.make(data.scattered, "reduce"), self.make(data.summed, again)]
         self.reductions = ReductionStamps([stamp for stamp in made if stamp is not None])
 
     def enroll(self, fqn: str) -> None:

@@ -25,7 +25,12 @@ DIGIT_BITS = 3
 GATHER_STAMP_NUMEL = 1 + -(-STAMP_BITS // DIGIT_BITS)
 """Elements that say which operation a gather belongs to: a mark, and digits."""
 
-NAMES = {"gather": "all-gather", "reduce": "reduce-scatter", "all_reduce": "all-reduce"}
+NAMES = {
+    "gather": "all-gather",
+    "reduce": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "reduce_outer": "reduce-scatter over the outer dim",
+}
 
 
 DTYPES = (

@@ -309,9 +309,9 @@ class ReductionStamps:
                 stamp.register(wire, [numel], dtype, dtype, numel + start, reduction)
 
     def erase(self, partial: Tensor) -> None:
-        """Drop the numbers behind a sum ``[numel]`` that is kept: the next one has others."""
+        """Drop the numbers behind kept sums ``[..., numel]``: the next ones have others."""
         if self.all:
-            partial[-self.numel :] = 0
+            partial[..., -self.numel :] = 0
 
     def before(self) -> None:
         """A reduce-scatter is about to be issued."""

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2._base import torch_modules
-from fsdp2._base.arguments import described, wrong_type
+from fsdp2._base.arguments import described, wrong_type, wrong_value
 from fsdp2._base.errors import ConfigError, ConfigTypeError
 from fsdp2._base.names import class_name
-from fsdp2._base.policy import MixedPrecisionPolicy, OffloadPolicy
+from fsdp2._base.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp2._base.sharding import OUTER, SHARDINGS, Sharding
 from fsdp2._comm.mesh import DataMesh
 from fsdp2._engine.tree import unit_of
 
@@ -94,6 +96,68 @@ def check_reshard(choice: object, data: DataMesh) -> int | None:
             f"on {data.mesh}. Pass a divisor: one of {divisors}.",
         )
     return None if choice in (1, size) else choice
+
+
+def check_sharding(
+    shard: object, outer: object, reshard_after_forward: object, offload: object
+) -> Sharding:
+    """Return what ``shard`` and ``shard_outer`` stand for, if the other arguments go with it."""
+    expected = f"one of {', '.join(map(repr, SHARDINGS))}"
+    if not isinstance(shard, str):
+        raise wrong_type("fully_shard", "shard", expected, shard)
+    if shard not in SHARDINGS:
+        raise wrong_value("fully_shard", "shard", expected, shard)
+    expected = f"one of {', '.join(map(repr, OUTER))}"
+    if outer is not None and not isinstance(outer, str):
+        raise wrong_type("fully_shard", "shard_outer", expected, outer)
+    if outer not in OUTER:
+        raise wrong_value("fully_shard", "shard_outer", expected, outer)
+    sharding = SHARDINGS[shard]
+    if outer is not None:
+        if sharding.keeps_whole:
+            raise ConfigError(
+                "FS234",
+                f"fully_shard: found {sharding.name} beside {OUTER[outer].name}. With whole "
+                "parameters all ranks are one axis: leave shard_outer out, and pass a 1-D mesh of "
+                "them.",
+            )
+        if type(reshard_after_forward) is int:
+            raise ConfigError(
+                "FS234",
+                f"fully_shard: found reshard_after_forward={reshard_after_forward} beside "
+                f"{OUTER[outer].name}, which reshards to the inner dim of the mesh. Leave it out.",
+            )
+        return OUTER[outer]
+    if not sharding.keeps_whole:
+        return sharding
+    stays = f"fully_shard: found {sharding.name}, which keeps parameters whole on each rank"
+    if reshard_after_forward is not None and reshard_after_forward is not False:
+        raise ConfigError(
+            "FS234",
+            f"{stays}, and reshard_after_forward={described(reshard_after_forward)}, which frees "
+            'them. Leave that out, or pass shard="parameters".',
+        )
+    if isinstance(offload, CPUOffloadPolicy):
+        raise ConfigError(
+            "FS234",
+            f"{stays}, and a CPUOffloadPolicy, which copies them to the device for each use. Leave "
+            'the policy out, or pass shard="parameters".',
+        )
+    return sharding
+
+
+def check_layers(mesh: DeviceMesh, dims: object) -> None:
+    """Raise ConfigError unless a mesh has an outer and an inner dim, of several ranks each."""
+    found = f"{mesh.ndim} dims" if mesh.ndim != 2 else f"a shape of {tuple(mesh.shape)}"
+    if dims is None and mesh.ndim == 2 and min(mesh.shape) > 1:
+        return
+    found = found if dims is None else "dp_mesh_dims"
+    raise ConfigError(
+        "FS234",
+        "fully_shard: shard_outer needs a 2-D mesh of data-parallel dims, (outer, inner), with "
+        f"several ranks along each, found {found}. Pass one without dp_mesh_dims; or leave "
+        "shard_outer out, and pass a 1-D mesh of all ranks.",
+    )
 
 
 def check_method(module: object, name: object) -> str:

@@ -20,7 +20,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from fsdp2._api.settings import refuse_dealt, refuse_during_step, sharded_units
+from fsdp2._api.settings import (
+    refuse_dealt,
+    refuse_during_step,
+    refuse_layers,
+    sharded_units,
+)
 from fsdp2._base import torch_comm
 from fsdp2._base.arguments import (
     check_count,
@@ -199,6 +204,7 @@ def register_comm_hook(
     refuse_during_step("register_comm_hook", units)
     if hook is not None:
         refuse_dealt("register_comm_hook", groups)
+        refuse_layers("register_comm_hook", groups)
     for group in groups:
         scatter = group.wire.scatter
         if not isinstance(scatter, DefaultReduceScatter | Hooked):

@@ -86,8 +86,9 @@ def _check(runtime: Runtime) -> None:
         )
     for unit in runtime.units:
         for group in unit.own_groups:
-            is_split = group.data.replicate.size > 1 and not group.settings.all_reduce_grads
-            if group.reducer.unreduced.partial is not None or is_split:
+            is_split = group.data.summed.size > 1 and not group.settings.all_reduce_grads
+            is_partial = group.reducer.unreduced.partial is not None
+            if is_split or (is_partial and not group.settings.sharding.scatters_always):
                 raise StateError(
                     "FS310",
                     f"{who}: {group.fqn or '<root>'} is to leave its gradients unreduced over the "

@@ -15,7 +15,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from fsdp2._api.checks import check_method, check_modules, check_policies, check_reshard
+from fsdp2._api.checks import (
+    check_layers,
+    check_method,
+    check_modules,
+    check_policies,
+    check_reshard,
+    check_sharding,
+)
 from fsdp2._api.collect import (
     Collected,
     collect,
@@ -37,6 +44,7 @@ from fsdp2._base.policy import (
     keeps_dtype,
     ours,
 )
+from fsdp2._base.sharding import OUTER, SHARDINGS
 from fsdp2._comm.mesh import DataMesh, check_mesh, default_mesh
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._engine.attach import attach, take_names
@@ -45,6 +53,7 @@ from fsdp2._engine.parts import PartHook
 from fsdp2._engine.precision import Precision
 from fsdp2._engine.torch_view import TorchState, torch_state
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, EndOfBackward, Runtime, Unit, enter, leave, unit_of
+from fsdp2._engine.used_outside import know
 from fsdp2._param_group.early_release import Readers
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.optimizer_steps import watch_optimizers
@@ -82,6 +91,8 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     conditional: bool = False,
     ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
+    shard: str = "parameters",
+    shard_outer: str | None = None,
 ) -> M:
     """Shard the parameters of a module, in place, over the data-parallel ranks.
 
@@ -130,6 +141,22 @@ def fully_shard(
             together with its own, on every rank.
         ignored_states: more to leave alone: modules (with all parameters and buffers in them), or
             parameters and buffers; not both.
+        shard: what is sharded, beside the states of optimizers, which always are. Between steps
+            ``parameters()`` are shards in any case; what stays whole is memory.
+
+            - ``"parameters"``: parameters and gradients, too (ZeRO-3);
+            - ``"gradients"`` (ZeRO-2): the first forward after an optimizer step gathers parameters
+              unit by unit, in the dtype of compute. They stay whole until a backward with gradient
+              sync, so run the backwards before the last one without (``no_sync``). Each backward
+              reduces gradients all the same, as they come;
+            - ``"optimizer"`` (ZeRO-1): the same, but without gradient sync gradients stay whole,
+              too, and nothing is sent until the backward with sync.
+        shard_outer: what is sharded over the outer dim of a 2-D mesh, too. ``None``: nothing, it
+            replicates. ``"optimizer"``: the states of optimizers, and what ``parameters()`` are
+            between steps, over all ranks as one axis. Within a step parameters and sums of
+            gradients are sharded over the inner dim. The first forward after an optimizer step
+            gathers over all ranks; other gathers are over the inner dim. Each backward reduces over
+            that, and the one with gradient sync then over the outer one.
 
     Returns:
         ``module`` itself.
@@ -138,7 +165,8 @@ def fully_shard(
         ConfigError: an argument or a parameter cannot be used. Nothing was changed.
 
     Source: the meaning of the same function in ``torch.distributed.fsdp``, torch 2.15.
-    ``conditional`` and ``ignored_states`` are not in torch's.
+    ``conditional``, ``ignored_states``, ``shard`` and ``shard_outer`` are not in torch's. Stages of
+    ZeRO are those of arXiv 1910.02054; copies of parameters in a node are hpZ's (2306.10209).
     """
     modules = check_modules(module)
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
@@ -155,13 +183,19 @@ def fully_shard(
         dp_mesh_dims=dp_mesh_dims,
         conditional=conditional,
         ignored_states=ignored_states,
+        shard=shard,
+        shard_outer=shard_outer,
     )
     classes = {target: sharded_class(type(target)) for target in modules}
     own = collected.own.items()
     kept = {param for param, taken in own if keeps_dtype(mp_policy, param, taken.fqn)}
     if not any(smaller.values()) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward is True or reshard_after_forward > 1
-    settings = Settings(reshard_after_forward=reshard_after_forward)
+    sharding = SHARDINGS[shard] if shard_outer is None else OUTER[shard_outer]
+    settings = Settings(
+        reshard_after_forward=False if sharding.keeps_whole else reshard_after_forward,
+        sharding=sharding,
+    )
     device = collected.meshes[0].device
     asked = dataclasses.replace(mp_policy, param_dtype_override_fn=None)  # it can be pickled
     precision = Precision(asked, modules)
@@ -207,6 +241,7 @@ def fully_shard(
         register_names(target, unit)
         target.__class__ = classes[target]
     register_hooks(unit)
+    know(unit)
     leave_alone(collected.left_alone)
     watch_optimizers()
     for known in dict.fromkeys(unit_of(part) for part in names):
@@ -228,6 +263,8 @@ def check_call(
     dp_mesh_dims: DataParallelMeshDims | None,
     conditional: bool,
     ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None,
+    shard: str,
+    shard_outer: str | None,
     taken: frozenset[nn.Module] = frozenset(),
 ) -> tuple[Collected, dict[DataMesh, int | None]]:
     """Find what a unit takes, and how many ranks of each mesh keep it between forward and backward.
@@ -239,13 +276,21 @@ def check_call(
     """
     mp_policy, offload_policy = ours(mp_policy), ours(offload_policy)
     dp_mesh_dims = ours(dp_mesh_dims)
-    with named("fully_shard"), carrying():  # process groups are made with all ranks
-        if dp_mesh_dims is None:
-            data = DataMesh.of(check_mesh(mesh if mesh is not None else default_mesh()))
-        else:
-            data = DataMesh.named(check_mesh(mesh, dp_mesh_dims), dp_mesh_dims)
-    check_reshard(reshard_after_forward, data)
     check_policies(mp_policy, offload_policy)
+    check_sharding(shard, shard_outer, reshard_after_forward, offload_policy)
+    with named("fully_shard"), carrying():  # process groups are made with all ranks
+        is_named = dp_mesh_dims is not None
+        checked = check_mesh(
+            default_mesh() if mesh is None and not is_named else mesh, dp_mesh_dims
+        )
+        if shard_outer is not None:
+            check_layers(checked, dp_mesh_dims)
+            data = DataMesh.layered(checked)
+        elif dp_mesh_dims is not None:
+            data = DataMesh.named(checked, dp_mesh_dims)
+        else:
+            data = DataMesh.of(checked)
+    check_reshard(reshard_after_forward, data)
     expected = "a function of a parameter or None"
     check_function("fully_shard", "shard_placement_fn", shard_placement_fn, expected)
     check_flag("fully_shard", "conditional", conditional)
@@ -253,6 +298,7 @@ def check_call(
     left = Ignored(ignored.tensors, ignored.modules | taken)
     collected = collect(modules, data, shard_placement_fn, left)
     smaller = {used: check_reshard(reshard_after_forward, used) for used in collected.meshes}
+    smaller |= {used: used.layers.shard.size for used in smaller if used.layers is not None}
     if any(smaller.values()):
         refuse_smaller(collected)
     return collected, smaller

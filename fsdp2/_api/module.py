@@ -227,6 +227,8 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
             )
         if unit.runtime is not None:
             unit.runtime.recover_if_failed()
+            if unit.runtime.context.phase is IDLE:
+                unit.runtime.staying.begin_forward()
             unit.runtime.context.streams.order_after_compute("gather")
         else:
             _have_lanes(unit)

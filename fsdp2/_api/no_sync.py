@@ -21,7 +21,9 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     unit above it is a root; a ``module`` that contains several has one such backward to wait for in
     each. An optimizer's step before that goes on without these gradients, and warns. What counts is
     where ``backward()`` is called, not the forward. Gradients add up on whole parameters, in the
-    reduce dtype: on each rank they take the memory of the gradients of the whole model. Inside the
+    reduce dtype: on each rank they take the memory of the gradients of the whole model. Not so in a
+    unit with ``shard="gradients"``: its backwards reduce over the shard axis all the same, and add
+    up there; only the all-reduce over a replicate axis is left to the last. Inside the
     context, ``set_requires_gradient_sync`` of every unit in ``module`` is False. Afterwards it is
     what it was before. Contexts may be nested.
 
@@ -43,7 +45,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     )
     before = [(unit, unit.settings) for unit in units]
     for unit in units:
-        unit.configure(reduce_grads=False, all_reduce_grads=False)
+        unit.configure(**unit.settings.sharding.sync(False))
     try:
         yield
     finally:

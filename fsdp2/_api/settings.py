@@ -132,7 +132,9 @@ class ControlSurface:
 
         While it does not, gradients add up on the whole parameters: in ``grad`` of the unsharded
         parameters, in the reduce dtype. That takes the memory of the whole unit's gradients. The
-        call sets ``set_requires_all_reduce`` to the same value.
+        call sets ``set_requires_all_reduce`` to the same value. A unit with ``shard="gradients"``
+        keeps no whole gradients: its backwards reduce over the shard axis all the same, and only an
+        all-reduce waits.
 
         Args:
             requires_gradient_sync: False lets gradients wait for a later backward.
@@ -142,7 +144,8 @@ class ControlSurface:
             ConfigError: not a bool.
         """
         flag = _flag("set_requires_gradient_sync", requires_gradient_sync)
-        configure(self, recurse, reduce_grads=flag, all_reduce_grads=flag)
+        for unit in units_in(self, recurse):
+            unit.configure(**unit.settings.sharding.sync(flag))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Say whether backward all-reduces gradients over the replicate axis.
@@ -176,12 +179,22 @@ class ControlSurface:
             recurse: for the units below this one too.
 
         Raises:
-            ConfigError: not a bool.
+            ConfigError: not a bool; or True for a unit whose parameters stay whole (``shard``).
         """
         flag = _flag("set_reshard_after_forward", reshard_after_forward)
+        units = units_in(self, recurse)
+        whole = next((unit for unit in units if unit.settings.sharding.keeps_whole), None)
+        if flag and whole is not None:
+            raise ConfigError(
+                "FS234",
+                f"set_reshard_after_forward: {whole.fqn or '<root>'} has "
+                f"{whole.settings.sharding.name}, so its parameters stay whole. Leave the "
+                'call out, or shard it with shard="parameters".',
+            )
         configure(self, recurse, reshard_after_forward=flag, keeps_in_evaluation=not flag)
         for group in groups_in(self, recurse):
-            group.reshard_to(None)
+            if group.data.layers is None:
+                group.reshard_to(None)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -513,8 +526,11 @@ class ControlSurface:
             ConfigError: not a bool.
         """
         check_flag("set_separate_reduce_scatter_group", "enable", enable)
+        groups = groups_in(self, recurse)
+        if enable:
+            refuse_layers("set_separate_reduce_scatter_group", groups)
         with operation("set_separate_reduce_scatter_group"), carrying():
-            for group in groups_in(self, recurse):
+            for group in groups:
                 group.reducer.planner.separate(enable, group.wire)
 
     def set_reduce_scatter_max_input_buffers(
@@ -657,6 +673,18 @@ def refuse_dealt(who: str, groups: Iterable[ParamGroup]) -> None:
                     "collectives of this interface do not. Leave it out for this unit, or let "
                     "shard_placement_fn return Shard(0).",
                 )
+
+
+def refuse_layers(who: str, groups: Iterable[ParamGroup]) -> None:
+    """Raise ConfigError for a group whose gradients are scattered over two axes."""
+    for group in groups:
+        if group.data.layers is not None:
+            raise ConfigError(
+                "FS505",
+                f"{who}: {group.fqn or '<root>'} has {group.settings.sharding.name}, so its "
+                "gradients are scattered twice, over two process groups, which this does not "
+                "reach. Use one or the other.",
+            )
 
 
 def _refuse_custom(name: str, groups: Iterable[ParamGroup]) -> None:

@@ -19,6 +19,7 @@ from fsdp2._base import torch_modules
 from fsdp2._base.arguments import wrong_type
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError
+from fsdp2._base.sharding import PARAMETERS, Sharding
 
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -400,15 +401,16 @@ class Settings:
     """Run-time settings of one unit; ``FSDPModule.set_*`` replace it as a whole.
 
     ``reshard_after_forward`` is what the user said: ``None`` (True below the root, False at the
-    root), a bool, or the number of ranks to reshard to. ``keeps_in_evaluation``: what a forward
-    without gradients gathered serves the next one. The sum of gradients is divided by
-    ``divide_by`` (None: by the number of ranks). ``manual_finalization`` is the root's: backwards
-    of the tree end by ``finalize_backward``. ``input_buffers`` reductions may hold their inputs
-    at a time (None: as many as ``overlap`` says). The prefetch lists are of units; None: by the
-    order of last time.
+    root), a bool, or the number of ranks to reshard to. ``sharding`` is what is divided at all.
+    ``keeps_in_evaluation``: what a forward without gradients gathered serves the next one. The sum
+    of gradients is divided by ``divide_by`` (None: by the number of ranks). ``manual_finalization``
+    is the root's: backwards of the tree end by ``finalize_backward``. ``input_buffers`` reductions
+    may hold their inputs at a time (None: as many as ``overlap`` says). The prefetch lists are of
+    units; None: by the order of last time.
     """
 
     reshard_after_forward: bool | int | None = None
+    sharding: Sharding = PARAMETERS  # frozen
     keeps_in_evaluation: bool = False
     reshard_after_backward: bool = True
     keep_unsharded_storage: bool = False
@@ -424,3 +426,8 @@ class Settings:
     overlap: Overlap = Overlap()  # frozen
     forward_prefetch: tuple[Any, ...] | None = None
     backward_prefetch: tuple[Any, ...] | None = None
+
+    @cached_property
+    def accumulates(self) -> bool:
+        """True if a backward without gradient sync says that others follow before a step."""
+        return not (self.reduce_grads and self.all_reduce_grads)

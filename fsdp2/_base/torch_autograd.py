@@ -148,6 +148,16 @@ def may_pack_saved_tensors(own: Callable[..., Any] | None) -> bool:
     return top is None or top[0] == own
 
 
+packing_is_enabled: Callable[[], bool] = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]  # its stub lacks it
+"""False where hooks on saved tensors would raise, as in some transforms."""
+
+
+def is_in_checkpoint() -> bool:
+    """True if the innermost hooks on saved tensors are those of ``torch.utils.checkpoint``."""
+    top = packing_hooks(False)
+    return top is not None and getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 def own_grad_dtype(param: torch.Tensor) -> tuple[bool, torch.dtype | None]:
     """Return whether somebody set ``grad_dtype`` on a leaf, and what it is.
 

@@ -28,5 +28,8 @@ def known_of(cause: str) -> str:
             "or the link to it is cut"
         )
     if CLOSED.search(cause):
-        return "it closed the connection. Its process has ended, or the link to it broke"
+        return (
+            "it closed the connection. Its program came to its end (had it fewer batches?), or it "
+            "failed, or the link to it broke"
+        )
     return ""

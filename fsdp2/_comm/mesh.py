@@ -7,6 +7,13 @@ exists. It must not know parameters.
 Every dim of the mesh on which sharded parameters lie has a role: to shard over, to replicate over,
 or to be a parameter's own (tensor-parallel, expert-parallel), which data parallelism leaves alone.
 At most one dim has the role to shard; several that a user names become one first, flattened.
+
+[Note: layers]
+With ``shard_outer`` parameters are sharded over all ranks of a 2-D mesh, as one axis, so that
+whatever is kept between steps is. Within a step neighbours along the inner dim have copies among
+themselves: of parameters (a smaller mesh after forward), and of sums of gradients. So a gradient
+goes two ways: it is scattered over the inner axis, where each rank gets the shards of its whole
+line of the outer axis, and these are scattered over that line when the step is due.
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -101,11 +109,50 @@ class DataMesh:
     roles: tuple[str, ...]
     full: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
+    layers: DataMesh | None = None
 
     @property
     def size(self) -> int:
         """Ranks over which gradients are averaged."""
         return self.shard.size * self.replicate.size
+
+    @cached_property
+    def scattered(self) -> MeshAxis:
+        """The axis over which local gradients are reduced first. See [Note: layers]."""
+        return self.shard if self.layers is None else self.layers.shard
+
+    @cached_property
+    def summed(self) -> MeshAxis:
+        """The axis over which the result is reduced then: of size 1 if that was all."""
+        return self.replicate if self.layers is None else self.layers.replicate
+
+    @cached_property
+    def rows_between(self) -> int:
+        """Shards of a gradient that a rank has between the two."""
+        return 1 if self.layers is None else self.layers.replicate.size
+
+    @staticmethod
+    def layered(mesh: DeviceMesh) -> DataMesh:
+        """Read a 2-D mesh as one axis of all its ranks, in layers. See [Note: layers].
+
+        Collective: the dims are flattened, and cut into lines again.
+        """
+        outer, inner = mesh.size(0), mesh.size(1)
+        if _axis(mesh, 0).is_imagined:
+            rank = mesh.get_local_rank(0) * inner + mesh.get_local_rank(1)
+            flat: DeviceMesh = torch_dtensor.imagined_mesh((outer * inner,), ("shard",), rank)
+        else:
+            _require_ascending(mesh, [0, 1])
+            flat = torch_dtensor.flatten_dims(mesh, tuple(mesh.mesh_dim_names or ()))
+            torch_comm.wait_as_the_world(flat.get_group())
+        return DataMesh._in_layers(flat, inner)
+
+    @staticmethod
+    def _in_layers(flat: DeviceMesh, size: int) -> DataMesh:
+        data = DataMesh.of(flat)
+        lines = data.split(size)
+        across = dataclasses.replace(lines.replicate, whole=data.shard)
+        return dataclasses.replace(data, layers=dataclasses.replace(lines, replicate=across))
 
     @staticmethod
     def of(mesh: DeviceMesh, roles: tuple[str, ...] | None = None) -> DataMesh:
@@ -146,6 +193,8 @@ class DataMesh:
         return self  # process groups are shared by what communicates over them
 
     def __reduce__(self) -> tuple[Callable[..., DataMesh], tuple[Any, ...]]:
+        if self.layers is not None:
+            return DataMesh._in_layers, (self.mesh, self.layers.shard.size)
         if self.full is not None:
             return DataMesh.named, (self.full, self.dims)
         return DataMesh.of, (self.mesh, self.roles)

@@ -21,6 +21,7 @@ from fsdp2._base.arguments import check_flag, check_mapping, check_module, trans
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import class_name
+from fsdp2._base.sharding import PARAMETERS
 from fsdp2._compiled.agreement import Agreement
 from fsdp2._compiled.backward import Again, FunctionalBackward, OwedReductions, watch
 from fsdp2._compiled.functional import TracedUnit
@@ -388,6 +389,8 @@ def check_group(group: ParamGroup, name: str) -> None:
         found = f"parameter {extended[0]} has an all-gather extension, which runs user code"
     elif dealt:
         found = f"parameter {dealt[0]}, so ranks send different amounts"
+    elif group.settings.sharding is not PARAMETERS:
+        found = f"it has {group.settings.sharding.name}, and a compiled step gathers anew"
     elif not group.wire.carries:
         found = "debug.without_communication is on"
     elif group.wire.custom != (None, None):

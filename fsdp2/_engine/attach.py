@@ -14,6 +14,7 @@ from fsdp2._base.errors import StateError
 from fsdp2._base.names import class_name
 from fsdp2._engine.parts import Part, Parts
 from fsdp2._engine.tree import Runtime, Unit, unit_of
+from fsdp2._engine.used_outside import know
 from fsdp2._param_group.param import FSDPParam, check_unused
 
 
@@ -47,6 +48,7 @@ def attach(root: Unit) -> Runtime:
                 "the root. Call it on the module whose forward you run.",
             )
         take_names(unit, names_of_modules)
+        know(unit)  # again: a copy of a module has units of its own
         for group in unit.groups:
             for param in group.params:
                 param.see_grad_dtype()

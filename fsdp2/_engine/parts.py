@@ -183,7 +183,7 @@ class Parts:
             part.note_reads()
             keeps = settings.reshard_after_forward is False or settings.overlap.keeps_parts
             is_unread = part.agreed_reads == UNREAD and not self.is_off  # on every rank
-            if is_unread and not keeps and settings.reshard_after_backward:
+            if is_unread and not keeps and not group.stays:
                 group.release_early(skips_backward=True)
         readers.ran_without_grad = False
 
@@ -211,7 +211,7 @@ class Parts:
     def _release_early(self, part: Part) -> None:
         """Free a part whose gradients are in, unless something here still needs it."""
         group, settings = part.group, part.group.settings
-        keeps = settings.overlap.keeps_parts or not settings.reshard_after_backward
+        keeps = settings.overlap.keeps_parts or group.stays
         if not keeps and not part.unit.calls.running and group.state is not GATHERING:
             group.release_early(skips_backward=False)
 

@@ -93,6 +93,7 @@ from fsdp2._base import torch_autograd, torch_compiler, torch_modes, torch_modul
 from fsdp2._base.containers import Loan, map_tensors, visit_tensors
 from fsdp2._base.errors import StateError, UnsupportedError
 from fsdp2._base.events import FORWARD
+from fsdp2._engine import used_outside
 from fsdp2._engine.attach import attach
 from fsdp2._engine.saved_by_hooks import SavedByHooks
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, Visit, enter, leave
@@ -630,8 +631,11 @@ def _call_eagerly(
         if original is not nn.Module.__call__:
             return original(module, *args, **kwargs)
         return torch_compiler.call_with_hooks(module, *args, **kwargs)
-    except BaseException:
+    except BaseException as error:
+        found = used_outside.explained(error)  # while parameters are what they were for it
         forward_raised(unit, depth)
+        if found is not None:
+            raise found from error
         raise
 
 

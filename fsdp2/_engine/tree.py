@@ -88,6 +88,7 @@ from fsdp2._comm.late_look import LateLook
 from fsdp2._comm.wire import StepContext, Streams
 from fsdp2._engine.parts import Parts
 from fsdp2._engine.precision import Precision
+from fsdp2._engine.staying import Staying
 from fsdp2._engine.threads import StepThread
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.reduce import SMALL_NBYTES, ReductionQueue, may_hold
@@ -211,7 +212,9 @@ class Unit:
         A root that was given no choice keeps them for its backward only: after a forward without
         gradients ``parameters()`` are sharded again.
         """
-        choice = self.settings.reshard_after_forward
+        settings, choice = self.settings, self.settings.reshard_after_forward
+        if settings.sharding.keeps_whole and not with_grad:
+            return settings.keeps_in_evaluation
         return choice is False or (choice is None and self.is_root and with_grad)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -632,6 +635,7 @@ class Runtime(Observable):
         self.order = Order()  # the order of the forward that runs, or ran last
         self.prefetches = Prefetches(self.context)
         self.hidden = HiddenOutputs()
+        self.staying = Staying(self._groups)
         self.parts: Parts | None = None  # None: the tree has no large part of a root
         sizes = [sum(param.nbytes for param in group.params) for group in self._groups]
         self.reductions = ReductionQueue(self.context, max(sizes, default=0) >= SMALL_NBYTES)
@@ -660,6 +664,8 @@ class Runtime(Observable):
         if logs or profiles or events.listeners:
             events.follow(events.profile_event, profiles)
             events.follow(events.log_event, logs)
+        if self.staying:
+            self.staying.begin_forward()
         event, self.root.post_optim_event = self.root.post_optim_event, None
         if event is None:
             self.context.streams.order_after_compute("gather")
@@ -801,7 +807,10 @@ class Runtime(Observable):
         is_needed_again = unit.calls.open and (visit.entered == 0 or len(unit.modules) > 1)
         if unit.settings.reshard_after_backward and not is_needed_again:
             for group in unit.groups:
-                group.reshard()
+                if group.settings.accumulates:
+                    group.reshard_after_backward()
+                else:
+                    group.reshard()
         if not unit.calls.open:
             self.reduce(unit)
 
@@ -878,6 +887,8 @@ class Runtime(Observable):
         else:
             self.reductions.settle()
             self.context.streams.note_late(self._looks())
+            if self.staying:
+                self.staying.note_gradients()
         self.context.phase = IDLE if self.forward_root is None else FORWARD
         self.backward.callback = None
 
@@ -905,6 +916,8 @@ class Runtime(Observable):
         """Make every gradient safe to use: backwards are complete."""
         self.wait_for_reductions()
         self._flush_partial()
+        if self.staying:
+            self.staying.note_gradients()
         self.context.streams.note_late(self._looks())
         self.context.streams.finish_host_reads()
         self.backward.began_manual = None
@@ -934,12 +947,18 @@ class Runtime(Observable):
         keeps = not unit.settings.reshard_after_backward
         if not keeps and not (self.backward.with_graph and unit.is_unsharded):
             for group in unit.groups:
-                group.reshard()
-            return
-        for group in unit.groups:
-            group.registration.is_held = False
-            if group.is_unsharded:
-                group.registration.note_values(Serves.FORWARDS if keeps else Serves.BACKWARDS)
+                if group.settings.accumulates:
+                    group.reshard_after_backward()
+                else:
+                    group.reshard()
+            if not unit.settings.accumulates:
+                return
+        else:
+            for group in unit.groups:
+                group.registration.is_held = False
+                if group.is_unsharded:
+                    group.registration.note_values(Serves.FORWARDS if keeps else Serves.BACKWARDS)
+        self.staying.keep(unit.groups)
         if is_last and self.forward_root is None:  # else the step goes on
             unit.show_shards()
 

@@ -160,7 +160,10 @@ class Headline:
 
 @dataclass(frozen=True)
 class Page:
-    """All that a page shows, from its top to its end. What is empty is left out."""
+    """All that a page shows, from its top to its end. What is empty is left out.
+
+    ``order``: of the three kinds of pictures, what decides first.
+    """
 
     title: str
     subtitle: str
@@ -172,3 +175,4 @@ class Page:
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
     headline: Headline | None = None
+    order: tuple[str, ...] = ("units", "memory", "times")

@@ -115,12 +115,15 @@ def _body(page: content.Page) -> Iterator[str]:
         yield f'<p class="headline {kind}">{_text(page.headline.text)}</p>'
     yield from _facts(page.facts)
     yield from _advice(page.advice)
-    if page.units:
-        yield _picture("units", "Units", "Bytes as areas. Click a part to look into it.")
-    if page.memory:
-        yield _picture("memory", "Memory over a step", "")
-    if page.time_lines:
-        yield _picture("times", "Time", "")
+    pictures = {
+        "units": (page.units, "Units", "Bytes as areas. Click a part to look into it."),
+        "memory": (page.memory, "Memory over a step", ""),
+        "times": (page.time_lines, "Time", ""),
+    }
+    for name in page.order:
+        shown, heading, hint = pictures[name]
+        if shown:
+            yield _picture(name, heading, hint)
     for table in page.tables:
         yield from _table(table)
     if page.notes:

@@ -11,8 +11,9 @@ and the state stays UNSHARDED. They serve the backwards of the forward that they
 next forward gathers again: what is written to ``.data``, a NumPy array or a local tensor counts no
 version, so nobody knows whether the shards still have the gathered values. It takes what stayed
 only if the user asked for that: by ``unshard()``, by ``set_reshard_after_backward(False)``, by
-``set_reshard_after_forward(False)`` from one forward without gradients to the next, or by
-``reshard_after_forward=False`` in a pipeline, of which many forwards run before their backwards.
+``set_reshard_after_forward(False)`` from one forward without gradients to the next, by
+``reshard_after_forward=False`` in a pipeline, of which many forwards run before their backwards, or
+by ``shard``, until the next step ([Note: until the next step] in ``_engine/staying``).
 Then too it compares the versions of the shards with those that were gathered, and gathers again if
 they differ. Only ``unshard()`` by hand *holds* whole parameters registered: until ``reshard()``,
 the unit's next forward, or the end of a backward of its root.
@@ -436,6 +437,25 @@ class ParamGroup(Observable):
         is_unread = readers.are_gone(full, [param.unsharded for param in self.params])
         self.registration.show(FORM_UNSHARDED)
         return is_unread
+
+    @property
+    def stays(self) -> bool:
+        """True if whole parameters, or shards over the smaller mesh, outlive a backward."""
+        settings, smaller = self.settings, self.buffers.post_forward.mesh
+        serves_again = settings.sharding.keeps_whole or smaller is not None
+        return not settings.reshard_after_backward or (settings.accumulates and serves_again)
+
+    def reshard_after_backward(self) -> None:
+        """Stay for the next micro-batch, whole or on the smaller mesh, if settings say so."""
+        if self.stays:
+            registration = self.registration
+            if registration.state is WHOLE and not self.settings.sharding.keeps_whole:
+                self.reshard_post_forward()
+            if registration.state is WHOLE or registration.state is SMALLER:
+                registration.is_held = False
+                registration.note_values(Serves.ACCUMULATION)
+                return
+        self.reshard()
 
     def reshard_post_forward(self) -> None:
         """Reshard to the smaller mesh, if there is one, else fully."""

@@ -272,9 +272,10 @@ class Reducer(Observable):
             )
 
     def keep_partial(self, reduced: Tensor) -> None:
-        """Keep what was reduced over the shard axis only, in memory that nobody uses again."""
+        """Keep what was reduced over the first axis only, in memory that nobody uses again."""
         self.unreduced.is_waiting = True
-        self.unreduced.partial, self._buffer = reduced, None
+        self.unreduced.partial = reduced.view(self.data.rows_between, -1)
+        self._buffer = None
 
     def discard(self) -> None:
         """Drop every unreduced gradient."""
@@ -472,7 +473,9 @@ class Reduction:
         self._buffer = owner.acquire(plan)
         only = self._buffer.only  # to reduce into, if every gradient is kept as it is reduced
         fits = only is not None and only.dtype is plan.layout.dtype and only.device == device
-        self._reduced: Tensor | None = only if fits else None
+        # where the sum goes that becomes gradients; None: to memory that the wire lends
+        self._place: Tensor | None = only if fits else None
+        self._reduced: Tensor | None = self._place if owner.data.layers is None else None
         self._is_borrowed = self._reduced is None  # the sum lies in memory that the wire lends
         self._flight: InFlight | None = None  # the part of the reduction that was launched last
         self._scattered: InFlight | None = None  # the reduce-scatter, which alone reads the inputs
@@ -489,7 +492,7 @@ class Reduction:
 
     @property
     def _sums_replicas(self) -> bool:
-        return self.owner.data.replicate.size > 1 and self._all_reduce
+        return self.owner.data.summed.size > 1 and self._all_reduce
 
     def start(self) -> None:
         """Issue the reduce-scatter."""
@@ -499,15 +502,18 @@ class Reduction:
         self._flight = self._scattered = self._streams.launch("reduce", self._reduce_scatter)
 
     def _reduce_scatter(self) -> InFlight:
-        owner, layout, axis = self.owner, self._plan.layout, self.owner.data.shard
+        owner, layout, axis = self.owner, self._plan.layout, self.owner.data.scattered
         packed, *zero_copy = self._inputs
         if axis.size == 1:
             self._reduced, self._is_borrowed = packed.view(-1), True
             return InFlight((packed,))
         if self._reduced is None:
-            self._reduced = owner.wire.allocate((layout.numel,), layout.dtype, packed.device)
+            numel = owner.data.rows_between * layout.numel
+            self._reduced = owner.wire.allocate((numel,), layout.dtype, packed.device)
         scale, async_op = self._scale, self._streams.async_op
-        if layout.pieces:
+        if owner.data.layers is not None:
+            work = owner.wire.reduce_scatter_each(self._pairs_inside(), scale.op, axis, async_op)
+        elif layout.pieces:
             work = owner.wire.reduce_scatter_uneven(
                 self._reduced, packed, layout.pieces, scale.op, axis, async_op
             )
@@ -520,9 +526,25 @@ class Reduction:
             work = owner.wire.reduce_scatter(self._reduced, sent, scale.op, axis, async_op)
         return InFlight((*self._inputs, self._reduced), work, owner.ids.reductions.failed)
 
+    def _pairs_inside(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what is scattered over the inner axis: apart for each rank of the outer one.
+
+        Rows of ranks that are neighbours there lie side by side. So what goes to rank ``r`` of the
+        outer axis, of each neighbour, is the ``r``-th part of any input, where it lies.
+        """
+        assert self._reduced is not None
+        packed, *zero_copy = self._inputs
+        rows = self.owner.data.rows_between
+        sent = [list(one.view(-1).chunk(rows)) for one in (packed, *zero_copy)]
+        pairs = []
+        for row, reduced in enumerate(self._reduced.view(rows, -1)):
+            *outputs, last = reduced.split(self._plan.layout.output_sizes)
+            pairs += [(out, part[row]) for out, part in zip((last, *outputs), sent, strict=True)]
+        return pairs
+
     def advance(self) -> None:
-        """Issue the all-reduce over the replicate axis, if there is one."""
-        if self.owner.data.replicate.size == 1:
+        """Issue the reduction over the second axis, if there is one."""
+        if self.owner.data.summed.size == 1:
             return
         if self._all_reduce:
             self.owner.ids.reductions.before_sum()
@@ -530,21 +552,27 @@ class Reduction:
 
     def _sum_replicas(self) -> InFlight:
         assert self._reduced is not None
-        owner = self.owner
+        owner, layout = self.owner, self._plan.layout
         self._held = partial = owner.unreduced.partial  # it may lie in compute's memory
         if partial is not None:
-            self._reduced.add_(partial)
+            self._reduced.add_(partial.view(-1))
             owner.unreduced.partial = None
         reduced = self._reduced
         if not self._all_reduce:
-            owner.ids.reductions.arrived(reduced)
+            owner.ids.reductions.arrived(reduced[: layout.numel])
             owner.keep_partial(reduced.clone() if self._is_borrowed else reduced)
             self._reduced = None
             return InFlight((reduced,))
-        work = owner.wire.all_reduce(
-            reduced, self._scale.op, self.owner.data.replicate, self._streams.async_op
-        )
-        return InFlight((reduced,), work, owner.ids.reductions.failed_sum)
+        axis, op, async_op = owner.data.summed, self._scale.op, self._streams.async_op
+        if owner.data.layers is None:
+            work = owner.wire.all_reduce(reduced, op, axis, async_op)
+            return InFlight((reduced,), work, owner.ids.reductions.failed_sum)
+        place = self._place
+        if place is None:
+            place = owner.wire.allocate((layout.numel,), layout.dtype, reduced.device)
+        work = owner.wire.reduce_scatter(place, reduced, op, axis, async_op)
+        self._reduced, self._is_borrowed = place, self._place is None
+        return InFlight((reduced, place), work, owner.ids.reductions.failed_sum)
 
     def free_if_done(self) -> None:
         """Drop the local gradients now if the reduce-scatter has ended. On a CPU."""
@@ -555,7 +583,7 @@ class Reduction:
 
     def finish(self) -> None:
         """Scale, and fill the sharded gradients."""
-        lane = "reduce" if self.owner.data.replicate.size == 1 else "all_reduce"
+        lane = "reduce" if self.owner.data.summed.size == 1 else "all_reduce"
         if self.owner.hook is not None:
             stream = self.owner.hook_stream
             lane = "all_reduce" if stream is None else self._streams.lane_of(stream)
@@ -609,7 +637,7 @@ class Reduction:
         self._hold_back(self._scattered)
         given_back, self._inputs = self._inputs, []
         data = self.owner.data
-        stays_in_lane = data.shard.size > 1 and data.replicate.size == 1 and self.owner.hook is None
+        stays_in_lane = data.shard.size > 1 and data.summed.size == 1 and self.owner.hook is None
         if self._is_borrowed and stays_in_lane and self._reduced is not None:
             given_back.append(self._reduced)  # the lane's own: what follows in it comes later
             self._reduced = None

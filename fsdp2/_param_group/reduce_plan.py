@@ -90,7 +90,7 @@ class ReducePlan:
 class Unreduced:
     """Gradients of a group that wait for a reduction."""
 
-    # gradients reduced over shards, and not over replicas yet [numel]
+    # gradients reduced over the first axis, and not over the second yet [rows between, numel]
     partial: Tensor | None = None
     # there is a partial sum, or there are gradients on unsharded parameters
     is_waiting: bool = False
@@ -206,7 +206,7 @@ class ReducePlanner:
 
     def prepare(self, settings: Settings, wire: Wire) -> ReducePlan:
         """Return the plan, with the scale that the settings ask for."""
-        is_partial = self._data.replicate.size > 1 and not settings.all_reduce_grads
+        is_partial = self._data.summed.size > 1 and not settings.all_reduce_grads
         if is_partial is not self._is_partial:
             self._is_partial = is_partial
             if self.current is not None:
@@ -220,7 +220,8 @@ class ReducePlanner:
         stamps.expect(plan.codes, joined, layout.dtype, layout.numel)
         *zero_copy, packed = [layout.numel] if layout.pieces else layout.output_sizes
         wire.exact = layout.exact
-        stamps.register(wire, [packed, *zero_copy], sent_as, scale.op, layout.pieces)
+        scattered = [packed, *zero_copy] * self._data.rows_between
+        stamps.register(wire, scattered, sent_as, scale.op, layout.pieces)
         return plan
 
     def scale_for(self, dtype: torch.dtype, settings: Settings, wire: Wire) -> GradientScale:
@@ -287,14 +288,14 @@ def _reduced_in_any(members: Sequence[FSDPParam]) -> list[FSDPParam]:
 
 
 def _rearranged(partial: Tensor, old: ReduceLayout, new: ReduceLayout) -> Tensor:
-    """Return half reduced gradients ``[numel]`` of one layout as another one places them.
+    """Return half reduced gradients ``[rows, numel]`` of one layout as another one places them.
 
     Both layouts have the same members.
     """
     if old.offsets == new.offsets and old.numel == new.numel:
         return partial.to(new.dtype)
-    moved = partial.new_zeros(new.numel, dtype=new.dtype)
+    moved = partial.new_zeros((len(partial), new.numel), dtype=new.dtype)
     parts = [(old.offsets[p], new.offsets[p], old.width(p)) for p in range(len(old.members))]
     for source, target, width in [*parts, (old.tail_start, new.tail_start, len(old.members))]:
-        moved[target : target + width] = partial[source : source + width]
+        moved[:, target : target + width] = partial[:, source : source + width]
     return moved

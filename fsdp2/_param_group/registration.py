@@ -99,6 +99,8 @@ class Serves(enum.Enum):
 
     BACKWARDS = enum.auto()  # the backwards of the forward that gathered them
     EVALUATIONS = enum.auto()  # a later forward without gradients, too
+    # the forwards of the same accumulation, too: ``_engine/staying`` frees it before any other one
+    ACCUMULATION = enum.auto()
     FORWARDS = enum.auto()  # any later forward, too
 
 
@@ -258,6 +260,8 @@ class Registration:
         """Remember what the unsharded parameters, which may stay, are gathered from, and why."""
         if self.values is None:
             self.values = self._versions()
+        elif serves is Serves.BACKWARDS and self.serves is Serves.ACCUMULATION:
+            return  # a forward that used it takes nothing from the next one
         self.serves = serves
 
     @property
@@ -265,7 +269,7 @@ class Registration:
         """True if what stayed was kept for such a forward as begins now."""
         if self.serves is Serves.EVALUATIONS:
             return not torch.is_grad_enabled()
-        return self.serves is Serves.FORWARDS
+        return self.serves in (Serves.FORWARDS, Serves.ACCUMULATION)
 
     @property
     def were_written(self) -> bool:

@@ -6,7 +6,7 @@ Owns the search: which changes are tried, and how they are told. It must not kno
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from fsdp2._base.arguments import wrong_type, wrong_value
 from fsdp2._base.containers import map_tensors, visit_tensors
 from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._base.sizes import nbytes_text
+from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.table import rate_text, seconds_text
 from fsdp2._plan.values import StepPlan
 
@@ -107,7 +108,9 @@ class Search:
     """Settings are tried, the cheap ones first; each is told as soon as it is known.
 
     ``may_offload``: the model's policies can still be chosen. ``memory``: the setting of the plan,
-    None if it is not known by a name.
+    None if it is not known by a name. ``machine``: what it is planned for; activations and states
+    leave devices alone. ``sharding``: values of ``shard`` to try beside what needs no
+    ``CPUOffloadPolicy``.
     """
 
     batch: Any
@@ -116,6 +119,8 @@ class Search:
     may_offload: bool
     memory: str | int | None
     found: Callable[[Suggestion], None]
+    machine: Hardware | None = None
+    sharding: Sequence[str] = ()
     _steps: dict[str, StepPlan] = field(default_factory=dict, init=False)
 
     def run(self) -> list[Suggestion]:
@@ -155,6 +160,10 @@ class Search:
         yield self._settings()
         yield self._alone()
         yield self._each(*self._together())
+        if self.machine is not None and self.machine.device_type != "cpu":
+            away = {"activation_checkpointing": True, "offload_activations": True}
+            for dearer in (away, {**away, "offload_states": True}):
+                yield self._each(*({**dearer, "memory": memory} for memory in self._memories()))
         if self.may_offload:
             yield self._each(*(self._offloaded(more) for more in ({}, *self._chunks())))
 
@@ -167,6 +176,7 @@ class Search:
                 one = self._try({"memory": memory})
                 most = most if one.fits or memory not in MEMORY else max(most, place)
                 yield one
+        yield from self._each(*({"shard": shard} for shard in self.sharding))
 
     def _memories(self) -> list[str | int]:
         """The plan's own setting first, and of equals it is the one that is told."""
@@ -175,7 +185,9 @@ class Search:
 
     def _alone(self) -> Iterator[Suggestion]:
         yield from self._smaller({})
-        yield from self._each({"activation_checkpointing": True}, *self._chunks())
+        again = {"activation_checkpointing": True}
+        sharded = ({**again, "shard": shard} for shard in self.sharding)
+        yield from self._each(again, *sharded, *self._chunks())
 
     def _together(self) -> Iterator[dict[str, Any]]:
         again = {"activation_checkpointing": True}
@@ -235,21 +247,33 @@ def _gives_the_same(one: Suggestion, other: Suggestion) -> bool:
     return mine == (other.peak_nbytes, other.seconds, other.batch)
 
 
+TOLD = {
+    *("batch", "shard", "offload_policy", "activation_checkpointing", "loss_chunks"),
+    *("offload_activations", "offload_states", "memory"),
+}
+"""Changes that have words of their own."""
+
+
 def code_of(changes: Mapping[str, Any]) -> str:
     """Return changes as the lines that make them."""
     parts = []
     if "batch" in changes:
         parts.append(f"a batch of {rows_of(changes['batch'])}")
+    if "shard" in changes:
+        parts.append(f"fully_shard(..., shard={changes['shard']!r})")
     if "offload_policy" in changes:
         parts.append("fully_shard(..., offload_policy=CPUOffloadPolicy())")
     if changes.get("activation_checkpointing"):
         parts.append("torch.utils.checkpoint around each unit")
     if changes.get("loss_chunks", 1) > 1:
         parts.append(f"head and loss in {changes['loss_chunks']} chunks of the tokens")
+    if changes.get("offload_activations"):
+        parts.append("fsdp2.offload_activations around each unit")
+    if changes.get("offload_states"):
+        parts.append("fsdp2.optim.offload_states(optimizer)")
     if "memory" in changes:
         parts.append(f"model.set_memory({changes['memory']!r})")
-    known = {"batch", "offload_policy", "activation_checkpointing", "loss_chunks", "memory"}
-    parts += [f"another {name}" for name in changes if name not in known]
+    parts += [f"another {name}" for name in changes if name not in TOLD]
     return ", ".join(parts)
 
 

@@ -16,9 +16,12 @@ import torch
 from fsdp2._plan.hardware import Hardware, flops_of, seconds_of
 
 SHORTEST_KERNEL = 2e-6
-"""Seconds that a kernel takes at least, to start and to end. Assumed."""
+"""Seconds that a kernel takes at least, to start and to end. Assumed; 0.85e-6 in a replayed graph.
+
+What is measured here and below is of one H200 (benchmarks/results/costs.md, 2026-11-27).
+"""
 SHARE_OF_PRODUCTS = 0.70
-"""What large products of matrices reach of a data sheet's peak. Assumed, for an H100 in bf16."""
+"""What large products of matrices reach of a data sheet's peak. Assumed; 0.70 to 0.80 measured."""
 SHARE_OF_MEMORY = 0.867
 """What copies reach of a data sheet's bandwidth: 2,903 of 3,350 GB/s on an H100.
 
@@ -29,7 +32,7 @@ SHARE_OF_LINKS = 0.80
 HOST_LINK = 50e9
 """Bytes a second between the host's pinned memory and a device: PCIe 5.0 x16.
 
-54.8 GB/s to the device and 46.8 from it, same source.
+54.8 GB/s to the device and 46.8 from it, same source; 55 each way measured.
 """
 MISALIGNED = 2.0
 """How much longer a collective takes whose rows are not aligned to 16 bytes.
@@ -40,7 +43,11 @@ NCCL moves packs of 16 bytes only then (nccl#413). Horovod saw 2 ms become 7 for
 ALIGNMENT_NBYTES = 16
 
 LAUNCH = 4e-6
-"""Host seconds of one operation: dispatch, autograd's node, the launch. Assumed."""
+"""Host seconds of one operation: dispatch, autograd's node, the launch. Assumed.
+
+The host of the H200 took 12e-6, and 35e-6 for a collective, 1.7e-6 for an event. It was a virtual
+machine, and three times as slow as assumed in all of these alike.
+"""
 LAUNCH_COLLECTIVE = 15e-6
 """Host seconds of one collective: c10d's checks and records, and NCCL's own launch. Assumed."""
 EVENT = 0.7e-6

@@ -36,7 +36,7 @@ def describe(group: ParamGroup) -> GroupPlan:
         _as_sent(group, buffer),
         _as_sent(group, group.buffers.post_forward.buffer or buffer),
     )
-    axes = [axis for axis in (group.data.shard, group.data.replicate) if axis.size > 1]
+    axes = [axis for axis in (group.data.scattered, group.data.summed) if axis.size > 1]
     planned = group.reducer.plan()
     tail_numel = len(planned.members) + len(axes) * STAMP_NUMEL
     reduced = planned.layout.with_tail(tail_numel, ROW_NBYTES)
@@ -59,6 +59,11 @@ def describe(group: ParamGroup) -> GroupPlan:
         all_reduce_nbytes=(
             reduced.numel * reduced.dtype.itemsize
             if has_members and group.data.replicate.size > 1
+            else 0
+        ),
+        outer_nbytes=(
+            group.data.rows_between * reduced.numel * reduced.dtype.itemsize
+            if has_members and group.data.layers is not None
             else 0
         ),
         grad_nbytes=sum(

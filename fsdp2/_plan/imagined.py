@@ -79,7 +79,9 @@ class Nowhere(Wire):
             self._watch.tag(output, COMMUNICATION)
         if self._clock is None:
             return self._copy_of(sent)  # what others sent; and gloo's own reduces a copy
-        work = self._send("reduce_scatter", sent.nbytes, axis, SHARD)
+        is_outer = self._group.data.layers is not None and axis is self._group.data.summed
+        role = REPLICATE if is_outer else SHARD
+        work = self._send("reduce_scatter", sent.nbytes, axis, role)
         self._copy(output)
         return work
 
@@ -171,6 +173,8 @@ class _Holding:
 
 def stride_of(data: DataMesh, role: str) -> int:
     """Return how far apart neighbours on an axis are, as the whole program counts ranks."""
+    if role == REPLICATE and data.layers is not None:
+        return data.layers.shard.size
     if role not in data.roles:
         return 1
     with torch_modes.hidden_from_modes():  # numbers of ranks are no fakes
@@ -233,7 +237,8 @@ def _without_ranks(data: DataMesh) -> DataMesh:
         )
         for axis in (data.shard, data.replicate)
     )
-    return dataclasses.replace(data, shard=shard, replicate=replicate)
+    layers = None if data.layers is None else _without_ranks(data.layers)
+    return dataclasses.replace(data, shard=shard, replicate=replicate, layers=layers)
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from fsdp2._plan.hardware import Hardware, bandwidth_of
 KERNELS = 0
 """The number of the stream that computes."""
 LANES = {"gather": 1, "reduce": 2, "all_reduce": 3}
+OUT, BACK = 4, 5
+"""The numbers of the streams of copies to the host, and from it."""
 LEAST_WAIT = 1e-9
 """Seconds: less is no wait, but what floating-point numbers leave."""
 
@@ -79,7 +81,7 @@ class LaneClock:
             self._device.kernel(self.stream, max(seconds, SHORTEST_KERNEL), self.label)
 
     def copy(self, nbytes: int) -> None:
-        """Copy between the device and its host, in the stream that is given work."""
+        """Give a copy between the host and the device to the stream that is given work."""
         self._device.kernel(self.stream, self._costs.copy(nbytes), "copy", nbytes)
 
     def send(

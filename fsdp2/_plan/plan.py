@@ -42,6 +42,10 @@ OF_A_STEP = Setup.__dataclass_fields__.keys() - {"mesh", "policy", "fully_shard_
 """What can be changed of a model that is sharded already."""
 
 
+WHOLE = ("optimizer", "gradients")
+"""Values of ``shard`` with which parameters are whole through the micro-batches of a step."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What ``plan`` found. ``print`` shows it as a table.
@@ -97,10 +101,12 @@ class Plan:
         """Look for settings with which a step fits into the memory of a rank.
 
         Memory settings are tried first. If none fits, a smaller batch, activation checkpointing
-        around each unit, and a loss in chunks are tried, each by itself and together. CPU offload
-        comes last, unless the model is sharded already. Of the best one the largest batch that
-        fits is looked for. Each trial is a plan, so this takes as long as several. What gives the
-        same as another one is left out.
+        around each unit, and a loss in chunks are tried, each by itself and together. On the
+        hardware of a device, activations on the host come next, and then the optimizer's states
+        too. The last is CPU offload, unless the model is sharded already. Of the best one the
+        largest batch that fits is looked for. Each trial is a plan, so this takes as long as
+        several. What gives the same as another one is left out. With several micro-batches values
+        of ``shard`` are tried, too, if no keyword of the plan says when parameters are whole.
 
         Args:
             budget: bytes of one rank, or ``"70GB"``, ``"64GiB"``. None: the hardware's memory.
@@ -258,7 +264,14 @@ def search_of(
     """
     batch, nbytes = plan._batch_for("suggest"), plan._budget("suggest", budget, True)
     assert nbytes is not None  # it was needed
-    return Search(batch, nbytes, plan._predict, not plan.is_sharded, plan._memory, found)
+    setup, chosen = plan.setup, {"shard", "shard_outer", "reshard_after_forward", "offload_policy"}
+    may_choose = not plan.is_sharded and chosen.isdisjoint(setup.fully_shard_kwargs)
+    sharding = WHOLE if may_choose and setup.micro_batches > 1 else ()
+    return Search(
+        *(batch, nbytes, plan._predict, not plan.is_sharded, plan._memory, found),
+        machine=plan.hardware,
+        sharding=sharding,
+    )
 
 
 def _changed(setup: Setup, changes: dict[str, Any]) -> Setup:
@@ -290,7 +303,10 @@ def plan(
     hardware: str | os.PathLike[str] | Hardware | None = None,
     activation_checkpointing: bool = False,
     loss_chunks: int = 1,
+    offload_activations: bool = False,
+    offload_states: bool = False,
     rank: int | None = None,
+    micro_batches: int = 1,
     **fully_shard_kwargs: Any,
 ) -> Plan:
     """Tell what sharding a model over ranks gives, without ranks, a process group, or memory.
@@ -319,10 +335,16 @@ def plan(
             as ``torch.utils.checkpoint`` around each of them does.
         loss_chunks: count logits (what has a number for each word of an embedding's vocabulary) as
             if head and loss ran on so many parts of the tokens, one after the other.
+        offload_activations: keep on the host what the units below the root save, but for the last
+            one, as ``fsdp2.offload_activations`` does. On the hardware of a device alone.
+        offload_states: keep the optimizer's states on the host, as ``fsdp2.optim.offload_states``
+            does. On the hardware of a device alone.
         rank: the rank whose shards and memory the plan tells. None: the first rank, which has the
             most; for a sharded model, this rank.
+        micro_batches: backwards of a step, each of ``batch``; all but the last are without gradient
+            sync.
         fully_shard_kwargs: more keywords of ``fully_shard``, such as ``mp_policy``,
-            ``offload_policy`` and ``reshard_after_forward``.
+            ``offload_policy``, ``reshard_after_forward``, ``shard`` and ``shard_outer``.
 
     Returns:
         A ``Plan``: groups, and for a step its collectives, events, memory and time, in order.
@@ -346,6 +368,7 @@ def plan(
     setup = Setup(
         mesh=shape,
         rank=own if rank is None else rank,
+        micro_batches=micro_batches,
         policy=policy,
         batch=batch,
         loss=loss,
@@ -354,6 +377,8 @@ def plan(
         hardware=hardware_for(hardware),
         activation_checkpointing=activation_checkpointing,
         loss_chunks=loss_chunks,
+        offload_activations=offload_activations,
+        offload_states=offload_states,
         fully_shard_kwargs=fully_shard_kwargs,
     )
     setup.check()

@@ -77,10 +77,18 @@ class Template:
             step = None
             if setup.activation_checkpointing:
                 run.recompute()
-            run.replay(self._traces, setup.activation_checkpointing)
+            if setup.offload_activations:
+                run.keep_activations_away()  # of saved tensors, which a replay has not
+            else:
+                run.replay(self._traces, setup.activation_checkpointing)
+            if setup.offload_states:
+                run.keep_states_away()
             if setup.batch is not None:
                 step = run.predict(
-                    arguments_of(setup.batch), setup.loss or mean_of, setup.optimizer
+                    arguments_of(setup.batch),
+                    setup.loss or mean_of,
+                    setup.optimizer,
+                    setup.micro_batches,
                 )
             for group in run.groups:
                 group.inspect()
@@ -109,6 +117,9 @@ class Setup:
     hardware: Hardware | None = None
     activation_checkpointing: bool = False
     loss_chunks: int = 1
+    micro_batches: int = 1
+    offload_activations: bool = False
+    offload_states: bool = False
     fully_shard_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def key(self) -> tuple[Any, ...]:
@@ -120,8 +131,10 @@ class Setup:
     def check(self) -> None:
         """Raise ConfigError for what cannot be used."""
         check_function("plan", "loss", self.loss, "a function of the output or None")
-        check_flag("plan", "activation_checkpointing", self.activation_checkpointing)
+        for name in ("activation_checkpointing", "offload_activations", "offload_states"):
+            check_flag("plan", name, getattr(self, name))
         check_count("plan", "loss_chunks", self.loss_chunks)
+        check_count("plan", "micro_batches", self.micro_batches)
         if self.optimizer is not None and not callable(self.optimizer):
             raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, self.optimizer)
         ranks, rank = math.prod(self.mesh), self.rank

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.tree import Runtime, Unit, Visit
 from fsdp2._pages.content import KINDS
 from fsdp2._param_group.group import ParamGroup
+from fsdp2._param_group.registration import SMALLER
+from fsdp2._plan.away import ImaginedActivations, ImaginedCopies
 from fsdp2._plan.clock import Clock, ComputeTime
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import Nowhere, groups_of
 from fsdp2._plan.kernels import kernels_of_a_device
-from fsdp2._plan.lanes import ImaginedLanes, LaneClock
+from fsdp2._plan.lanes import BACK, OUT, ImaginedLanes, LaneClock
 from fsdp2._plan.owned import imagine_crews
 from fsdp2._plan.stepped import (
     LocalOptimizer,
@@ -49,6 +51,8 @@ from fsdp2.optim._owned_step import WholeOptimizer
 STEPS, MOST_STEPS = 2, 5
 """What is predicted is the last of so many: in the first one the engine learns, and in a few more
 where a part of a root is read past its modules."""
+UNITS_OF_STATES = 3
+"""So many units' states are on the device at a time, if they are on the host otherwise."""
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
 
@@ -66,12 +70,16 @@ class StepRun:
         self.clock = None if hardware is None else _clock_for(hardware)
         self.groups: list[ParamGroup] = groups_of(model)
         self._events: list[events.Event] = []
+        self._over: list[_Over] = []  # for each event, who takes part in what it stands for
         self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
         self._running: list[str] = []  # units, the innermost last
         self._is_in_backward = False
         self._replayer: Replayer | None = None
         self._optimizer_key: tuple[Any, ...] = ()
         self.watch.vocabularies = vocabularies_of(model)
+        self._activations: ImaginedActivations | None = None
+        self._turn = 0  # the clock's mark where backward is over
+        self._states_are_away = False
         if isinstance(self.clock, LaneClock):
             lanes = ImaginedLanes(self.clock)
             for unit in units_below(model):
@@ -119,7 +127,22 @@ class StepRun:
         finally:
             self.clock.products.are_again = False
 
-    def predict(self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None) -> StepPlan:
+    def keep_activations_away(self) -> None:
+        """Keep on the host what the units below the root save, but for the last of them."""
+        if not isinstance(self.clock, LaneClock):
+            return  # on a CPU all stays where it is
+        units = {module for unit in units_below(self.model) for module in unit.modules}
+        chosen = [m for m in self.model.modules() if m in units and m is not self.model]
+        stays = {module: module is chosen[-1] for module in chosen}
+        self._activations = ImaginedActivations(self.model, stays, self.clock)
+
+    def keep_states_away(self) -> None:
+        """Keep the optimizer's states on the host between its steps."""
+        self._states_are_away = isinstance(self.clock, LaneClock)
+
+    def predict(
+        self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None, micro_batches: int = 1
+    ) -> StepPlan:
         """Run the steps; tell the last one."""
         args, kwargs = given
         watch, clock = self.watch, self.clock
@@ -138,7 +161,10 @@ class StepRun:
                         modes.enter_context(kernels_of_a_device())
                     modes.enter_context(watch)
                     modes.enter_context(events.listen(self._see_event))
-                    self._run(args, kwargs, loss)
+                    for left in reversed(range(micro_batches)):
+                        if micro_batches > 1:
+                            self._sync(left == 0)
+                        self._run(args, kwargs, loss)
                 self._see("the end of backward")
                 if number == 0:
                     self._tag_made()
@@ -159,26 +185,32 @@ class StepRun:
         if self.clock is not None:
             self.clock.finish()
         sizes = {group.fqn: describe(group) for group in self.groups}
-        exact = tuple(_with_stamps(event, sizes) for event in self._events)
+        seen = list(zip(self._events, self._over, strict=True))
+        exact = tuple(_with_stamps(event, over, sizes) for event, over in seen)
         return StepPlan(
             kinds=KINDS,
-            collectives=tuple(_collectives(exact, sizes)),
+            collectives=tuple(_collectives(zip(exact, self._over, strict=True), sizes)),
             events=exact,
             memory=tuple(self._timed_points()),
             start_nbytes=start,
             peak_nbytes=peak,
             optimizer_nbytes=state_nbytes,
             optimizer_peak_nbytes=optimizer_peak,
+            host_nbytes=self._host_nbytes(state_nbytes),
             seconds=None if self.clock is None else self.clock.seconds,
             spans=() if self.clock is None else tuple(self.clock.spans),
         )
+
+    def _host_nbytes(self, state_nbytes: int) -> int:
+        found = state_nbytes if self._states_are_away else 0
+        return found + (0 if self._activations is None else self._activations.memory.nbytes)
 
     def _prepare(self, optimizer: MakeOptimizer) -> list[Stepped]:
         """Make the optimizer, and let it step once; its members, if it is several."""
         known = self._traced_optimizer(optimizer)
         if known is not None:
             return [known]
-        is_away = any(self._keeps_away(group) for group in self.groups)
+        is_away = self._states_are_away or any(map(self._keeps_away, self.groups))
         is_on_device = self.clock is not None and self.clock.hardware.device_type != "cpu"
         made = make_optimizer(optimizer, self.model.parameters())
         stepped: list[Stepped] = []
@@ -198,7 +230,7 @@ class StepRun:
             (torch_dtensor.local_part(p).shape, p.dtype, p.grad is not None)
             for p in self.model.parameters()
         )
-        is_away = tuple(self._keeps_away(group) for group in self.groups)
+        is_away = (self._states_are_away, *map(self._keeps_away, self.groups))
         self._optimizer_key = (optimizer, shards, is_away)
         trace = self._replayer.optimizer(self._optimizer_key)
         if trace is None:
@@ -209,6 +241,7 @@ class StepRun:
 
     def _begin_step(self) -> int:
         self._events.clear()
+        self._over.clear()
         self._points.clear()
         self._running.clear()
         self._show()
@@ -220,7 +253,9 @@ class StepRun:
         return self.watch.nbytes
 
     def _see_event(self, event: events.Event) -> None:
+        group = next((group for group in self.groups if group.fqn == event.fqn), None)
         self._events.append(event)
+        self._over.append(_Over.of(group, event.kind) if group is not None else _Over())
         self._see(str(event))
 
     def _see(self, label: str) -> None:
@@ -345,6 +380,10 @@ class StepRun:
 
     # What is run.
 
+    def _sync(self, is_on: bool) -> None:
+        for unit in units_below(self.model):
+            unit.configure(**unit.settings.sharding.sync(is_on))
+
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss) -> None:
         try:
             made = loss(self.model(*args, **kwargs))
@@ -369,6 +408,7 @@ class StepRun:
             clock = None  # the host steps, and what it takes for that is not known
         if clock is not None:
             clock.label = "optimizer"
+            self._turn = int(clock.mark())
         with contextlib.ExitStack() as modes:
             if clock is not None:
                 compute = modes.enter_context(ComputeTime(clock))
@@ -380,10 +420,24 @@ class StepRun:
             else:
                 for one in stepped:
                     one.step()
+        here = 0
+        if self._states_are_away:
+            assert isinstance(clock, LaneClock)
+            here = self._move_states(sum(one.nbytes for one in stepped), clock)
         if clock is not None:
             clock.finish()
         self._see("the optimizer's step")
-        return self._points[-1][0].peak_nbytes
+        return self._points[-1][0].peak_nbytes + here
+
+    def _move_states(self, nbytes: int, clock: LaneClock) -> int:
+        """Let states come and go beside the step; return how many are there at a time."""
+        sizes = [sum(param.sharded.numel() for param in group.params) for group in self.groups]
+        unit = nbytes * max(sizes, default=0) // max(sum(sizes), 1)
+        copies = ImaginedCopies(clock)
+        first = copies.move(BACK, unit, after=self._turn)
+        copies.move(BACK, nbytes - unit, after=first)
+        copies.wait_event(copies.move(OUT, nbytes, after=first))
+        return min(UNITS_OF_STATES * unit, nbytes)
 
 
 def _clock_for(hardware: Hardware) -> Clock | LaneClock:
@@ -430,15 +484,32 @@ def mean_of(output: Any) -> Tensor:
     return torch.stack(means).sum()
 
 
-def _with_stamps(event: events.Event, sizes: Mapping[str, GroupPlan]) -> events.Event:
+@dataclass(frozen=True)
+class _Over:
+    """How many ranks take part in the collective of an event, and in one that follows at once."""
+
+    ranks: int = 0
+    then: int = 0
+    is_smaller: bool = False
+
+    @staticmethod
+    def of(group: ParamGroup, kind: str) -> _Over:
+        if kind != "unshard":
+            then = group.data.summed.size if group.settings.all_reduce_grads else 0
+            return _Over(group.data.scattered.size, then)
+        smaller = group.buffers.post_forward.mesh
+        if smaller is None or group.state is not SMALLER:
+            return _Over(group.data.shard.size)
+        return _Over(smaller.shard.size, is_smaller=True)
+
+
+def _with_stamps(event: events.Event, over: _Over, sizes: Mapping[str, GroupPlan]) -> events.Event:
     """Return an event with the bytes that real ranks have: they send numbers along."""
     group = sizes.get(event.fqn)
     if group is None or not event.nbytes:
         return event
     nbytes = {
-        "unshard": (
-            group.regather_nbytes if event.phase == events.BACKWARD else group.gather_nbytes
-        ),
+        "unshard": group.regather_nbytes if over.is_smaller else group.gather_nbytes,
         "reduce": group.reduce_nbytes,
         "reshard": group.whole_nbytes,
     }
@@ -446,12 +517,18 @@ def _with_stamps(event: events.Event, sizes: Mapping[str, GroupPlan]) -> events.
 
 
 def _collectives(
-    seen: Sequence[events.Event], sizes: Mapping[str, GroupPlan]
+    seen: Iterable[tuple[events.Event, _Over]], sizes: Mapping[str, GroupPlan]
 ) -> Iterator[Collective]:
-    for event in seen:
+    for event, over in seen:
+        phase, fqn = event.phase, event.fqn
         if event.kind == "unshard":
-            yield Collective(event.phase, "all_gather", event.fqn, event.nbytes)
+            yield Collective(phase, "all_gather", fqn, event.nbytes, over.ranks)
         elif event.kind == "reduce":
-            yield Collective(event.phase, "reduce_scatter", event.fqn, event.nbytes)
-            if (nbytes := sizes[event.fqn].all_reduce_nbytes) > 0:
-                yield Collective(event.phase, "all_reduce", event.fqn, nbytes)
+            yield Collective(phase, "reduce_scatter", fqn, event.nbytes, over.ranks)
+            group = sizes[fqn]
+            if over.then > 1 and group.all_reduce_nbytes > 0:
+                nbytes, then = group.all_reduce_nbytes, over.then
+                yield Collective(phase, "all_reduce", fqn, nbytes, then, over.ranks)
+            elif over.then > 1:
+                nbytes, then = group.outer_nbytes, over.then
+                yield Collective(phase, "reduce_scatter", fqn, nbytes, then, over.ranks)

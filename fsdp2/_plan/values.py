@@ -46,6 +46,7 @@ class GroupPlan:
     - ``regather_nbytes``: the same in backward, where it may gather over fewer ranks.
     - ``reduce_nbytes``: what it gives to a reduce-scatter.
     - ``all_reduce_nbytes``: what it gives to the all-reduce over the replicate axis.
+    - ``outer_nbytes``: what it gives to the reduce-scatter over the outer dim (``shard_outer``).
     - ``grad_nbytes``: its sharded gradients.
     - ``alone``: names of the parameters that travel in collectives of their own.
     - ``params``: each parameter.
@@ -63,6 +64,7 @@ class GroupPlan:
     reduce_nbytes: int
     all_reduce_nbytes: int
     grad_nbytes: int
+    outer_nbytes: int = 0
     alone: tuple[str, ...] = ()
     params: tuple[ParamPlan, ...] = field(default=(), repr=False, compare=False)
 
@@ -73,13 +75,16 @@ class Collective:
 
     ``phase`` is ``forward`` or ``backward``. ``kind`` is ``all_gather``, ``reduce_scatter`` or
     ``all_reduce``. ``unit`` is the name of its group. ``nbytes`` counts the larger of its two
-    buffers: the output of a gather, the input of a reduction.
+    buffers: the output of a gather, the input of a reduction. ``ranks`` is how many take part,
+    and ``stride`` how far apart these are, in the order of all ranks.
     """
 
     phase: str
     kind: str
     unit: str
     nbytes: int
+    ranks: int = field(default=0, compare=False)
+    stride: int = field(default=1, compare=False)
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class StepPlan:
     - ``peak_nbytes``: the most in forward and backward, all included.
     - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the most in its
       step (0 without an optimizer).
+    - ``host_nbytes``: memory of the host for activations and states that are offloaded.
 
     ``seconds`` of a whole step, and the ``spans`` of its time line, need hardware. Without it they
     are None and empty. ``product_seconds`` is what the products of forward and backward would take
@@ -129,6 +135,7 @@ class StepPlan:
     peak_nbytes: int
     optimizer_nbytes: int
     optimizer_peak_nbytes: int = 0
+    host_nbytes: int = 0
     seconds: float | None = None
     spans: tuple[Span, ...] = field(default=(), repr=False)
     product_seconds: float = 0.0

@@ -23,7 +23,7 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -194,15 +194,32 @@ def _compare(known: Mapping[Key, Met], other: Mapping[Key, Met], accuracy: float
     return Shift(tuple(times), tuple(ahead), accuracy + worst)
 
 
-def arrivals(aligned: Aligned) -> tuple[Arrivals, ...]:
-    """Say how often each rank was the last to come, and by how much; the worst first."""
+@dataclass(frozen=True)
+class Delay:
+    """A collective for which ``rank`` was late: from when the last but one came until it came.
+
+    Times in nanoseconds since the epoch, on the first rank's clock. ``ranks``: of the axis.
+    """
+
+    rank: int
+    kind: str
+    unit: str
+    begin: int
+    end: int
+    ranks: tuple[int, ...]
+
+    @property
+    def waited_s(self) -> float:
+        """The time of all others together, in seconds."""
+        return (self.end - self.begin) * (len(self.ranks) - 1) / 1e9
+
+
+def delays(aligned: Aligned) -> Iterator[Delay]:
+    """Yield each collective whose last rank came later than clocks are uncertain."""
     everywhere: dict[Key, dict[int, int]] = defaultdict(dict)
     for rank, met in aligned.met.items():
         for key, one in met.items():
             everywhere[key][rank] = one.begin
-    late: dict[int, list[int]] = {rank: [] for rank in aligned.met}
-    counted: Counter[int] = Counter()
-    expected = dict.fromkeys(aligned.met, 0.0)
     for key, begins in everywhere.items():
         if len(begins) < 2 or set(begins) != set(key[0]):  # some rank was not recorded
             continue
@@ -210,10 +227,19 @@ def arrivals(aligned: Aligned) -> tuple[Arrivals, ...]:
         lateness = begins[last] - begins[second]
         if lateness < max(LATE_NS, *(aligned.shifts[rank].accuracy for rank in begins)):
             continue
-        late[last].append(lateness)
-        for rank in begins:
+        yield Delay(last, key[1], key[2], begins[second], begins[last], tuple(begins))
+
+
+def arrivals(aligned: Aligned) -> tuple[Arrivals, ...]:
+    """Say how often each rank was the last to come, and by how much; the worst first."""
+    late: dict[int, list[int]] = {rank: [] for rank in aligned.met}
+    counted: Counter[int] = Counter()
+    expected = dict.fromkeys(aligned.met, 0.0)
+    for one in delays(aligned):
+        late[one.rank].append(one.end - one.begin)
+        for rank in one.ranks:
             counted[rank] += 1
-            expected[rank] += 1 / len(begins)
+            expected[rank] += 1 / len(one.ranks)
     found = [
         Arrivals(
             rank,

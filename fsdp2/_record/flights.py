@@ -159,7 +159,7 @@ class Flights:
     ) -> InFlight:
         self._note_buffers(entry, reduction, kind, flight)
         if kind == "store":  # what compute waits for is the last collective of the reduction
-            is_summed = entry.group.data.replicate.size > 1
+            is_summed = entry.group.data.summed.size > 1
             flown = Flown(self, "all_reduce" if is_summed else "reduce_scatter", entry, None)
         else:
             nbytes = sum(buffer.nbytes for buffer in flight.buffers)

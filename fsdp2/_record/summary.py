@@ -28,12 +28,18 @@ from fsdp2._pages.content import (
     TimeLine,
     UnitArea,
 )
-from fsdp2._record.align import Aligned, Arrivals
+from fsdp2._record.align import Aligned, Arrivals, Delay, delays
+from fsdp2._record.culprits import LATE, blamed, caused, delays_of, late_spans
 from fsdp2._record.rows import RankFile
-from fsdp2._record.time_line import pieces_of, shown
+from fsdp2._record.time_line import has_times, pieces_of, shown
 
 WORTH = 0.01
 """Part of the time from which something is worth a word."""
+
+BOUND = 0.25
+"""Part of the time of steps from which something is what bounds them."""
+
+CARRY = ("unshard", "reduce", "all_reduce")
 
 SIGMAS = 2
 """Deviations from chance that are no chance any more."""
@@ -58,13 +64,15 @@ def stragglers(files: Sequence[RankFile], found: Sequence[Arrivals]) -> tuple[Ar
     """Return ranks that the others wait for, if that is worth a word.
 
     A rank is one if it is last far more often than by chance, or later than all others together,
-    without its one longest delay: a hiccup is no habit.
+    without its one longest delay: a hiccup is no habit. Who is late for far less time than the
+    worst is none: of two ranks, one is the last whenever the other one is not.
     """
     total = seconds_of(files)
     late_s = sum(one.late_s for one in found)
+    worst = max((one.late_s for one in found), default=0.0)
 
     def is_one(one: Arrivals) -> bool:
-        if not one.counted or one.late_s < WORTH * total:
+        if not one.counted or one.late_s < max(WORTH * total, worst / LATER):
             return False
         is_often = one.last - one.expected > SIGMAS * _deviation(one)
         return is_often or one.late_s - one.longest_late_s > LATER * (late_s - one.late_s)
@@ -108,6 +116,8 @@ def page(
     header = files[0].header
     waits = _waits_of(files)
     late = stragglers(files, arrived)
+    held_up = delays_of(late, delays(aligned) if late else ())
+    left = _without(waits, caused(held_up))
     which = "no complete step" if step is None else f"time lines and memory of step {step}"
     return Page(
         title=f"Recording of {header['model']}",
@@ -116,15 +126,20 @@ def page(
             f"torch {header['torch']}"
         ),
         facts=tuple(_facts(files)),
-        advice=(*_advise_ranks(late), *_advise_units(files, waits)),
+        advice=(
+            *_advise_ranks(files, late, held_up),
+            *_advise_steps(files, left),
+            *_advise_units(files, left),
+        ),
         units=tuple(_units(files[0])),
         memory=tuple(_memory(file, step, planned) for file in files),
         time_lines=(
-            *(_time_line(file, aligned, step, files[0]) for file in files),
+            *(_time_line(file, aligned, step, files[0], held_up) for file in files),
             *([] if planned is None or planned.time_line is None else [planned.time_line]),
         ),
         tables=tuple(_tables(files, aligned, arrived, waits)),
         notes=tuple(_notes(files, aligned)),
+        order=("times", "memory", "units"),  # what took the time is seen there, and who
     )
 
 
@@ -133,15 +148,27 @@ def _mean(files: Sequence[RankFile], name: str) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
+def _longest(files: Sequence[RankFile]) -> dict[int, float]:
+    """Return the seconds of each step, on the rank that took longest."""
+    found: dict[int, float] = {}
+    for file in files:
+        for row in steps_of(file):
+            found[row["step"]] = max(found.get(row["step"], 0.0), row["seconds"])
+    return found
+
+
 def _facts(files: Sequence[RankFile]) -> list[Fact]:
     seconds = _mean(files, "seconds")
+    steps = _longest(files) or {0: 0.0}
+    worst = max(steps, key=lambda step: steps[step])
+    note = f"half of the steps took longer; the longest: {_time(steps[worst])}, step {worst}"
     waited = sum(_mean(files, f"wait_{kind}_s") for kind in _KINDS)
     hits = _mean(files, "prefetch_hits")
     misses = _mean(files, "prefetch_late") + _mean(files, "prefetch_none")
     tokens = _mean(files, "tokens_per_s")
     found = [
         Fact("steps", str(max(len(steps_of(file)) for file in files))),
-        Fact("a step", _time(seconds), "mean over steps and ranks"),
+        Fact("a step", _time(statistics.median(steps.values())), note),
         Fact("compute", _share(_mean(files, "compute_s"), seconds)),
         Fact("waiting", _share(waited, seconds), "for collectives, with nothing to compute"),
         Fact("prefetched", f"{hits:.3g} of {hits + misses:.3g}", "gathers a step that were ready"),
@@ -184,19 +211,93 @@ def _waits_of(files: Sequence[RankFile]) -> dict[str, UnitWaits]:
     return found
 
 
-def _advise_ranks(late: Sequence[Arrivals]) -> list[Advice]:
-    return [
-        Advice(
-            "slow",
-            f"rank {one.rank}",
-            f"the last to come to {one.last} of {one.counted} collectives, typically "
-            f"{_time(one.median_late_s)} after the others",
-            "look at what this rank does besides: its input pipeline, its share of the work, its "
-            "clock rate, other processes on its host",
-            f"up to {_time(one.late_s)} over the recording, for which the others waited",
+def _advise_ranks(
+    files: Sequence[RankFile], late: Sequence[Arrivals], held_up: Sequence[Delay]
+) -> list[Advice]:
+    total = seconds_of(files)
+    found = []
+    for one in late:
+        units = Counter(shown(delay.unit) for delay in held_up if delay.rank == one.rank)
+        where = ", ".join(name for name, _ in units.most_common(2))
+        share = f" ({100 * one.late_s / total:.2g} % of the steps)" if total else ""
+        found.append(
+            Advice(
+                "slow",
+                f"rank {one.rank}",
+                f"the others waited {_time(one.late_s)} for it in all{share}, at most "
+                f"{_time(one.longest_late_s)} at once; it came last to {one.last} of "
+                f"{one.counted} collectives, mostly of {where}",
+                "look at what this rank does besides: its input pipeline, its share of the work, "
+                "its clock rate, other processes on its host",
+                f"{_time(one.late_s)} over the recording; no setting of a model gives that back",
+            )
         )
-        for one in late
-    ]
+    return found
+
+
+def _advise_steps(files: Sequence[RankFile], left: dict[str, UnitWaits]) -> list[Advice]:
+    """Say what bounds the steps as a whole: the links, or what is between the units."""
+    rows = [row for file in files for row in steps_of(file)]
+    total = sum(row["seconds"] for row in rows)
+    if not total:
+        return []
+    found = []
+    waited = sum(unit.total for unit in left.values()) / total
+    if waited > BOUND:
+        nbytes, seconds = _carried(files)
+        rate = f", {_bytes(int(nbytes / seconds))}/s while they are under way" if seconds else ""
+        found.append(
+            Advice(
+                "slow",
+                "the links",
+                f"{100 * waited:.2g} % of the time of steps is waiting for collectives to which no "
+                f"rank came late: {_bytes(nbytes // len(rows))} a step and rank{rate}",
+                "more work between them (a larger batch a rank, or accumulation), or fewer bytes "
+                "(MixedPrecisionPolicy, gather_dtype, Compress); units that are larger, where the "
+                "collectives are small",
+                f"at most {100 * waited:.2g} % of a step",
+            )
+        )
+    waits = sum(row[f"wait_{kind}_s"] for row in rows for kind in _KINDS)
+    idle = 1 - (sum(row["compute_s"] for row in rows) + waits) / total
+    if idle > BOUND:
+        found.append(
+            Advice(
+                "slow",
+                "between the units",
+                f"{100 * idle:.2g} % of the time of steps no unit computes and nothing is waited "
+                "for: the optimizer, the input, or a host that is too slow to keep a device busy",
+                "fsdp2.optim.local for the optimizer, workers for the input; fsdp2.compile or "
+                "larger operations for the host",
+                f"at most {100 * idle:.2g} % of a step",
+            )
+        )
+    return found
+
+
+def _carried(files: Sequence[RankFile]) -> tuple[int, float]:
+    """Return the bytes that collectives of complete steps carried, and the seconds they took."""
+    nbytes, seconds = 0, 0.0
+    for file in files:
+        complete = {row["step"] for row in steps_of(file)}
+        for row in file.rows:
+            if row["kind"] in CARRY and row["step"] in complete and has_times(row):
+                nbytes += row["nbytes"]
+                seconds += (row["end_ns"] - row["begin_ns"]) / 1e9
+    return nbytes, seconds
+
+
+def _without(
+    waits: dict[str, UnitWaits], by_ranks: Counter[tuple[str, str]]
+) -> dict[str, UnitWaits]:
+    """Return the waits that are left where no rank had been late: what a setting can change."""
+    left = {}
+    for name, unit in waits.items():
+        left[name] = one = UnitWaits()
+        one.prefetches = unit.prefetches
+        for kind, seconds in unit.seconds.items():
+            one.seconds[kind] = max(0.0, seconds - by_ranks[name, kind])
+    return left
 
 
 def _advise_units(files: Sequence[RankFile], waits: dict[str, UnitWaits]) -> list[Advice]:
@@ -300,7 +401,13 @@ def _at_measured_times(planned: Sequence[Moment], measured: Sequence[Moment]) ->
     return found
 
 
-def _time_line(file: RankFile, aligned: Aligned, step: int | None, first: RankFile) -> TimeLine:
+def _time_line(
+    file: RankFile,
+    aligned: Aligned,
+    step: int | None,
+    first: RankFile,
+    held_up: Sequence[Delay],
+) -> TimeLine:
     """Return a rank's lanes in a step, on the first rank's clock, from where that one begins."""
     start = _begin_of(first, aligned, step)
     shift, epoch = aligned.shifts[file.rank], file.header["epoch_ns"]
@@ -320,8 +427,14 @@ def _time_line(file: RankFile, aligned: Aligned, step: int | None, first: RankFi
         )
         for piece in pieces_of(_rows_of(file, step))
     ]
+    spans = [blamed(span, file.rank, held_up, start) for span in spans]
+    until = max((span.end for span in spans), default=0.0)
+    of_itself = late_spans(file.rank, held_up, start, until)
     spans.sort(key=lambda span: span.begin)
-    return TimeLine(f"rank {file.rank}", (COMPUTE, GATHER, REDUCE), tuple(spans))
+    lanes: tuple[str, ...] = (COMPUTE, GATHER, REDUCE)
+    if of_itself:
+        lanes = (LATE, *lanes)
+    return TimeLine(f"rank {file.rank}", lanes, (*of_itself, *spans))
 
 
 def _begin_of(file: RankFile, aligned: Aligned, step: int | None) -> int:

@@ -186,7 +186,9 @@ class Run:
         member = self.members[index]
         like = None
         if part.storage_offset():
-            like = member.local if part.dtype == member.local.dtype else torch.empty_like(part)
+            local = member.local
+            is_alike = (part.dtype, part.device) == (local.dtype, local.device)
+            like = local if is_alike else torch.empty_like(part)
         return torch_dtensor.new_dtensor(
             part, torch_dtensor.spec_like(member.param, part.dtype), like=like
         )

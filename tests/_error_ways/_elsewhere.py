@@ -25,6 +25,10 @@ ELSEWHERE = {
         "no public call is known that leads there: the package checks itself",
         "tests/unit/test_param.py::test_moves",
     ),
+    "FS324": Elsewhere(
+        "on a CPU nothing is copied to the host",
+        "tests/sim/test_activations.py::test_activations",
+    ),
     "FS803": Elsewhere(
         "only models on a GPU record CUDA graphs",
         "tests/behaviour/test_traced.py::test_cuda_graphs_are_refused",

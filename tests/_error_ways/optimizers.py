@@ -236,3 +236,23 @@ def _(mended: bool) -> None:
     optimizer = fsdp2.optim.whole(cls, model.parameters(), lr=0.1)
     model(x()).sum().backward()
     optimizer.step()
+
+
+@way("FS715", "LBFGS", "closure")
+def _(mended: bool) -> None:
+    model = build()
+    cls = torch.optim.SGD if mended else torch.optim.LBFGS
+    fsdp2.optim.offload_states(cls(model.parameters(), lr=0.1))
+
+
+@way("FS715", "owners", name="of whole matrices")
+def _(mended: bool) -> None:
+    model = build()
+    make = fsdp2.optim.local if mended else fsdp2.optim.whole
+    fsdp2.optim.offload_states(make(torch.optim.SGD, model.parameters(), lr=0.1))
+
+
+@way("FS716", "Adapts", "by_itself")
+def _(mended: bool) -> None:
+    model = build()
+    fsdp2.optim.offload_states(Adapts(model.parameters(), lr=0.1), by_itself=mended)

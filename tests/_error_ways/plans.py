@@ -109,7 +109,7 @@ def _(mended: bool) -> None:
     fsdp2.plan(Capped(), mesh=2, batch=x())
 
 
-@way("FS902", "mixed torch.Tensor and DTensor", name="attention", alone=True)
+@way("FS326", "attention.out_proj.weight", "mixed", name="attention", alone=True)
 def _(mended: bool) -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:

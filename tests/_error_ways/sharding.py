@@ -473,3 +473,35 @@ def _(mended: bool) -> None:
     weight = model[0].weight
     (weight.full_tensor() if mended else weight)[0, 0]
     train(model)
+
+
+@way("FS234", "whole on each rank", "reshard_after_forward")
+def _(mended: bool) -> None:
+    keeps = None if mended else True
+    train(fsdp2.fully_shard(Net(), shard="gradients", reshard_after_forward=keeps))
+
+
+@way("FS234", "CPUOffloadPolicy", name="offload")
+def _(mended: bool) -> None:
+    policy = fsdp2.OffloadPolicy() if mended else fsdp2.CPUOffloadPolicy()
+    train(fsdp2.fully_shard(Net(), shard="optimizer", offload_policy=policy))
+
+
+@way("FS234", "stay whole", name="a setter")
+def _(mended: bool) -> None:
+    model = fsdp2.fully_shard(Net(), shard="parameters" if mended else "gradients")
+    model.set_reshard_after_forward(True)
+    train(model)
+
+
+@way("FS234", "beside", name="outer and whole")
+def _(mended: bool) -> None:
+    mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("outer", "inner"))
+    outer = None if mended else "optimizer"
+    train(fsdp2.fully_shard(Net(), mesh=mesh, shard="gradients", shard_outer=outer))
+
+
+@way("FS234", "several ranks along each", name="outer alone")
+def _(mended: bool) -> None:
+    outer = None if mended else "optimizer"
+    train(fsdp2.fully_shard(Net(), shard_outer=outer))

@@ -316,3 +316,32 @@ def _(mended: bool) -> None:
     model.forward = lambda: model.layer(x())
     fsdp2.fully_shard(model)
     model()
+
+
+class CallsACheckpoint(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@way("FS325", "Linear", "CheckpointWrapper")
+def _(mended: bool) -> None:
+    model = Net() if mended else CallsACheckpoint()
+    fsdp2.offload_activations(model, {nn.Linear})
+    model(x()).sum().backward()
+
+
+@way("FS326", "first.0.weight", "got mixed", "register_fsdp_forward_method")
+def _(mended: bool) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
+
+        def forward(self, value: Tensor) -> Tensor:
+            return self.second(self.first(value) if mended else self.first[0](value))
+
+    model = Two()
+    fsdp2.fully_shard(model.first)
+    fsdp2.fully_shard(model)(torch.ones(2, 8))

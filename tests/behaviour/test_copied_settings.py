@@ -132,7 +132,9 @@ class Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "fsdp2":
-            assert module in ("fsdp2._pickles", "fsdp2.checkpoint", "fsdp2.optim"), (module, name)
+            is_public = module == "fsdp2" and name in fsdp2.__all__
+            known = ("fsdp2._pickles", "fsdp2.checkpoint", "fsdp2.optim")
+            assert is_public or module in known, (module, name)
         return super().find_class(module, name)
 
 

@@ -73,9 +73,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def real_step(model: nn.Module, batch: torch.Tensor) -> tuple[list[events.Event], int]:
+def real_step(
+    model: nn.Module, batch: torch.Tensor, micro_batches: int = 1
+) -> tuple[list[events.Event], int]:
     """Return a step's events, and its peak above its start by the allocator."""
-    return measure_step(model, (batch,), lambda output: output.float().mean())
+
+    def loss_of(output: torch.Tensor) -> torch.Tensor:
+        return output.float().mean()
+
+    return measure_step(model, (batch,), loss_of, micro_batches)
 
 
 def check_step(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
@@ -86,18 +92,22 @@ def check_step(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
     )
     assert not any(isinstance(module, fsdp2.FSDPModule) for module in model.modules())
     given = dict(settings)
-    memory = given.pop("memory", None)
+    memory, micro_batches = given.pop("memory", None), given.pop("micro_batches", 1)
     names = ("replicate", "shard")[-len(shape) :]
     fsdp2.wrap.shard_model(model, policy, mesh=shared_mesh(shape, names), **given)
     if memory is not None:
         model.set_memory(memory)
-    seen, peak = real_step(model, batch)
+    seen, peak = real_step(model, batch, micro_batches)
     assert found.step is not None
     assert list(map(str, found.step.events)) == list(map(str, seen))
     for planned, real in zip(found.step.events, seen, strict=True):
         assert planned == real
     planned_peak = found.step.peak_nbytes - found.step.start_nbytes
-    assert abs(planned_peak - peak) <= 0.03 * peak, f"{planned_peak} planned, {peak} measured"
+    # of several micro-batches a reduction may have ended earlier than it is planned to
+    above = 0.03 if micro_batches == 1 else 0.15
+    assert -0.03 * peak <= planned_peak - peak <= above * peak, (
+        f"{planned_peak} planned, {peak} measured"
+    )
 
 
 @pytest.mark.parametrize("name", with_slow(SETTINGS, ["fp32", "bf16_fast"]))
@@ -123,6 +133,25 @@ def test_a_step_on_replicas(name: str) -> None:
 def test_a_step_that_reshards_to_some_ranks() -> None:
     """The smaller mesh of a plan makes no process groups."""
     check_step((4,), {"reshard_after_forward": 2})
+
+
+MODES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "parameters": ((4,), {}),
+    "gradients": ((4,), {"shard": "gradients"}),
+    "optimizer": ((4,), {"shard": "optimizer"}),
+    "gradients, replicas": ((2, 2), {"shard": "gradients"}),
+    "outer": ((2, 2), {"shard_outer": "optimizer"}),
+    "outer, bf16": ((2, 2), {"shard_outer": "optimizer", **SETTINGS["bf16"]}),
+    "neighbours": ((4,), {"reshard_after_forward": 2}),
+}
+
+
+@pytest.mark.parametrize("name", with_slow(MODES, ["outer, bf16", "parameters", "neighbours"]))
+@ranks(4)
+def test_micro_batches_of_what_is_sharded(name: str) -> None:
+    """Order, bytes and the peak of a step of three micro-batches, in each mode."""
+    shape, settings = MODES[name]
+    check_step(shape, {**settings, "micro_batches": 3})
 
 
 ODD = ["stack", "one_row", "few_rows", "scalars", "mixed_dtypes", "partly_frozen", "tied_lm"]
@@ -396,3 +425,27 @@ def test_what_a_sharded_model_has_already_is_not_given_again() -> None:
     assert not any("offload_policy" in one.changes for one in tried)
     with pytest.raises(ConfigError, match=r"expected mesh to be a number of ranks"):
         fsdp2.plan(nn.Linear(13, 3))
+
+
+def test_what_is_sharded_is_suggested_for_several_micro_batches() -> None:
+    """It is what sends least, where there is room for it."""
+    batch = torch.zeros(2, LENGTH, dtype=torch.long)
+
+    def suggested(budget: str, **given: Any) -> list[str]:
+        found = fsdp2.plan(
+            seeded(Model),
+            mesh=8,
+            policy={Block},
+            batch=batch,
+            hardware="h100-nvlink-ib",
+            **given,
+        )
+        return [one.code for one in found.suggest(budget)]
+
+    room = suggested("80GB", micro_batches=4)
+    assert room[0] == "fully_shard(..., shard='optimizer')"
+    assert "fully_shard(..., shard='gradients')" in room
+    assert not any("shard=" in code for code in suggested("80GB"))
+    assert not any(
+        "shard=" in code for code in suggested("80GB", micro_batches=4, reshard_after_forward=True)
+    )

@@ -13,7 +13,7 @@ from fsdp2._base.errors import ConfigError, ConfigTypeError, FSDPError, StateErr
 from fsdp2._comm.backend_words import known_of
 from fsdp2._comm.process_mesh import LostRank
 
-CLOSED = "it closed the connection. Its process has ended"
+CLOSED = "it closed the connection. Its program came to its end (had it fewer batches?)"
 TREE = {ConfigError: ValueError, StateError: RuntimeError, UnsupportedError: NotImplementedError}
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp2._record.align import align, arrivals
+from fsdp2._pages.content import Span
+from fsdp2._record.align import Delay, align, arrivals, delays
+from fsdp2._record.culprits import blamed, caused, delays_of, late_spans
 from fsdp2._record.rows import RankFile
 from fsdp2._record.summary import stragglers
 
@@ -121,6 +124,42 @@ def test_a_straggler_is_told_from_chance() -> None:
     assert worst.late_s == pytest.approx(0.16)
     assert (other.rank, other.last, other.late_s) == (0, 0, 0.0)
     assert stragglers(files, found) == (worst,)
+
+
+def test_a_wait_is_laid_at_the_door_of_the_rank_that_was_late() -> None:
+    files = two_ranks(60, [0, 4 * MS], (0, -2 * MS))
+    aligned = align(files)
+    found = delays_of(stragglers(files, arrivals(aligned)), delays(aligned))
+    assert len(found) == 40
+    assert caused(found) == {("a", "all_gather"): pytest.approx(0.16)}
+    assert delays_of((), delays(aligned)) == []
+    wait = Span("compute", "wait for all_gather a", 0.010, 0.015, 0, "all_gather a", "by a")
+    assert blamed(wait, 0, found, 0).cause == "rank 1, all_gather a"
+    assert blamed(wait, 1, found, 0) is wait  # its own
+    assert blamed(wait, 0, found, 50 * MS) is wait  # of another time
+    other = replace(wait, cause="reduce_scatter a")
+    assert blamed(other, 0, found, 0) is other
+    work = replace(wait, cause="")
+    assert blamed(work, 0, found, 0) is work
+    spans = late_spans(1, found, 0, until=0.045)
+    assert [(s.begin, s.end) for s in spans] == [
+        (pytest.approx(begin), pytest.approx(begin + 0.004)) for begin in (0.010, 0.020, 0.040)
+    ]
+    assert late_spans(0, found, 0, until=1.0) == []
+
+
+def test_what_a_rank_is_late_to_at_once_is_one_delay() -> None:
+    both = [
+        Delay(1, "all_gather", unit, 5 * MS, end * MS, (0, 1, 2))
+        for unit, end in (("a", 9), ("b", 8))
+    ]
+    (span,) = late_spans(1, both, 0, until=1.0)
+    assert (span.begin, span.end) == (pytest.approx(0.005), pytest.approx(0.009))
+    assert set(span.note.split(", ")) == {"all_gather a", "all_gather b"}
+    assert caused(both) == {
+        ("a", "all_gather"): pytest.approx(0.008),
+        ("b", "all_gather"): pytest.approx(0.006),
+    }
 
 
 def test_two_that_take_turns_are_no_stragglers() -> None:

@@ -3,15 +3,17 @@
 const [LANE, NAME, BEGIN, END, NBYTES, CAUSE, NOTE] = [0, 1, 2, 3, 4, 5, 6];
 const LANE_HEIGHT = 26, TITLE_HEIGHT = 22, BETWEEN = 10; // pixels, as the next ones
 const NARROW = 6, WORDS = 14, LETTER = 6.2, NEAR = 3;
-const LANE_COLOURS = {compute: "lane-compute", gathers: "lane-gathers", reductions: "lane-reductions"};
+const LANE_COLOURS = {compute: "lane-compute", gathers: "lane-gathers", reductions: "lane-reductions", late: "cause-0"};
 const CAUSES = 6; // colours of --cause-0 and on, in page.css
 
 function laneColour(name, index) {
   return Object.hasOwn(LANE_COLOURS, name) ? colour(LANE_COLOURS[name]) : seriesColour(3 + (index % 4));
 }
 
-// What a wait was for, without the unit: a model of a hundred units has a hundred causes of three kinds.
-const kindOfCause = (span) => span[CAUSE].split(" ", 1)[0];
+// What a wait was for, without the unit: a model of a hundred units has a hundred causes of three kinds. What stands
+// before a comma is another rank that was late.
+const kindOfCause = (span) => span[CAUSE].split(span[CAUSE].includes(", ") ? ", " : " ", 1)[0];
+const isOfARank = (name) => name.startsWith("rank ");
 
 // Kinds of causes, those with the most time first: they get the colours that differ most.
 function causesIn(lines) {
@@ -22,7 +24,10 @@ function causesIn(lines) {
       totals.set(kindOfCause(span), (totals.get(kindOfCause(span)) || 0) + span[END] - span[BEGIN]);
     }
   }
-  return [...totals.entries()].sort(([, a], [, b]) => b - a).map(([name, total], index) => ({name, total, index}));
+  const found = [...totals.entries()].sort(([, a], [, b]) => b - a).map(([name, total]) => ({name, total}));
+  let next = 1;
+  // The rank that was late has the strong colour, in a lane of its own; those that wait for it are the quiet ones.
+  return found.map((cause) => ({...cause, index: isOfARank(cause.name) ? CAUSES : found.some(({name}) => isOfARank(name)) ? next++ : next++ - 1}));
 }
 
 const causeColour = (index) => colour(index < CAUSES ? `cause-${index}` : "series-rest");

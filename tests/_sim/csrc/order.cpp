@@ -320,13 +320,18 @@ void Order::copy_to_host(uintptr_t host, const char* data, size_t nbytes, int st
   // Two copies to the same memory, or one from it that may still read: both must be ordered.
   Span bytes{host, host + nbytes};
   const Clock& clock = clocks_.at(stream);
-  for (const Copy& copy : copies_) {
-    if (overlap({copy.host, copy.host + copy.bytes.size()}, bytes) && copy.stream != stream &&
-        copy.count > clock.of(copy.stream)) {
-      report("RACE", "a copy to pinned memory\n  at " + at(site) +
-          "\ndoes not wait for another copy of it\n  at " + at(copy.site), copy.site, site);
-    }
-  }
+  auto is_before = [&](const Copy& copy) {
+    if (!overlap({copy.host, copy.host + copy.bytes.size()}, bytes)) return false;
+    if (copy.stream == stream || copy.count <= clock.of(copy.stream)) return true;
+    report("RACE", "a copy to pinned memory\n  at " + at(site) +
+        "\ndoes not wait for another copy of it\n  at " + at(copy.site), copy.site, site);
+    return false;
+  };
+  // What is before this one is over when it runs: the host may have touched the bytes until now.
+  auto replaced = std::stable_partition(
+      copies_.begin(), copies_.end(), [&](const Copy& copy) { return !is_before(copy); });
+  std::for_each(replaced, copies_.end(), [&](const Copy& copy) { look_for_writes(copy); });
+  copies_.erase(replaced, copies_.end());
   copies_.push_back({host, std::vector<char>(data, data + nbytes), true, stream, clock.of(stream), site});
   std::memset(reinterpret_cast<void*>(host), NAN_BYTE, nbytes);
 }
@@ -355,25 +360,29 @@ void Order::copy_from_host(uintptr_t host, size_t nbytes, int stream, Site site)
       {host, std::vector<char>(data, data + nbytes), false, stream, clocks_.at(stream).of(stream), site});
 }
 
+void Order::look_for_writes(const Copy& copy) {
+  auto* data = reinterpret_cast<const char*>(copy.host);
+  if (copy.to_host) {
+    auto untouched = [](char byte) { return byte == static_cast<char>(NAN_BYTE); };
+    if (!std::all_of(data, data + copy.bytes.size(), untouched)) {
+      report("HOST", "the host wrote to pinned memory that a copy was to fill\n  at " + at(copy.site),
+          copy.site, copy.site);
+    }
+  } else if (std::memcmp(data, copy.bytes.data(), copy.bytes.size()) != 0) {
+    report(
+        "HOST",
+        "the host wrote to pinned memory that was still being copied to the device\n  at " +
+            at(copy.site),
+        copy.site, copy.site);
+  }
+}
+
 void Order::complete_copies() {
   auto done = [&](const Copy& copy) { return copy.count <= host_.of(copy.stream); };
   for (const Copy& copy : copies_) {
     if (!done(copy)) continue;
-    auto* data = reinterpret_cast<char*>(copy.host);
-    if (copy.to_host) {
-      auto untouched = [](char byte) { return byte == static_cast<char>(NAN_BYTE); };
-      if (!std::all_of(data, data + copy.bytes.size(), untouched)) {
-        report("HOST", "the host wrote to pinned memory that a copy was to fill\n  at " + at(copy.site),
-            copy.site, copy.site);
-      }
-      std::memcpy(data, copy.bytes.data(), copy.bytes.size());
-    } else if (std::memcmp(data, copy.bytes.data(), copy.bytes.size()) != 0) {
-      report(
-          "HOST",
-          "the host wrote to pinned memory that was still being copied to the device\n  at " +
-              at(copy.site),
-          copy.site, copy.site);
-    }
+    look_for_writes(copy);
+    if (copy.to_host) std::memcpy(reinterpret_cast<char*>(copy.host), copy.bytes.data(), copy.bytes.size());
   }
   copies_.erase(std::remove_if(copies_.begin(), copies_.end(), done), copies_.end());
 }

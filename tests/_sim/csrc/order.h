@@ -143,6 +143,7 @@ class Order {
 
  private:
   void report(const std::string& kind, const std::string& text, Site first, Site second);
+  void look_for_writes(const Copy& copy);
   void complete_copies();
   std::string describe(const Access& access) const;
   std::string name_of(int stream) const;

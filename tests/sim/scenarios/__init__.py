@@ -6,6 +6,7 @@ the list.
 """
 
 from tests.sim.scenarios import (
+    activations,
     combined,
     comms,
     compiled,
@@ -20,11 +21,14 @@ from tests.sim.scenarios import (
     recomputation,
     recording,
     shapes,
+    sharding,
     state,
+    states,
     streams,
 )
 
 __all__ = [
+    "activations",
     "combined",
     "comms",
     "compiled",
@@ -39,6 +43,8 @@ __all__ = [
     "recomputation",
     "recording",
     "shapes",
+    "sharding",
     "state",
+    "states",
     "streams",
 ]

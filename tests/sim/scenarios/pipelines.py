@@ -23,7 +23,13 @@ from tests.sim.scenarios._training import LR, SGD
 SHAPES = "a stage tells the next one the shapes of what it sends, over the host"
 
 
-def pipelined(world: World, schedule: Callable[..., Any], stages: int, **kwargs: Any) -> Values:
+def pipelined(
+    world: World,
+    schedule: Callable[..., Any],
+    stages: int,
+    set_up: Callable[[Any], Any] = lambda part: None,
+    **kwargs: Any,
+) -> Values:
     mesh = shared_mesh((2, world.size // 2), ("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     rank = pp.get_local_rank()
@@ -35,6 +41,7 @@ def pipelined(world: World, schedule: Callable[..., Any], stages: int, **kwargs:
         for layer in part.layers:
             fsdp2.fully_shard(layer, mesh=dp, reshard_after_forward=False)
         parts.append(world.shard(part, mesh=dp, reshard_after_forward=False, **kwargs))
+        set_up(part)
     made = [
         PipelineStage(part, index, stages, world.device, group=pp.get_group())
         for index, part in zip(own, parts, strict=True)

@@ -1,0 +1,423 @@
+"""Activations on the host: what nodes save in chosen modules leaves the device until backward.
+
+Owns the hooks of saved tensors, which storages travel, and when they come back. It must not know
+how modules are chosen, nor how copies are ordered among themselves (``host_memory``).
+
+[Note: what travels]
+A *group* is what one call of a chosen module saves. Storages travel, not tensors: views of the same
+bytes travel once, and so does what several nodes save. Left where they are: parameters, buffers and
+all that lies in their memory (the engine frees and fills gathered parameters itself), small
+tensors, tensors on another device, small views of large storages, and wrappers of tensors.
+
+[Note: when it travels]
+``out``: as soon as a node saves it, beside compute. While a copy runs its source is held; the group
+after the next one makes compute wait for the copy, and lets go. So two groups are on the device at
+a time, and compute waits where the link is slower than it.
+``back``: the first node that reads something of a group brings the rest of that group, and the
+whole group that was made before it: that is needed next. Memory for it comes from compute.
+Groups of the modules in which backward begins stay on the device; reading one brings the group
+before it.
+
+[Note: a backward that comes again]
+With ``retain_graph`` nodes keep what they saved. The bytes stay with the host then, and what was
+brought to the device is dropped when backward has left the group; the next backward brings it anew.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fsdp2._base import torch_autograd, torch_compiler, torch_modes, torch_tensors
+from fsdp2._base.capabilities import capabilities
+from fsdp2._base.errors import StateError, coded
+from fsdp2._base.names import class_name
+from fsdp2._engine.between_steps import units_below
+from fsdp2._engine.tree import UNIT_ATTRIBUTE, Unit
+from fsdp2._offload.host_memory import CopyLanes, HostMemory
+
+LEAST_SHARE = 8
+"""A tensor with less than such a part of its storage stays: the rest may be anything."""
+GROUP_NBYTES = 1 << 29
+"""A call that saves more is several groups: all of one comes back together."""
+
+CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0")
+"""Nodes between a parameter and what a product of matrices saves of it under autocast."""
+
+
+class Group:
+    """What one call of a module saved, or a part of that. What travelled owns it."""
+
+    __slots__ = ("__weakref__", "nbytes", "number", "storages")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.nbytes = 0
+        self.storages: list[weakref.ref[Away]] = []
+
+
+class Away:
+    """One storage of a group: its bytes with the host, and on the device while they are used."""
+
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "buffer",
+        "departure",
+        "device",
+        "group",
+        "here",
+        "lanes",
+        "memory",
+        "nbytes",
+        "saved",
+        "stream",
+        "version",
+        "was_written",
+    )
+
+    def __init__(self, tensor: Tensor, group: Group, memory: HostMemory, lanes: CopyLanes) -> None:
+        storage = tensor.untyped_storage()
+        self.saved: Tensor | None = None  # held until its stream has waited for the departure
+        self.here: Tensor | None = None  # all bytes, when they are back
+        self.arrival: torch.Event | None = None
+        self.was_written = False
+        self.group = group
+        self.device, self.nbytes = tensor.device, storage.nbytes()
+        self.version = torch_autograd.version_of(tensor)
+        self.lanes, self.stream = lanes, lanes.compute
+        self.memory, self.buffer = memory, memory.take(self.nbytes)
+        self.departure = lanes.send_storage(tensor, self.buffer)
+        self.saved = tensor
+
+    def __del__(self) -> None:
+        self.let_go()
+        self.drop()
+        self.memory.give(self.buffer)
+
+    def drop(self) -> None:
+        """Hold the bytes on the device no longer; the host has them."""
+        if self.arrival is not None:  # brought in vain: the copy may still write them
+            self.stream.wait_event(self.arrival)
+        self.here = self.arrival = None
+
+    def let_go(self) -> None:
+        """Hold the source no longer: its stream has the memory again once the copy is over."""
+        if self.saved is not None:
+            self.stream.wait_event(self.departure)
+            self._look_for_writes()
+            self.saved = None
+
+    def bring(self) -> None:
+        """Begin to come back, unless the bytes are on the device."""
+        if self.saved is None and self.here is None:
+            self.stream = self.lanes.compute
+            here = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            self.arrival = self.lanes.bring_back(self.buffer, here)
+            self.here = here
+
+    def held(self) -> Tensor:
+        """Return a tensor in the storage on the device, for the current stream to read."""
+        self._look_for_writes()
+        if self.was_written:
+            raise StateError(
+                "FS324",
+                "a tensor that backward needs was modified in place after a module of "
+                "offload_activations had saved it, and may have been copied to the host before or "
+                "after that. Modify a clone instead.",
+            )
+        if self.saved is not None:
+            return self.saved
+        assert self.here is not None
+        if self.arrival is not None:
+            self.lanes.compute.wait_event(self.arrival)
+            self.arrival = None
+        return self.here
+
+    def _look_for_writes(self) -> None:
+        if self.saved is not None and torch_autograd.version_of(self.saved) != self.version:
+            self.was_written = True
+
+
+class _Saved:
+    """What a node has of a tensor whose storage travelled."""
+
+    __slots__ = ("away", "dtype", "group", "offset", "size", "stride")
+
+    def __init__(self, tensor: Tensor, away: Away, group: Group) -> None:
+        self.away = away
+        self.group = group
+        self.dtype = tensor.dtype
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.offset = int(tensor.storage_offset())
+
+    def tensor(self) -> Tensor:
+        away = self.away
+        return away.lanes.view(away.held(), self.dtype, self.size, self.stride, self.offset)
+
+
+class _Kept:
+    """What a node has of a tensor that stays: reading it brings the group before."""
+
+    __slots__ = ("group", "kept")
+
+    def __init__(self, tensor: Tensor, group: Group) -> None:
+        self.kept = tensor
+        self.group = group
+
+    def tensor(self) -> Tensor:
+        return self.kept
+
+
+class _Call:
+    """A call of a chosen module that is running."""
+
+    __slots__ = ("group", "hooks", "module", "own", "stays", "units")
+
+    def __init__(self, module: nn.Module, group: Group, stays: bool) -> None:
+        self.module = module
+        self.group = group
+        self.stays = stays
+        self.hooks: saved_tensors_hooks | None = None
+        self.units: list[Unit] = units_below(module)
+        self.own = {
+            torch_tensors.number_of(tensor.untyped_storage())
+            for tensor in (*module.parameters(), *module.buffers())
+            if type(tensor) in (Tensor, nn.Parameter)
+        }
+
+    def holds(self, tensor: Tensor) -> bool:
+        """True if a tensor lies in memory of the module's parameters or buffers."""
+        if torch_tensors.number_of(tensor.untyped_storage()) in self.own:
+            return True
+        return any(unit.holds(tensor) for unit in self.units)
+
+
+class Activations:
+    """The chosen modules of one model: their hooks, and all that is away.
+
+    Args:
+        model: what the modules are in.
+        chosen: the modules, and whether what each saves stays on the device.
+        min_nbytes: a tensor with less stays.
+    """
+
+    def __init__(self, model: nn.Module, chosen: dict[nn.Module, bool], min_nbytes: int) -> None:
+        self.model = model
+        self.chosen = chosen
+        self.min_nbytes = min_nbytes
+        self.handles: list[Any] = []
+        for module in chosen:
+            self.handles += [
+                module.register_forward_pre_hook(self.before, prepend=True),
+                module.register_forward_hook(self.after, always_call=True),
+            ]
+        self._begin()
+
+    def _begin(self) -> None:
+        self.memory = self._make_memory()
+        self._lanes: dict[torch.device, CopyLanes] = {}
+        self._running: list[_Call] = []
+        self._count = 0
+        self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+        self._leaving: list[weakref.ref[Away]] = []
+        # by the number of a storage: what travelled, while the storage lives
+        self._known: dict[int, weakref.ref[Away]] = {}
+        self._read = 0  # the number of the group that backward is in
+        self._has_warned = False
+        # the same objects in each call: a compiler guards on them
+        self._hooks: tuple[Callable[..., Any], Callable[..., Any]] = (self.pack, self.unpack)
+
+    def _make_memory(self) -> HostMemory:
+        return HostMemory()
+
+    def _lanes_of(self, device: torch.device) -> CopyLanes:
+        lanes = self._lanes.get(device)
+        if lanes is None:
+            lanes = self._lanes[device] = CopyLanes(device)
+        return lanes
+
+    def _can_copy(self, tensor: Tensor) -> bool:
+        """True if a tensor lies where copies to the host run beside compute, by itself."""
+        can = capabilities(tensor.device)
+        return type(tensor) is Tensor and can.has_lanes and can.pins
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("model", "chosen", "min_nbytes", "handles")
+        return {name: vars(self)[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def remove(self) -> None:
+        """Let modules save as they did before."""
+        for handle in self.handles:
+            handle.remove()
+
+    # Around a forward.
+
+    @torch_compiler.eager_unless_inlined
+    def before(self, module: nn.Module, args: Any) -> None:
+        unit = self.model.__dict__.get(UNIT_ATTRIBUTE)
+        if unit is None or unit.runner is None:  # a functional step is traced whole
+            self._enter(module)
+
+    @torch_compiler.eager_unless_inlined
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        unit = self.model.__dict__.get(UNIT_ATTRIBUTE)
+        if unit is None or unit.runner is None:
+            self._leave(module)
+
+    @torch_compiler.always_eager
+    def _enter(self, module: nn.Module) -> None:
+        if not torch.is_grad_enabled() or torch_autograd.graph_task_id() != -1:
+            return  # nothing is saved; or backward computes again what it reads at once
+        if torch_modes.is_under_transforms() or not torch_autograd.packing_is_enabled():
+            return
+        if torch_autograd.is_in_checkpoint():
+            self._warn_of_checkpoint(module)
+            return
+        self._count += 1
+        group = self._groups[self._count] = Group(self._count)
+        call = _Call(module, group, self.chosen[module])
+        self._let_go(before=self._count - 1)
+        self._running.append(call)
+        call.hooks = saved_tensors_hooks(*self._hooks)
+        call.hooks.__enter__()
+
+    def _warn_of_checkpoint(self, module: nn.Module) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                coded(
+                    "FS325",
+                    f"offload_activations: a {class_name(module)} runs inside an activation "
+                    "checkpoint, which saves only what goes in, and outside of the module. So "
+                    "nothing of it is copied to the host. Choose the module that calls the "
+                    "checkpoint instead, as CheckpointWrapper.",
+                ),
+                stacklevel=2,
+            )
+
+    @torch_compiler.always_eager
+    def _leave(self, module: nn.Module) -> None:
+        running = self._running
+        if running and running[-1].module is module:
+            call = running.pop()
+            assert call.hooks is not None
+            call.hooks.__exit__()
+            if call.stays:  # backward may begin soon: the device is to be as empty as it gets
+                self._let_go(before=self._count + 1)
+
+    def _let_go(self, before: int) -> None:
+        """Hold no source any more of groups before one of a number."""
+        leaving, self._leaving = self._leaving, []
+        for reference in leaving:
+            away = reference()
+            if away is not None and away.group.number < before:
+                away.let_go()
+            elif away is not None:
+                self._leaving.append(reference)
+
+    # What nodes save, and read.
+
+    @torch_compiler.always_eager
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what a node saves for a tensor."""
+        is_made_of_one = _is_parameter(tensor)
+        if tensor.grad_fn is not None:  # a node that saves what it made would own itself
+            tensor = tensor.detach()
+        call = self._running[-1]
+        if call.stays:
+            return _Kept(tensor, call.group)
+        if is_made_of_one or not self._may_travel(tensor) or call.holds(tensor):
+            return tensor
+        with torch.no_grad():
+            return _Saved(tensor, self._away(tensor, call), call.group)
+
+    def _may_travel(self, tensor: Tensor) -> bool:
+        if not self._can_copy(tensor) or tensor.layout is not torch.strided:
+            return False
+        if tensor.nbytes < self.min_nbytes or tensor.is_conj() or tensor.is_neg():
+            return False
+        return tensor.untyped_storage().nbytes() <= LEAST_SHARE * tensor.nbytes
+
+    def _away(self, tensor: Tensor, call: _Call) -> Away:
+        """Return what travels for a tensor: at once, unless its storage did before."""
+        storage = tensor.untyped_storage()
+        number = torch_tensors.number_of(storage)
+        known = self._known.get(number)
+        found = None if known is None else known()
+        if found is not None and found.version == torch_autograd.version_of(tensor):
+            return found
+        if call.group.nbytes >= GROUP_NBYTES:
+            self._count += 1
+            call.group = self._groups[self._count] = Group(self._count)
+            self._let_go(before=self._count - 1)
+        away = Away(tensor, call.group, self.memory, self._lanes_of(tensor.device))
+        reference = weakref.ref(away)
+        call.group.storages.append(reference)
+        call.group.nbytes += away.nbytes
+        self._leaving.append(reference)
+        if known is None:
+            weakref.finalize(storage, self._known.pop, number, None)
+        self._known[number] = reference
+        return away
+
+    @torch_compiler.always_eager
+    def unpack(self, saved: Any) -> Any:
+        """Give a node what it saved."""
+        if type(saved) is Tensor or isinstance(saved, Tensor):
+            return saved
+        with torch.no_grad():
+            self._arrive(saved.group)
+            if type(saved) is _Saved:
+                saved.away.bring()
+            return saved.tensor()
+
+    def _arrive(self, group: Group) -> None:
+        """Begin to bring what backward reads with this group, and after it."""
+        if self._read == group.number:
+            return
+        left, self._read = self._groups.get(self._read), group.number
+        if left is not None:
+            for away in _living(left):
+                away.drop()  # [Note: a backward that comes again]
+        self._let_go(before=group.number - 1)
+        self._bring(group)
+        earlier = [number for number in self._groups if number < group.number]
+        if earlier:
+            before = self._groups.get(max(earlier))
+            if before is not None:
+                self._bring(before)
+
+    def _bring(self, group: Group) -> None:
+        for away in _living(group):
+            away.bring()
+
+
+Activations.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """True for a parameter, a view of one, and one that autocast cast: it keeps those anyway."""
+    base = torch_autograd.base_of(tensor)
+    if isinstance(tensor if base is None else base, nn.Parameter):
+        return True
+    node = tensor.grad_fn
+    while node is not None and node.name() in CASTS:
+        node = node.next_functions[0][0]
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+def _living(group: Group) -> list[Away]:
+    found = (reference() for reference in group.storages)
+    return [away for away in found if away is not None]
