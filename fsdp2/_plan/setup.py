@@ -79,7 +79,7 @@ class Template:
                 run.recompute()
             if setup.offload_activations:
                 run.keep_activations_away()  # of saved tensors, which a replay has not
-            else:
+            elif setup.micro_batches == 1:  # others add each gradient to one that is there
                 run.replay(self._traces, setup.activation_checkpointing)
             if setup.offload_states:
                 run.keep_states_away()

@@ -27,6 +27,21 @@ import torch.nn as nn
 from torch import Tensor
 
 from fsdp2._base import torch_autograd, torch_dtensor, torch_tensors
+from fsdp2._plan.blocks import (
+    PLAIN,
+    End,
+    Unsuited,
+    attributes_of,
+    check_leaves,
+    collected,
+    fresh_like,
+    number_of_storage,
+    parameters_of,
+    rebuilt,
+    replaced,
+    structure_of,
+    with_own_parameters,
+)
 from fsdp2._plan.clock import Clock, ComputeTime
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.lanes import LaneClock, Products
@@ -35,9 +50,6 @@ from fsdp2._plan.watch import MemoryWatch
 
 MOST_FORMS = 6
 """So many traces of one class are made; blocks that all differ run faster as they are."""
-PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
-NUMBERS = {"layer_idx", "layer_id", "layer_number", "index", "idx"}
-"""Attributes by which a block knows its place: they tell no form from another."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +116,6 @@ class Traces:
         return -1 if clock is None else self.machines.index(clock.hardware)
 
 
-class Unsuited(Exception):  # noqa: N818  # not an error: such a block runs as it is
-    """A node cannot stand for this block."""
-
-
 class Replayer:
     """Puts replays in the place of forwards, in one run."""
 
@@ -148,7 +156,7 @@ class Replayer:
         trace = known[key]
         if trace is None:
             return forward(*args, **kwargs)
-        made = _Replayed.apply(trace, self, *tensors, *_parameters(block))  # type: ignore[no-untyped-call]  # torch's own
+        made = _Replayed.apply(trace, self, *tensors, *parameters_of(block))  # type: ignore[no-untyped-call]  # torch's own
         return trace.rebuild(made)
 
     # Which blocks are alike.
@@ -159,8 +167,8 @@ class Replayer:
         tensors: list[Tensor] = []
         form = self._form_of((args, kwargs), tensors)
         if id(block) not in self._structures:
-            self._structures[id(block)] = tuple(_structure(block))
-        own = tuple((p.shape, p.dtype, p.requires_grad) for p in _parameters(block))
+            self._structures[id(block)] = tuple(structure_of(block))
+        own = tuple((p.shape, p.dtype, p.requires_grad) for p in parameters_of(block))
         machine = self._traces.number_of(self.clock)
         where = (machine, self._is_again, torch.is_grad_enabled(), self._watch.loss_chunks)
         return tensors, (self._structures[id(block)], own, form, where)
@@ -187,11 +195,11 @@ class Replayer:
     def _trace(
         self, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Trace:
-        with _with_own_parameters(block) as parameters, self._aside():
-            before, attributes = self._watch.nbytes, _attributes(block)
+        with with_own_parameters(block) as parameters, self._aside():
+            before, attributes = self._watch.nbytes, attributes_of(block)
             held = self._keep_of(forward, args, kwargs, parameters)
             found = self._measure(forward, args, kwargs, parameters, held)
-            if self._watch.nbytes != before or _attributes(block) != attributes:
+            if self._watch.nbytes != before or attributes_of(block) != attributes:
                 raise Unsuited  # something was kept for later
             return found
 
@@ -202,12 +210,12 @@ class Replayer:
         accumulators = torch_autograd.accumulators_of(parameters)  # which refer to them, too
         owners = [torch_tensors.owners_of(one) for one in parameters]
         fresh: list[Tensor] = []
-        given = _replaced((args, kwargs), lambda t: _fresh(t, fresh))
-        inputs = [_number(one) for one in fresh]
+        given = replaced((args, kwargs), lambda t: fresh_like(t, fresh))
+        inputs = [number_of_storage(one) for one in fresh]
         out = forward(*given[0], **given[1])
         made: list[Tensor] = []
-        _collected(out, made)
-        outputs = [_number(one) for one in made]
+        collected(out, made)
+        outputs = [number_of_storage(one) for one in made]
         if len({*inputs, *outputs}) != len(inputs) + len(outputs) or not made:
             raise Unsuited  # views of each other
         nodes = [one.grad_fn for one in made]
@@ -230,11 +238,11 @@ class Replayer:
         kept: _Kept,
     ) -> Trace:
         fresh: list[Tensor] = []
-        given = _replaced((args, kwargs), lambda t: _fresh(t, fresh))
+        given = replaced((args, kwargs), lambda t: fresh_like(t, fresh))
         before = self._watch.nbytes
         out, first = self.timed(lambda: forward(*given[0], **given[1]))
         made: list[Tensor] = []
-        rebuild = functools.partial(_rebuilt, _collected(out, made))
+        rebuild = functools.partial(rebuilt, collected(out, made))
         sizes = [one.untyped_storage().nbytes() for one in made]
         if sizes != [one.nbytes for one in made]:
             raise Unsuited
@@ -243,12 +251,12 @@ class Replayer:
             for one, is_kept in zip(made, kept.outputs, strict=True)
         )
         kept_nbytes = self._watch.nbytes - before - sum(sizes)
-        ends = [_End.apply(one) for one in made if one.requires_grad]  # type: ignore[no-untyped-call]  # torch's own
+        ends = [End.apply(one) for one in made if one.requires_grad]  # type: ignore[no-untyped-call]  # torch's own
         wanted = [one for one in (*fresh, *parameters) if one.requires_grad]
         second: Phase | None = None
         found: Iterator[bool] = iter(())
         if ends and wanted:
-            _check_leaves([one.grad_fn for one in made], [*fresh, *parameters])
+            check_leaves([one.grad_fn for one in made], [*fresh, *parameters])
             arriving = sum(one.nbytes for one in made if one.requires_grad)
             seeds = [torch.empty_like(end) for end in ends]
             del out, made, given
@@ -373,33 +381,6 @@ class _Recorder:
             self.kernels.append(seconds)
 
 
-class _End(torch.autograd.Function):
-    """What comes behind a block: its backward gives a gradient that nobody else has."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.like = (x.shape, x.dtype, x.device)
-        return x.new_empty((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        shape, dtype, device = ctx.like
-        return torch.empty(shape, dtype=dtype, device=device)
-
-
-class _Start(torch.autograd.Function):
-    """What comes before a block: a tensor that nobody else has, and that has a history."""
-
-    @staticmethod
-    def forward(ctx: Any, seed: Tensor, like: Tensor) -> Tensor:
-        ctx.numel = seed.numel()
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].new_empty(ctx.numel, dtype=torch.float32), None
-
-
 class _Replayed(torch.autograd.Function):
     """A block: what it returns, what it keeps, and the time and memory of both ways."""
 
@@ -439,133 +420,3 @@ class _Replayed(torch.autograd.Function):
             for (shape, stride, dtype), has_grad in zip(ctx.like, trace.has_grad, strict=True)
         ]
         return None, None, *made
-
-
-# What blocks consist of.
-
-
-def _parameters(block: nn.Module) -> list[Tensor]:
-    return list(block.parameters())
-
-
-def _structure(block: nn.Module) -> Iterator[Any]:
-    """Yield what tells a block's form from others: classes, modes, plain attributes, buffers."""
-    for name, module in block.named_modules():
-        attributes = sorted(
-            (key, value)
-            for key, value in vars(module).items()
-            if isinstance(value, PLAIN) and key not in NUMBERS and not key.startswith("_")
-        )
-        yield name, type(module), tuple(map(repr, attributes)), _names_of(module)
-    for name, buffer in block.named_buffers():
-        yield name, buffer.shape, buffer.dtype
-
-
-def _names_of(module: nn.Module) -> tuple[str, ...]:
-    return tuple(module._parameters)
-
-
-def _attributes(block: nn.Module) -> list[tuple[int, str, int]]:
-    """Return what a forward may have changed: which objects attributes are."""
-    return [
-        (id(module), key, id(value))
-        for module in block.modules()
-        for key, value in (*vars(module).items(), *module._buffers.items())
-        if key != "forward"
-    ]
-
-
-@contextmanager
-def _with_own_parameters(block: nn.Module) -> Iterator[list[Tensor]]:
-    """Let a block have parameters that share memory with its own, and nothing else."""
-    places = [
-        (module, name, param)
-        for module in block.modules()
-        for name, param in module._parameters.items()
-        if param is not None
-    ]
-    if torch_dtensor.is_among([type(param) for _, _, param in places]):
-        raise Unsuited
-    made: dict[int, nn.Parameter] = {}
-    for module, name, param in places:
-        if id(param) not in made:
-            made[id(param)] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-        module._parameters[name] = made[id(param)]
-    try:
-        yield _parameters(block)
-    finally:
-        for module, name, param in places:
-            module._parameters[name] = param
-
-
-def _fresh(tensor: Tensor, into: list[Tensor]) -> Tensor:
-    if tensor.requires_grad:
-        seed = torch.empty(1, device=tensor.device, dtype=torch.float32, requires_grad=True)
-        made: Tensor = _Start.apply(seed, tensor.detach())  # type: ignore[no-untyped-call]  # torch's own
-    else:
-        made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
-    into.append(made)
-    return made
-
-
-def _replaced(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return replace(value)
-    if type(value) in (tuple, list):
-        return type(value)(_replaced(one, replace) for one in value)
-    if type(value) is dict:
-        return {key: _replaced(one, replace) for key, one in value.items()}
-    return value
-
-
-def _collected(value: Any, tensors: list[Tensor]) -> Any:
-    """Add an output's tensors to a list; return its form, with their places in it."""
-    if isinstance(value, Tensor):
-        if torch_dtensor.is_among([type(value)]):
-            raise Unsuited
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-    if type(value) in (tuple, list):
-        return type(value)(_collected(one, tensors) for one in value)
-    if type(value) is dict:
-        return {key: _collected(one, tensors) for key, one in value.items()}
-    if isinstance(value, PLAIN):
-        return value
-    raise Unsuited
-
-
-@dataclass(frozen=True)
-class _Place:
-    number: int
-
-
-def _rebuilt(form: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(form, _Place):
-        return tensors[form.number]
-    if type(form) in (tuple, list):
-        return type(form)(_rebuilt(one, tensors) for one in form)
-    if type(form) is dict:
-        return {key: _rebuilt(one, tensors) for key, one in form.items()}
-    return form
-
-
-def _number(tensor: Tensor) -> int:
-    return torch_tensors.number_of(tensor.untyped_storage())
-
-
-def _check_leaves(nodes: Sequence[Any], own: Sequence[Tensor]) -> None:
-    """Raise if a graph leads to what is neither an input nor a parameter of the block."""
-    mine = {id(one) for one in own}
-    starts = {id(one.grad_fn) for one in own if one.grad_fn is not None}
-    todo, seen = [node for node in nodes if node is not None], set()
-    while todo:
-        node = todo.pop()
-        if id(node) in starts or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and id(variable) not in mine:
-            raise Unsuited
-        todo += [after for after, _ in node.next_functions if after is not None]
