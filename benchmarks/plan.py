@@ -31,7 +31,7 @@ from benchmarks._ranks import run_on_ranks
 from benchmarks._report import Figure, Measured, make_parser, run
 from benchmarks.link import time_step
 from benchmarks.peak import DONE, FORWARD_DONE, STARTED, read
-from fsdp2._base import events, torch_modes, torch_tensors
+from fsdp2._base import events, torch_flops, torch_modes
 
 WARM_UP, MEASURED = 2, 3
 LINK_WARM_UP = 4
@@ -142,7 +142,7 @@ class ProductClock(VirtualClock):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        count = torch_tensors.FLOPS.get(func.overloadpacket)
+        count = torch_flops.FLOPS.get(func.overloadpacket)
         if count is not None:
             self.advance(count(*args, **(kwargs or {}), out_val=made))
         return made

@@ -8,7 +8,13 @@ they are in this module's ``__dict__``, and a second look costs what it costs fo
 
 import importlib as _importlib
 import os as _os
+import sys as _sys
 import typing as _typing
+
+if _sys.argv[:2] == ["-m", "explain"] and "fsdp2" in _sys.orig_argv:
+    # `python -m fsdp2 explain`: the text of an error needs no torch, which takes seconds to load
+    _importlib.import_module("fsdp2._base.explain").main(_sys.argv[2:])
+    _sys.exit()
 
 from fsdp2 import _pickles as _pickles
 from fsdp2._api.comm_hooks import Compress, register_comm_hook

@@ -5,6 +5,7 @@ from fsdp2._plan.budget import Suggestion
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.plan import Plan
 from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, ParamPlan, StepPlan
+from fsdp2._plan.verdict import Verdict
 
 __all__ = [
     "Advice",
@@ -16,4 +17,5 @@ __all__ = [
     "Plan",
     "StepPlan",
     "Suggestion",
+    "Verdict",
 ]

@@ -130,6 +130,7 @@ MADE_BY_CALLS = {  # results: nobody else makes them
     "SaveHandle",
     "ShardInfo",
     "StepPlan",
+    "Verdict",
     "Suggestion",
     "UnitInfo",
     "GradientReductionHandle",

@@ -53,9 +53,9 @@ def memory_tab(name: str, blocks: int, block_nbytes: int, kept: int, **more: obj
         grads = max(0, at - blocks) * block_nbytes // 4
         label = f"{phase}: block {min(done, blocks - 1)}" if at < 2 * blocks else "end"
         activations = done * block_nbytes // 2
-        nbytes = (shards, 2 * shards, grads, gathered, block_nbytes // 2, activations)
+        nbytes = (shards, 2 * shards, grads, gathered, block_nbytes // 2, activations, 0)
         if at == blocks:  # a peak that lasts no time
-            highest = (*nbytes[:-1], nbytes[-1] + block_nbytes)
+            highest = (*nbytes[:-2], nbytes[-2] + block_nbytes, 0)
             moments.append(Moment(at * 1e-3, f"before {label}", highest))
         moments.append(Moment(at * 1e-3, label, nbytes))
     measured = tuple(Moment(m.time, m.label, (int(sum(m.nbytes) * 1.02),)) for m in moments)

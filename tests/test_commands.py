@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import pytest
 import fsdp2
 from fsdp2 import _commands
 from fsdp2.__main__ import main
+from fsdp2._base.names import in_a_line
 from fsdp2._pages.content import Fact, Page, Table
+from fsdp2._plan import command
 from tests import _sample_pages as samples
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +115,56 @@ def test_a_page_and_suggestions(capsys: pytest.CaptureFixture[str], here: Path) 
     assert printed.endswith("wrote plan.html\n")
     assert (here / "plan.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert [name for name in os.listdir(here) if name.startswith(".plan")] == []
+
+
+def test_a_verdict_stands_first_and_nothing_long_is_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "SECONDS_OF_A_MODULE", 1.0)
+    words = ["toy_of_commands:build", "--mesh", "4x8", "--policy", "Block", "--batch", "4x16:int64"]
+    main(["plan", *words])
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0].startswith("fits: ")
+    assert lines[1].startswith("on h100-nvlink-ib, which is assumed")
+    assert "8 ranks share the model, in 4 replicas; mesh=32 (--mesh 32): all 32 share it" in lines
+    assert shown.err.splitlines()[0] == "planning the step as it is asked for: about 13 s"
+    main(["plan", *words, "--budget", "400KB", "--hardware", "cpu"])
+    shown = capsys.readouterr()
+    assert shown.out.startswith("does not fit: ")
+    assert "; nothing that was tried fits" in shown.out or " fits (" in shown.out.splitlines()[0]
+    assert "  does not fit: model.set_memory('balanced')" in shown.err
+
+
+def test_a_shape_needs_no_code(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "intermediate_size": 172, "vocab_size": 1009}
+    (here / "config.json").write_text(json.dumps(config))
+    shown = plan(capsys, "config.json", "--mesh", "8", "--batch", "2", "--hardware", "h200")
+    assert " of 139.7 GiB at " in shown.splitlines()[0]
+    assert "layers.0 (2 times)" in shown
+    assert "tokens/s a rank" in shown
+    assert (
+        plan(capsys, str(here), "--mesh", "8", "--batch", "2x4096", "--hardware", "h200") == shown
+    )
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    told = capsys.readouterr().out
+    assert "llama3-70b" in told
+    assert "h100-nvlink-ib" in told
+
+
+def test_explain_loads_no_torch() -> None:
+    where = {**os.environ, "PYTHONPATH": str(ROOT)}
+    told = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "fsdp2", "explain", "FS102"],
+        env=where,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.startswith("FS102: ")
+    assert " torch" not in told.stderr
 
 
 @pytest.mark.parametrize(
@@ -219,7 +272,7 @@ def test_a_name_of_a_file_is_no_command_of_a_terminal(capsys: pytest.CaptureFixt
     escape = "\x1b[2J\x1b]0;owned\x07\r\n\u202e\ud800"
     table = Table("heading", ("unit", "n"), ((f"a{escape}", "1"), ("plain", "2")))
     page = Page(f"of {escape}", "", tables=(table,), facts=(Fact(f"f{escape}", "v", escape),))
-    printed = "\n".join(map(_commands._in_a_line, _commands._lines(page)))
+    printed = "\n".join(map(in_a_line, _commands._lines(page)))
     assert all(line.isprintable() for line in printed.split("\n"))
     assert "a\\x1b[2J\\x1b]0;owned\\x07\\r\\n\\u202e\\ud800  1" in printed
     with pytest.raises(SystemExit):

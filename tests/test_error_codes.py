@@ -22,7 +22,7 @@ OF_OTHERS = {
     ("_base/torch_modules.py", "AttributeError"): "Python's own words: a class without that name",
     ("_pickles.py", "AttributeError"): "Python's own words: a module without that name",
     ("_base/policy.py", "FrozenInstanceError"): "the words of a frozen dataclass",
-    ("_commands.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
+    ("_plan/command.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
     ("_doctor/ranks.py", "LostRankError"): "becomes a verdict of the doctor",
     ("_doctor/run.py", "ArgumentTypeError"): "a command line: its usage is printed with it",
     ("_agreement/agreement.py", "ReferenceError"): "becomes FS401",

@@ -141,6 +141,7 @@ plans.ParamPlan
 plans.Plan
 plans.StepPlan
 plans.Suggestion
+plans.Verdict
 recordings.Arrivals
 recordings.ClockOffset
 recordings.RecordedStep

@@ -82,10 +82,12 @@ def sharded_units(who: str, name: str, module: nn.Module, recurse: bool = True) 
     if not recurse:
         units = [unit for unit in units if module in unit.modules]
     if not units:
+        hint = "Pass the sharded model."
+        if any(isinstance(one, torch_modules.FSDPModule) for one in module.modules()):
+            hint = "torch's own was: use fsdp2.fully_shard, or call fsdp2.replace_torch() first."
         raise ConfigError(
             "FS503",
-            f"{who}: fully_shard was applied to nothing in this {class_name(module)}. Pass the "
-            "sharded model.",
+            f"{who}: fully_shard was applied to nothing in this {class_name(module)}. {hint}",
         )
     return units
 

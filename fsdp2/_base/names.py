@@ -71,3 +71,13 @@ def children_first(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
 
     yield from walk("", model)
+
+
+def in_terminal(text: str) -> str:
+    """Return text for a terminal: names in it, of units, hosts and files, may hold escapes."""
+    return "\n".join(map(in_a_line, text.split("\n")))
+
+
+def in_a_line(text: str) -> str:
+    """Return text for one line of a terminal, whole."""
+    return printable(text, most=len(text))

@@ -19,6 +19,16 @@ It takes the tensors, 0, ``size`` and ``out``. One kernel for a whole group on C
 ``chunk`` and ``cat`` take one for each.
 """
 
+DEVICE_OF = torch.ops.prim.device.default
+"""What modes see when somebody asks a tensor for its device: no public name, and no operation."""
+
+
+def device_of_fake(tensor: torch.Tensor) -> torch.device:
+    """Return the device of a tensor without memory, as it says itself: asking is dispatched."""
+    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return device
+
+
 CHUNK_CATS = (torch.ops.aten._chunk_cat.default, torch.ops.aten._chunk_cat.out)
 """What that is to a dispatch mode. On a CPU it takes memory that no output shows."""
 

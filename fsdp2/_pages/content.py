@@ -17,6 +17,7 @@ KINDS = (
     "gathered parameters",
     "communication",  # buffers of collectives
     "activations",  # and all else that the model and its backward make
+    "logits",  # of these, what has a number for each word of the vocabulary
 )
 """What memory is for, from the bottom of the picture to its top."""
 
@@ -150,6 +151,14 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Headline:
+    """What decides, above all else of a page. ``kind``: ``good``, ``bad``, or empty."""
+
+    text: str
+    kind: str = ""
+
+
+@dataclass(frozen=True)
 class Page:
     """All that a page shows, from its top to its end. What is empty is left out.
 
@@ -165,4 +174,5 @@ class Page:
     time_lines: tuple[TimeLine, ...] = ()
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
+    headline: Headline | None = None
     order: tuple[str, ...] = ("units", "memory", "times")

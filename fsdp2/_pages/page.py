@@ -31,6 +31,7 @@ SCRIPTS = ("words", "pictures", "units", "memory", "times", "page")
 """In the order in which they use each other."""
 
 EMBEDDED_HEIGHT = 720  # pixels
+HEADLINES = ("good", "bad")
 SEVERITIES = ("refused", "slow", "memory", "note")
 
 
@@ -109,6 +110,9 @@ def _body(page: content.Page) -> Iterator[str]:
     if page.subtitle:
         yield f'<p class="subtitle">{_text(page.subtitle)}</p>'
     yield '</div><button type="button" id="theme" hidden></button></header><main>'
+    if page.headline is not None:
+        kind = page.headline.kind if page.headline.kind in HEADLINES else ""
+        yield f'<p class="headline {kind}">{_text(page.headline.text)}</p>'
     yield from _facts(page.facts)
     yield from _advice(page.advice)
     pictures = {
@@ -166,8 +170,11 @@ def _table(table: content.Table) -> Iterator[str]:
     yield f'<section><h2>{_text(table.heading)}</h2><div class="scroll"><table><thead><tr>'
     yield from (f'<th scope="col">{_text(column)}</th>' for column in table.columns)
     yield "</tr></thead><tbody>"
-    for row in table.rows:
-        yield "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>"
+    for row in table.rows:  # where a page is narrow, each cell has its column's name before it
+        cells = zip(table.columns, row, strict=True)
+        yield "<tr>"
+        yield from (f'<td data-column="{_text(name)}">{_text(cell)}</td>' for name, cell in cells)
+        yield "</tr>"
     yield "</tbody></table></div></section>"
 
 

@@ -19,7 +19,7 @@ from fsdp2._base.errors import FSDPError
 from fsdp2._base.policy import MixedPrecisionPolicy
 from fsdp2._base.sizes import nbytes_text
 from fsdp2._pages.content import Advice
-from fsdp2._plan.budget import suggest
+from fsdp2._plan.budget import Suggestion
 from fsdp2._plan.hardware import Hardware, bandwidth_of, flops_of, seconds_of
 from fsdp2._plan.table import seconds_text
 from fsdp2._plan.values import GroupPlan, ParamPlan, StepPlan
@@ -64,6 +64,8 @@ class Planned(Protocol):
 
     def changed(self, **changes: Any) -> Planned: ...
 
+    def suggest(self, budget: int) -> list[Suggestion]: ...
+
 
 def advise(plan: Planned, budget: int | None) -> Iterator[Advice]:
     """Yield what is to be done, the most urgent first."""
@@ -74,7 +76,7 @@ def advise(plan: Planned, budget: int | None) -> Iterator[Advice]:
         yield from _embedding_in_a_unit(plan)
         yield from _padding(plan)
         yield from _precision(plan)
-        yield from _replicas(plan)
+        yield from _replicas(plan, budget)
     yield from _memory_setting(plan, budget)
 
 
@@ -87,15 +89,9 @@ def _does_not_fit(plan: Planned, budget: int | None) -> Iterator[Advice]:
         return
     top = max(step.memory, key=lambda point: point.peak_nbytes)
     kind, most = max(zip(step.kinds, top.peak_by_kind, strict=True), key=lambda item: item[1])
-    tried = suggest(
-        None,
-        budget,
-        lambda changes: _step_of(plan.changed(**changes)),
-        not plan.is_sharded,
-        plan.hardware,
-    )
+    tried = plan.suggest(budget)
     best = tried[0]
-    change = best.code if best.fits else "more ranks, a smaller batch, or smaller units"
+    change = best.code if best.fits else "more ranks, or smaller units"
     gain = (
         f"peak {nbytes_text(best.peak_nbytes)}"
         if best.fits
@@ -234,7 +230,7 @@ def _precision(plan: Planned) -> Iterator[Advice]:
         )
 
 
-def _replicas(plan: Planned) -> Iterator[Advice]:
+def _replicas(plan: Planned, budget: int | None) -> Iterator[Advice]:
     machine = plan.hardware
     if machine is None or plan.step is None or len(plan.mesh) != 1:
         return
@@ -242,7 +238,9 @@ def _replicas(plan: Planned) -> Iterator[Advice]:
     if ranks <= near or ranks % near:
         return
     other = _tried(plan, mesh=(ranks // near, near))
-    if other is not None and _saves(plan, other):
+    if other is None or (budget is not None and _step_of(other).highest_nbytes > budget):
+        return  # replicas keep more
+    if _saves(plan, other):
         yield Advice(
             "slow",
             "the mesh",

@@ -6,7 +6,7 @@ Owns the search: which changes are tried, and how they are told. It must not kno
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from fsdp2._base.containers import map_tensors, visit_tensors
 from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._base.sizes import nbytes_text
 from fsdp2._plan.hardware import Hardware
-from fsdp2._plan.table import seconds_text
+from fsdp2._plan.table import rate_text, seconds_text
 from fsdp2._plan.values import StepPlan
 
 UNITS = {
@@ -55,6 +55,12 @@ def size_of(who: str, name: str, value: object) -> int:
     return int(nbytes)
 
 
+LOSS_CHUNKS = 8
+"""Parts that a loss in chunks is tried with: so few that each is still a large product."""
+LOGITS_SHARE = 0.05
+"""A loss in chunks is tried if logits are so much of a peak."""
+
+
 @dataclass(frozen=True)
 class Suggestion:
     """Settings to plan or train with, and what they are predicted to give. ``print`` shows one.
@@ -62,9 +68,10 @@ class Suggestion:
     ``changes`` are keywords: ``plan.changed(**suggestion.changes)`` is that plan. ``code`` says
     the same as code. ``peak_nbytes`` is the most memory of a step, in bytes. ``seconds`` is the
     time of a step, or None if the plan has no hardware. ``fits``: the peak is within the budget.
-    ``batch`` is set on the first suggestion alone, if that fits: the largest first dim of the
-    batch that still fits, looked for up to 65536. It is None elsewhere, and if the tensors of
-    the batch do not share their first dim.
+    ``batch`` is set where the changes have a smaller batch, and on the first suggestion, if that
+    fits: the largest first dim of the batch that still fits, looked for up to 65536. It is None
+    elsewhere, and if the tensors of the batch do not share their first dim. ``note`` says what the
+    time leaves out; it may be empty.
     """
 
     changes: Mapping[str, Any] = field(repr=False)
@@ -73,13 +80,22 @@ class Suggestion:
     seconds: float | None
     fits: bool
     batch: int | None = None
+    note: str = ""
+    tokens_per_second: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What a line that names it has: a batch by its rows, all else by its code."""
+        return f"batch {self.batch}" if list(self.changes) == ["batch"] else self.code
 
     def __str__(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
         words = [f"{verdict}: {self.code}, peak {nbytes_text(self.peak_nbytes)}"]
         if self.seconds is not None:
-            words.append(f"{seconds_text(self.seconds)} a step")
-        if self.batch is not None:
+            words.append(f"{seconds_text(self.seconds)} a step{self.note}")
+        if self.tokens_per_second is not None:
+            words.append(f"{rate_text(self.tokens_per_second)} a rank")
+        if self.batch is not None and "batch" not in self.changes:
             words.append(f"up to a batch of {self.batch}")
         return ", ".join(words)
 
@@ -87,67 +103,177 @@ class Suggestion:
 Predict = Callable[[dict[str, Any]], StepPlan]
 
 
-def suggest(
-    batch: object,
-    budget: int,
-    predict: Predict,
-    may_offload: bool,
-    machine: Hardware | None,
-    sharding: Sequence[str] = (),
-) -> list[Suggestion]:
-    """Return what was tried, the best first: what fits, and among that the fastest.
+@dataclass
+class Search:
+    """Settings are tried, the cheap ones first; each is told as soon as it is known.
 
-    Each memory setting is tried, then with checkpointing, on a device then with activations and
-    with states on the host, then with all on the host: the dearer ones only while nothing fits.
-    ``may_offload``: the model's policies can still be chosen. ``sharding``: values of ``shard`` to
-    try beside each that needs no ``CPUOffloadPolicy``.
+    ``may_offload``: the model's policies can still be chosen. ``memory``: the setting of the plan,
+    None if it is not known by a name. ``machine``: what it is planned for; activations and states
+    leave devices alone. ``sharding``: values of ``shard`` to try beside what needs no
+    ``CPUOffloadPolicy``.
     """
-    tried: list[Suggestion] = []
-    steps: dict[str, StepPlan] = {}
-    again = {"activation_checkpointing": True}
-    ways: list[dict[str, Any]] = [{}, again]
-    if machine is not None and machine.device_type != "cpu":
-        activations = {**again, "offload_activations": True}
-        ways += [activations, {**activations, "offload_states": True}]
-    for dearer in [*ways, _offloaded()] if may_offload else ways:
-        tries = [{**dearer, "memory": memory} for memory in MEMORY]
-        if "offload_policy" not in dearer:
-            tries += [{**dearer, "shard": shard} for shard in sharding]
-        for changes in tries:
-            step = steps[code_of(changes)] = predict(changes)
-            peak, fits = step.highest_nbytes, step.highest_nbytes <= budget
-            tried.append(Suggestion(changes, code_of(changes), peak, step.seconds, fits))
-        if any(one.fits for one in tried):
-            break
-    tried.sort(
-        key=lambda one: (not one.fits, (one.seconds or 0.0) if one.fits else 0.0, one.peak_nbytes)
-    )
-    best = tried[0]
-    if best.fits:
-        rows = largest_batch(batch, steps[best.code], budget, predict, dict(best.changes))
-        tried[0] = replace(best, batch=rows)
-    return tried
+
+    batch: Any
+    budget: int
+    predict: Predict
+    may_offload: bool
+    memory: str | int | None
+    found: Callable[[Suggestion], None]
+    machine: Hardware | None = None
+    sharding: Sequence[str] = ()
+    _steps: dict[str, StepPlan] = field(default_factory=dict, init=False)
+
+    def run(self) -> list[Suggestion]:
+        """Return what was tried, the best first: what fits, and among that the fastest for a row.
+
+        The dearer ways are tried only while nothing fits.
+        """
+        tried: list[Suggestion] = []
+        for stage in self._stages():
+            for one in stage:
+                if not any(_gives_the_same(one, other) for other in tried):
+                    tried.append(one)
+                    self.found(one)
+            if any(one.fits for one in tried):
+                break
+        rows = rows_of(self.batch) or 1
+        tried.sort(
+            key=lambda one: (
+                not one.fits,
+                (one.seconds or 0.0) / (one.batch or rows) if one.fits else 0.0,
+                one.peak_nbytes,
+            )
+        )
+        best = tried[0]
+        if best.fits and best.batch is None:
+            step, changes = self._steps[best.code], dict(best.changes)
+            most = largest_batch(self.batch, step, self.budget, self.predict, changes)
+            tried[0] = replace(best, batch=most)
+        return tried
+
+    def first(self) -> Suggestion | None:
+        """Return the first that fits, without looking for better ones; None if nothing does."""
+        every = (one for stage in self._stages() for one in stage)
+        return next((one for one in every if one.fits), None)
+
+    def _stages(self) -> Iterator[Iterator[Suggestion]]:
+        yield self._settings()
+        yield self._alone()
+        yield self._each(*self._together())
+        if self.machine is not None and self.machine.device_type != "cpu":
+            away = {"activation_checkpointing": True, "offload_activations": True}
+            for dearer in (away, {**away, "offload_states": True}):
+                yield self._each(*({**dearer, "memory": memory} for memory in self._memories()))
+        if self.may_offload:
+            yield self._each(*(self._offloaded(more) for more in ({}, *self._chunks())))
+
+    def _settings(self) -> Iterator[Suggestion]:
+        """Try memory settings, but none that keeps more than one that does not fit."""
+        most = -1  # places in MEMORY, which begins with what keeps most
+        for memory in self._memories():
+            place = MEMORY.index(str(memory)) if memory in MEMORY else len(MEMORY)
+            if place > most:
+                one = self._try({"memory": memory})
+                most = most if one.fits or memory not in MEMORY else max(most, place)
+                yield one
+        yield from self._each(*({"shard": shard} for shard in self.sharding))
+
+    def _memories(self) -> list[str | int]:
+        """The plan's own setting first, and of equals it is the one that is told."""
+        own = [] if self.memory is None else [self.memory]
+        return [*own, *(memory for memory in MEMORY if memory != self.memory)]
+
+    def _alone(self) -> Iterator[Suggestion]:
+        yield from self._smaller({})
+        again = {"activation_checkpointing": True}
+        sharded = ({**again, "shard": shard} for shard in self.sharding)
+        yield from self._each(again, *sharded, *self._chunks())
+
+    def _together(self) -> Iterator[dict[str, Any]]:
+        again = {"activation_checkpointing": True}
+        for more in ({}, *self._chunks()):
+            yield {**again, **more, "memory": "low"}
+
+    def _smaller(self, changes: dict[str, Any]) -> Iterator[Suggestion]:
+        """Look for the largest smaller batch that fits, from one row on."""
+        rows = rows_of(self.batch)
+        if rows is None or rows < 2:
+            return
+        best = self._try({**changes, "batch": with_rows(self.batch, 1)}, 1)
+        low, high = 1, rows if best.fits else 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            one = self._try({**changes, "batch": with_rows(self.batch, middle)}, middle)
+            low, high = (middle, high) if one.fits else (low, middle)
+            best = one if one.fits else best
+        yield best
+
+    def _chunks(self) -> Iterator[dict[str, Any]]:
+        step = self._steps.get(code_of({"memory": self.memory})) or next(iter(self._steps.values()))
+        top = max(step.memory, key=lambda point: point.peak_nbytes)
+        logits = dict(zip(step.kinds, top.peak_by_kind, strict=True)).get("logits", 0)
+        if logits > LOGITS_SHARE * step.highest_nbytes:
+            yield {"loss_chunks": LOSS_CHUNKS}
+
+    def _offloaded(self, more: dict[str, Any]) -> dict[str, Any]:
+        offload = CPUOffloadPolicy()
+        return {"activation_checkpointing": True, "offload_policy": offload, **more}
+
+    def _each(self, *ways: dict[str, Any]) -> Iterator[Suggestion]:
+        for changes in ways:
+            yield self._try(changes)
+
+    def _try(self, changes: dict[str, Any], rows: int | None = None) -> Suggestion:
+        code = code_of(changes)
+        step = self._steps[code] = self.predict(changes)
+        return Suggestion(
+            changes,
+            code,
+            step.highest_nbytes,
+            step.seconds,
+            step.highest_nbytes <= self.budget,
+            rows,
+            OFFLOADED if "offload_policy" in changes else "",
+            step.tokens_per_second,
+        )
 
 
-def _offloaded() -> dict[str, Any]:
-    return {"activation_checkpointing": True, "offload_policy": CPUOffloadPolicy()}
+OFFLOADED = " without the optimizer's step on the host"
+"""What the time of an offloaded step leaves out; copies between host and device are in it."""
+
+
+def _gives_the_same(one: Suggestion, other: Suggestion) -> bool:
+    mine = (one.peak_nbytes, one.seconds, one.batch)
+    return mine == (other.peak_nbytes, other.seconds, other.batch)
+
+
+TOLD = {
+    *("batch", "shard", "offload_policy", "activation_checkpointing", "loss_chunks"),
+    *("offload_activations", "offload_states", "memory"),
+}
+"""Changes that have words of their own."""
 
 
 def code_of(changes: Mapping[str, Any]) -> str:
     """Return changes as the lines that make them."""
     parts = []
+    if "batch" in changes:
+        parts.append(f"a batch of {rows_of(changes['batch'])}")
     if "shard" in changes:
         parts.append(f"fully_shard(..., shard={changes['shard']!r})")
     if "offload_policy" in changes:
         parts.append("fully_shard(..., offload_policy=CPUOffloadPolicy())")
     if changes.get("activation_checkpointing"):
         parts.append("torch.utils.checkpoint around each unit")
+    if changes.get("loss_chunks", 1) > 1:
+        parts.append(f"head and loss in {changes['loss_chunks']} chunks of the tokens")
     if changes.get("offload_activations"):
         parts.append("fsdp2.offload_activations around each unit")
     if changes.get("offload_states"):
         parts.append("fsdp2.optim.offload_states(optimizer)")
     if "memory" in changes:
         parts.append(f"model.set_memory({changes['memory']!r})")
+    parts += [f"another {name}" for name in changes if name not in TOLD]
     return ", ".join(parts)
 
 

@@ -7,7 +7,7 @@ its operations, its bytes and their order make it. It must not know what a unit 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from fsdp2._base.containers import visit_tensors
 from fsdp2._base.torch_modes import DispatchMode
 from fsdp2._pages.content import COMPUTE, GATHER, REDUCE, Span
 from fsdp2._plan.hardware import Hardware, bandwidth_of, flops_of, seconds_of
-from fsdp2._plan.lanes import LaneClock
+from fsdp2._plan.lanes import LaneClock, Products
 
 aten = torch.ops.aten
 TAKES_NOTHING = {  # memory is taken, and not written
@@ -49,6 +49,7 @@ class Clock:
         self.hardware = hardware
         self.now = 0.0
         self.label = ""
+        self.products = Products()
         self.spans: list[Span] = []
         self._began = 0.0  # of compute that no span has yet
         self._labelled = ""
@@ -102,6 +103,7 @@ class Clock:
     def restart(self) -> None:
         """Forget what was; a step begins at 0, with idle links."""
         self.now = self._began = 0.0
+        self.products.seconds = 0.0
         self.spans.clear()
         self._free_at.clear()
 
@@ -125,12 +127,23 @@ class Sent:
         self._clock.wait(self._ended, self._name)
 
 
+class TakesTime(Protocol):
+    """A clock, as far as operations move it."""
+
+    hardware: Hardware
+    products: Products
+
+    def compute(self, seconds: float) -> None: ...
+
+
 class ComputeTime(DispatchMode):
     """Move a clock by what operations take: products by their operations, all by their bytes."""
 
+    clock: TakesTime
+
     def __init__(self, clock: Clock | LaneClock) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
-        self._clock = clock
+        self.clock = clock
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -140,14 +153,14 @@ class ComputeTime(DispatchMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         if not func.is_view:
-            self._clock.compute(self._seconds(func, args, kwargs, made))
+            self.clock.compute(self._seconds(func, args, kwargs, made))
         return made
 
     def _seconds(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
     ) -> float:
         """Return the longer of computing and of moving what is read and written."""
-        hardware = self._clock.hardware
+        hardware = self.clock.hardware
         if func in TAKES_NOTHING or not (made_tensors := _tensors_in(made)):
             return 0.0
         tensors = [*_tensors_in((args, kwargs)), *made_tensors]
@@ -162,7 +175,9 @@ class ComputeTime(DispatchMode):
         if count is None:
             return moving
         operations = count(*args, **kwargs, out_val=made)
-        return max(moving, operations / flops_of(hardware, tensors[0].dtype))
+        took = operations / flops_of(hardware, tensors[0].dtype)
+        self.clock.products.add(took)
+        return max(moving, took)
 
 
 def _tensors_in(values: object) -> Sequence[Tensor]:

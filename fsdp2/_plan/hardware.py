@@ -49,7 +49,8 @@ class Hardware:
         ranks_per_node: ranks that share a node.
         latency: seconds of one hop. A collective over N ranks takes as many hops as N has binary
             digits.
-        memory_nbytes: bytes of one device; None if it is not known.
+        memory_nbytes: bytes of one device, as ``torch.cuda.mem_get_info`` has them: that is less
+            than a data sheet says. None if it is not known.
         device_type: as ``torch.device`` has it. The engine sends large parameters as it does on
             such a device.
         source: where the figures are from.
@@ -173,6 +174,12 @@ def seconds_of(machine: Hardware, kind: str, nbytes: int, ranks: int, stride: in
 _HOP = 3e-6
 """Seconds of a hop: what public NCCL tests show for small messages, between 2 and 10 us."""
 
+_GIB = 1 << 30
+_OF_80 = int(79.1 * _GIB)
+"""Bytes that torch reports of an A100 or H100 of "80 GB"; an H100's are 79.1 to 79.6 GiB, by board
+and driver. Messages of CUDA's allocator have the same figure ("a total capacity of 79.11 GiB").
+"""
+
 HARDWARE = {
     one.name: one
     for one in (
@@ -183,7 +190,7 @@ HARDWARE = {
             near=300e9,
             far=25e9,
             latency=_HOP,
-            memory_nbytes=80 * 10**9,
+            memory_nbytes=_OF_80,
             source="NVIDIA A100 80GB SXM data sheet (2022): dense rates, NVLink 600 GB/s both ways "
             "together; DGX A100: one HDR InfiniBand port of 200 Gb/s a GPU",
         ),
@@ -194,7 +201,7 @@ HARDWARE = {
             near=450e9,
             far=50e9,
             latency=_HOP,
-            memory_nbytes=80 * 10**9,
+            memory_nbytes=_OF_80,
             source="NVIDIA H100 SXM data sheet (2023): half of the rates with sparsity, NVLink "
             "900 GB/s both ways together; DGX H100: one NDR InfiniBand port of 400 Gb/s a GPU",
         ),
@@ -205,7 +212,7 @@ HARDWARE = {
             near=450e9,
             far=50e9,
             latency=_HOP,
-            memory_nbytes=141 * 10**9,
+            memory_nbytes=int(139.7 * _GIB),
             source="NVIDIA H200 SXM data sheet (2024): half of the rates with sparsity, NVLink "
             "900 GB/s both ways together; DGX H200: one NDR InfiniBand port of 400 Gb/s a GPU",
         ),
@@ -216,7 +223,7 @@ HARDWARE = {
             near=900e9,
             far=50e9,
             latency=_HOP,
-            memory_nbytes=180 * 10**9,
+            memory_nbytes=int(178.3 * _GIB),
             source="NVIDIA DGX B200 data sheet (2024), an eighth of it: half of the rates with "
             "sparsity, NVLink 1.8 TB/s both ways together; one InfiniBand port of 400 Gb/s a GPU",
         ),
@@ -227,7 +234,7 @@ HARDWARE = {
             near=32e9,
             far=12.5e9,
             latency=_HOP,
-            memory_nbytes=80 * 10**9,
+            memory_nbytes=_OF_80,
             source="NVIDIA A100 80GB PCIe data sheet (2022): PCIe 4.0 x16, 64 GB/s both ways "
             "together; a port of 100 Gb/s a GPU is assumed",
         ),
@@ -245,10 +252,13 @@ def hardware_for(found: object) -> Hardware | None:
     if not isinstance(found, str):
         expected = "a name, a file of the doctor, a fsdp2.plans.Hardware or None"
         raise wrong_type("plan", "hardware", expected, found)
-    if found not in HARDWARE:
+    # the table has the usual machine of each device first, so "a100" is the one with NVLink
+    meant = [name for name in HARDWARE if name.startswith(f"{found.lower()}-")]
+    name = found if found in HARDWARE else next(iter(meant), None)
+    if name is None:
         known = ", ".join(sorted(HARDWARE))
         raise wrong_value("plan", "hardware", f"one of {known}, or a file of the doctor", found)
-    return HARDWARE[found]
+    return HARDWARE[name]
 
 
 def _read(path: str) -> Hardware:

@@ -45,9 +45,14 @@ class Nowhere(Wire):
     """
 
     def __init__(
-        self, group: ParamGroup, watch: MemoryWatch, clock: Clock | LaneClock | None
+        self,
+        group: ParamGroup,
+        watch: MemoryWatch,
+        clock: Clock | LaneClock | None,
+        is_away: bool = False,
     ) -> None:
         super().__init__()
+        self._copies_on = clock if is_away and isinstance(clock, LaneClock) else None
         self.take_over(group.wire)
         self.keeps_landing = not isinstance(clock, LaneClock)
         self._pieces: list[int] | None = None  # of collectives that are issued as one
@@ -63,6 +68,7 @@ class Nowhere(Wire):
             assert axis.pg is not None
             is_direct = sent.nbytes >= gloo_p2p.LARGE_NBYTES and gloo_p2p.is_small(axis.pg)
             return None if is_direct else self._copy_of(output)  # which gloo gathers into
+        self._copy(sent)
         return self._send("all_gather", output.nbytes, axis, SHARD)
 
     def reduce_scatter(
@@ -74,7 +80,10 @@ class Nowhere(Wire):
         if self._clock is None:
             return self._copy_of(sent)  # what others sent; and gloo's own reduces a copy
         is_outer = self._group.data.layers is not None and axis is self._group.data.summed
-        return self._send("reduce_scatter", sent.nbytes, axis, REPLICATE if is_outer else SHARD)
+        role = REPLICATE if is_outer else SHARD
+        work = self._send("reduce_scatter", sent.nbytes, axis, role)
+        self._copy(output)
+        return work
 
     def all_gather_uneven(
         self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
@@ -99,6 +108,11 @@ class Nowhere(Wire):
             self._watch.tag(made, COMMUNICATION)
             return _Holding(made)
         return self._send("reduce_scatter", sent.nbytes, axis, SHARD)
+
+    def _copy(self, shard: Tensor) -> None:
+        """Take the time of a copy between a device and the host that keeps its shards."""
+        if self._copies_on is not None:
+            self._copies_on.copy(shard.nbytes)
 
     def _copy_of(self, tensor: Tensor) -> _Holding:
         made = torch.empty_like(tensor)

@@ -30,6 +30,18 @@ LEAST_WAIT = 1e-9
 """Seconds: less is no wait, but what floating-point numbers leave."""
 
 
+class Products:
+    """What products take at the machine's peak; those that are computed again do not count."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.are_again = False
+
+    def add(self, seconds: float) -> None:
+        if not self.are_again:
+            self.seconds += seconds
+
+
 class LaneClock:
     """A device's time, as ``clock.Clock`` is that of a host that computes.
 
@@ -40,6 +52,7 @@ class LaneClock:
         self.hardware = hardware
         self.seconds = 0.0
         self.stream = KERNELS
+        self.products = Products()
         self._costs = Costs(hardware)
         self._groups: dict[tuple[Any, ...], int] = {}  # a number for each communicator
         self.restart()
@@ -51,6 +64,7 @@ class LaneClock:
         self._device = DeviceClock(lambda stream: urgent and stream in lanes)
         self._marks = itertools.count()
         self._recorded: set[int] = set()
+        self.products.seconds = 0.0
         self.seconds = 0.0
 
     @property

@@ -5,6 +5,7 @@ Owns the choice of what is shown. It must not know how a page is drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from fsdp2._base.sizes import nbytes_text
@@ -14,6 +15,7 @@ from fsdp2._pages.content import (
     REDUCE,
     Advice,
     Fact,
+    Headline,
     MemoryTab,
     Moment,
     Page,
@@ -23,8 +25,9 @@ from fsdp2._pages.content import (
     UnitArea,
 )
 from fsdp2._plan.hardware import Hardware
-from fsdp2._plan.table import count, headline, rows, seconds_text
+from fsdp2._plan.table import count, headline, rate_text, rows, seconds_text
 from fsdp2._plan.values import GroupPlan, StepPlan
+from fsdp2._plan.verdict import Verdict
 
 LANES = (COMPUTE, GATHER, REDUCE)
 LIMITS = (
@@ -41,6 +44,7 @@ def page_of(
     advice: Sequence[Advice],
     hardware: Hardware | None,
     limit: int | None,
+    verdict: Verdict | None,
 ) -> Page:
     """Return the page of a plan. ``steps``: by the name of their memory setting; none without."""
     step = next(iter(steps.values()), None)
@@ -48,7 +52,8 @@ def page_of(
     return Page(
         title=f"Plan: {headline(mesh, groups)}",
         subtitle=f"as on rank {rank}{machine}",
-        facts=tuple(_facts(groups, step)),
+        headline=None if verdict is None else _headline(verdict),
+        facts=tuple(_facts(mesh, groups, step, verdict)),
         advice=tuple(advice),
         units=tuple(_area(group, mesh[-1]) for group in groups),
         memory=tuple(memory_tab(name, one, limit) for name, one in steps.items()),
@@ -58,6 +63,11 @@ def page_of(
         tables=tuple(_tables(groups, step)),
         notes=LIMITS if step is not None else LIMITS[:1],
     )
+
+
+def _headline(verdict: Verdict) -> Headline:
+    kinds = {True: "good", False: "bad", None: ""}
+    return Headline(str(verdict), kinds[verdict.fits])
 
 
 def memory_tab(name: str, step: StepPlan, limit: int | None) -> MemoryTab:
@@ -86,7 +96,33 @@ def planned(step: StepPlan) -> Planned:
     return Planned(moments, TimeLine("planned", LANES, step.spans) if step.spans else None)
 
 
-def _facts(groups: Sequence[GroupPlan], step: StepPlan | None) -> Iterator[Fact]:
+def _facts(
+    mesh: Sequence[int],
+    groups: Sequence[GroupPlan],
+    step: StepPlan | None,
+    verdict: Verdict | None,
+) -> Iterator[Fact]:
+    """Yield what decides first: the peak and what there is, then speed, then what stays."""
+    if step is not None and verdict is not None:
+        there_is = verdict.capacity_nbytes
+        of = "" if there_is is None else f"of {nbytes_text(there_is)}, "
+        yield Fact("peak of a step", nbytes_text(step.highest_nbytes), f"{of}at {verdict.place}")
+        yield from _speed(mesh, step)
+    yield from _kept(groups, step)
+
+
+def _speed(mesh: Sequence[int], step: StepPlan) -> Iterator[Fact]:
+    if step.seconds is None:
+        return
+    if step.tokens_per_second is not None:
+        every = rate_text(step.tokens_per_second * math.prod(mesh))
+        yield Fact("speed of a rank", rate_text(step.tokens_per_second), f"{every} in all")
+        yield Fact("MFU", f"{step.mfu or 0.0:.1%}", "kernels at the machine's peak rates")
+    waiting = step.waiting_seconds / step.seconds if step.seconds else 0.0
+    yield Fact("a step", seconds_text(step.seconds), f"compute waits {waiting:.1%} of it")
+
+
+def _kept(groups: Sequence[GroupPlan], step: StepPlan | None) -> Iterator[Fact]:
     shards = sum(group.shard_nbytes for group in groups)
     grads = sum(group.grad_nbytes for group in groups)
     padding = sum(group.padding_nbytes for group in groups)
@@ -99,13 +135,8 @@ def _facts(groups: Sequence[GroupPlan], step: StepPlan | None) -> Iterator[Fact]
         return
     if step.optimizer_nbytes:
         yield Fact("optimizer state", nbytes_text(step.optimizer_nbytes))
-    top = max(step.memory, key=lambda point: point.peak_nbytes)
-    yield Fact("peak of a step", nbytes_text(step.highest_nbytes), f"before {top.label}")
     sent = sum(one.nbytes for one in step.collectives)
     yield Fact("collectives", str(len(step.collectives)), f"{nbytes_text(sent)} in their buffers")
-    if step.seconds is not None:
-        waiting = step.waiting_seconds / step.seconds if step.seconds else 0.0
-        yield Fact("a step", seconds_text(step.seconds), f"compute waits {waiting:.1%} of it")
 
 
 def _area(group: GroupPlan, shard_ranks: int) -> UnitArea:
@@ -129,7 +160,7 @@ def _tables(groups: Sequence[GroupPlan], step: StepPlan | None) -> Iterator[Tabl
         ("unit", "parameters", "whole", "shard", "padding", "gathered", "reduced"),
         tuple(
             (
-                name if times == 1 else f"{name} ({times} times)",
+                name,
                 count(group.numel),
                 nbytes_text(group.whole_nbytes),
                 nbytes_text(group.shard_nbytes),
@@ -137,7 +168,7 @@ def _tables(groups: Sequence[GroupPlan], step: StepPlan | None) -> Iterator[Tabl
                 nbytes_text(group.gather_nbytes),
                 nbytes_text(group.reduce_nbytes),
             )
-            for name, group, times in rows(groups)
+            for name, group in rows(groups)
         ),
     )
     if step is None:

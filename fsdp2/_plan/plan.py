@@ -22,12 +22,20 @@ from fsdp2._pages.page import embed, write_page
 from fsdp2._plan import hardware as machines
 from fsdp2._plan import table
 from fsdp2._plan.advice import advise
-from fsdp2._plan.budget import MEMORY, Suggestion, size_of, suggest
+from fsdp2._plan.budget import MEMORY, Search, Suggestion, code_of, size_of
 from fsdp2._plan.hardware import Hardware, hardware_for
 from fsdp2._plan.imagined import groups_of
 from fsdp2._plan.pages import page_of, planned
-from fsdp2._plan.setup import Setup, Template, check_mesh, mesh_of_sharded, refuse_for_sharded
+from fsdp2._plan.setup import (
+    Setup,
+    Template,
+    check_mesh,
+    mesh_of_sharded,
+    refuse_for_sharded,
+    refuse_torchs_own,
+)
 from fsdp2._plan.values import GroupPlan, StepPlan
+from fsdp2._plan.verdict import Verdict, of_each, verdict_of
 from fsdp2.wrap import WrapPolicy
 
 OF_A_STEP = Setup.__dataclass_fields__.keys() - {"mesh", "policy", "fully_shard_kwargs"}
@@ -54,7 +62,6 @@ class Plan:
     step: StepPlan | None
     setup: Setup = field(repr=False, compare=False)
     template: Template = field(repr=False, compare=False)
-    _known: dict[str, Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -68,14 +75,7 @@ class Plan:
         """
         if self.is_sharded:
             refuse_for_sharded({name: changes[name] for name in changes if name not in OF_A_STEP})
-        if list(changes) != ["memory"] or not isinstance(changes["memory"], str):
-            return _run(self.template, _changed(self.setup, changes))
-        memory = changes["memory"]
-        if memory == self._memory_name:
-            return self
-        if memory not in self._known:  # advice and pages ask for these again and again
-            self._known[memory] = _run(self.template, replace(self.setup, memory=memory))
-        return self._known[memory]
+        return _run(self.template, _changed(self.setup, changes), code_of(changes))
 
     @property
     def hardware(self) -> Hardware | None:
@@ -100,32 +100,48 @@ class Plan:
     def suggest(self, budget: str | int | None = None) -> list[Suggestion]:
         """Look for settings with which a step fits into the memory of a rank.
 
-        Memory settings are tried first. If none fits, activation checkpointing around each unit is
-        tried. On the hardware of a device, activations on the host come next, and then the
-        optimizer's states too. The last is CPU offload, unless the model is sharded already. Of
-        the best one the
+        Memory settings are tried first. If none fits, a smaller batch, activation checkpointing
+        around each unit, and a loss in chunks are tried, each by itself and together. On the
+        hardware of a device, activations on the host come next, and then the optimizer's states
+        too. The last is CPU offload, unless the model is sharded already. Of the best one the
         largest batch that fits is looked for. Each trial is a plan, so this takes as long as
-        several. With several micro-batches values of ``shard`` are tried, too, if no keyword of the
-        plan says when parameters are whole.
+        several. What gives the same as another one is left out. With several micro-batches values
+        of ``shard`` are tried, too, if no keyword of the plan says when parameters are whole.
 
         Args:
             budget: bytes of one rank, or ``"70GB"``, ``"64GiB"``. None: the hardware's memory.
 
         Returns:
-            What was tried. What fits comes first: the fastest first, or without hardware the
-            smallest peak first. Then what does not fit, the smallest peak first.
+            What was tried. What fits comes first: the fastest for each row of the batch first, or
+            without hardware the smallest peak first. Then what does not fit, the smallest peak
+            first.
 
         Raises:
             ConfigError: the plan has no batch; no budget and no hardware whose memory is known; a
                 budget that cannot be read.
         """
-        batch, nbytes = self._batch_for("suggest"), self._budget("suggest", budget, True)
-        assert nbytes is not None  # it was needed
-        setup = self.setup
-        chosen = {"shard", "shard_outer", "reshard_after_forward", "offload_policy"}
-        may_choose = not self.is_sharded and chosen.isdisjoint(setup.fully_shard_kwargs)
-        sharding = WHOLE if may_choose and setup.micro_batches > 1 else ()
-        return suggest(batch, nbytes, self._predict, not self.is_sharded, self.hardware, sharding)
+        return search_of(self, budget).run()
+
+    def verdict(self, budget: str | int | None = None) -> Verdict:
+        """Say whether a step fits; if it does not, look for what does, as ``suggest`` would.
+
+        Args:
+            budget: as for ``suggest``; None, and no hardware whose memory is known: it is not said
+                whether a step fits.
+
+        Raises:
+            ConfigError: the plan has no batch; a budget that cannot be read.
+        """
+        self._batch_for("verdict")
+        assert self.step is not None  # there is a batch
+        found = verdict_of(self.step, self._budget("verdict", budget, False))
+        if found.fits is not False:
+            return found
+        way_out = search_of(self, budget).first()
+        if way_out is None:
+            return replace(found, way_out="nothing that was tried fits: more ranks are needed")
+        peak, _ = of_each(way_out.peak_nbytes, found.capacity_nbytes or 0)
+        return replace(found, way_out=f"{way_out.name} fits ({peak})")
 
     def advice(self, budget: str | int | None = None) -> tuple[Advice, ...]:
         """Tell what is wrong with this choice, each with its number and what would be better.
@@ -155,8 +171,11 @@ class Plan:
                 if name not in steps:
                     steps[name] = self._predict({"memory": name})
         limit = self._budget("page", budget, False)
+        verdict = None if self.step is None else self.verdict(budget)
         advice = self.advice(budget)
-        return page_of(self.mesh, self.rank, self.groups, steps, advice, self.hardware, limit)
+        return page_of(
+            self.mesh, self.rank, self.groups, steps, advice, self.hardware, limit, verdict
+        )
 
     def html(self, path: str | os.PathLike[str], budget: str | int | None = None) -> None:
         """Write a page to look at: units, memory over a step by setting, time line, advice.
@@ -188,9 +207,13 @@ class Plan:
         return embed(self.page())
 
     @property
+    def _memory(self) -> str | int | None:
+        """The memory setting; None if a sharded model has one that nobody named."""
+        return self.setup.memory or (None if self.is_sharded else "balanced")
+
+    @property
     def _memory_name(self) -> str:
-        memory = self.setup.memory
-        return "as it is set" if self.is_sharded and memory is None else str(memory or "balanced")
+        return "as it is set" if self._memory is None else str(self._memory)
 
     def _predict(self, changes: dict[str, Any]) -> StepPlan:
         step = self.changed(**changes).step
@@ -219,7 +242,36 @@ class Plan:
         return found
 
     def __str__(self) -> str:
-        return "\n".join(table.lines(self.mesh, self.rank, self.groups, self.step))
+        limit = self._budget("print", None, False)
+        verdict = None if self.step is None else verdict_of(self.step, limit)
+        return table_of(self) if verdict is None else f"{verdict}\n\n{table_of(self)}"
+
+
+def table_of(plan: Plan) -> str:
+    """Return what ``print`` shows of a plan, without the verdict."""
+    return "\n".join(table.lines(plan.mesh, plan.rank, plan.groups, plan.step))
+
+
+def search_of(
+    plan: Plan,
+    budget: str | int | None,
+    found: Callable[[Suggestion], None] = lambda suggestion: None,
+) -> Search:
+    """Return the search of ``Plan.suggest``, which tells each suggestion when it is known.
+
+    Raises:
+        ConfigError: as ``Plan.suggest`` does.
+    """
+    batch, nbytes = plan._batch_for("suggest"), plan._budget("suggest", budget, True)
+    assert nbytes is not None  # it was needed
+    setup, chosen = plan.setup, {"shard", "shard_outer", "reshard_after_forward", "offload_policy"}
+    may_choose = not plan.is_sharded and chosen.isdisjoint(setup.fully_shard_kwargs)
+    sharding = WHOLE if may_choose and setup.micro_batches > 1 else ()
+    return Search(
+        *(batch, nbytes, plan._predict, not plan.is_sharded, plan._memory, found),
+        machine=plan.hardware,
+        sharding=sharding,
+    )
 
 
 def _changed(setup: Setup, changes: dict[str, Any]) -> Setup:
@@ -233,9 +285,9 @@ def _changed(setup: Setup, changes: dict[str, Any]) -> Setup:
     return replace(setup, **own, fully_shard_kwargs=kwargs)
 
 
-def _run(template: Template, setup: Setup) -> Plan:
+def _run(template: Template, setup: Setup, what: str) -> Plan:
     setup.check()
-    found = template.run(setup)
+    found = template.run(setup, what)
     return Plan(setup.mesh, setup.rank, found.groups, found.step, setup, template)
 
 
@@ -250,6 +302,7 @@ def plan(
     memory: str | int | None = None,
     hardware: str | os.PathLike[str] | Hardware | None = None,
     activation_checkpointing: bool = False,
+    loss_chunks: int = 1,
     offload_activations: bool = False,
     offload_states: bool = False,
     rank: int | None = None,
@@ -280,6 +333,8 @@ def plan(
             With it the plan has times, without it none.
         activation_checkpointing: compute activations of the units below the root again in backward,
             as ``torch.utils.checkpoint`` around each of them does.
+        loss_chunks: count logits (what has a number for each word of an embedding's vocabulary) as
+            if head and loss ran on so many parts of the tokens, one after the other.
         offload_activations: keep on the host what the units below the root save, but for the last
             one, as ``fsdp2.offload_activations`` does. On the hardware of a device alone.
         offload_states: keep the optimizer's states on the host, as ``fsdp2.optim.offload_states``
@@ -308,6 +363,7 @@ def plan(
         refuse_for_sharded(given)
         shape, own = mesh_of_sharded(model)
     else:
+        refuse_torchs_own(model)
         shape, own = check_mesh(mesh), 0
     setup = Setup(
         mesh=shape,
@@ -320,12 +376,13 @@ def plan(
         memory=memory,
         hardware=hardware_for(hardware),
         activation_checkpointing=activation_checkpointing,
+        loss_chunks=loss_chunks,
         offload_activations=offload_activations,
         offload_states=offload_states,
         fully_shard_kwargs=fully_shard_kwargs,
     )
     setup.check()
-    return _run(Template(model), setup)
+    return _run(Template(model), setup, "the step as it is asked for")
 
 
 plan.measure = machines.measure  # type: ignore[attr-defined]  # a function of a function

@@ -7,7 +7,7 @@ not know what is made of the answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp2._base import torch_modes
+from fsdp2._base import torch_modes, torch_modules
 from fsdp2._base.arguments import (
     check_count,
     check_flag,
@@ -25,11 +25,14 @@ from fsdp2._base.arguments import (
     wrong_value,
 )
 from fsdp2._base.containers import map_tensors
-from fsdp2._base.errors import ConfigError
+from fsdp2._base.errors import ConfigError, UnsupportedError
+from fsdp2._plan import progress
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import groups_of, make_mesh, without_memory
-from fsdp2._plan.step import OPTIMIZER_WANTED, Arguments, StepRun, mean_of
+from fsdp2._plan.step import Arguments, StepRun, mean_of
+from fsdp2._plan.stepped import OPTIMIZER_WANTED
+from fsdp2._plan.traced import Traces
 from fsdp2._plan.values import GroupPlan, StepPlan
 from fsdp2.wrap import WrapPolicy, shard_model
 
@@ -41,11 +44,25 @@ class Template:
 
     def __init__(self, model: nn.Module) -> None:
         self._mode = torch_modes.without_memory()
+        self._traces = Traces()
+        self._known: dict[tuple[Any, ...], tuple[Setup, Found]] = {}
         self.is_sharded = bool(groups_of(model))
         with self._mode:
             self.model = without_memory(model)
 
-    def run(self, setup: Setup) -> Found:
+    def run(self, setup: Setup, what: str = "") -> Found:
+        """Return what a setup gives: advice, pages and suggestions ask for the same again."""
+        key = setup.key()
+        if key not in self._known:
+            progress.tell(what)
+            try:
+                # with the setup: objects in a key go by their numbers, so they have to stay
+                self._known[key] = (setup, self._run(setup))
+            finally:
+                progress.tell("")
+        return self._known[key][1]
+
+    def _run(self, setup: Setup) -> Found:
         """Shard a copy as a setup says, if it is not yet, and take a few steps."""
         mesh = make_mesh(setup.mesh, setup.rank)
         with self._mode, torch_modes.without_traces_in_the_log():
@@ -54,13 +71,16 @@ class Template:
                 choice = setup.policy if setup.policy is not None else nothing_below
                 shard_model(model, choice, **{"mesh": mesh, **setup.fully_shard_kwargs})
             run = StepRun(model, setup.hardware)
+            run.watch.loss_chunks = setup.loss_chunks
             if setup.memory is not None:
                 model.set_memory(setup.memory)  # type: ignore[operator]  # sharded now
             step = None
             if setup.activation_checkpointing:
                 run.recompute()
             if setup.offload_activations:
-                run.keep_activations_away()
+                run.keep_activations_away()  # of saved tensors, which a replay has not
+            elif setup.micro_batches == 1:  # others add each gradient to one that is there
+                run.replay(self._traces, setup.activation_checkpointing)
             if setup.offload_states:
                 run.keep_states_away()
             if setup.batch is not None:
@@ -96,16 +116,24 @@ class Setup:
     memory: str | int | None = None
     hardware: Hardware | None = None
     activation_checkpointing: bool = False
+    loss_chunks: int = 1
     micro_batches: int = 1
     offload_activations: bool = False
     offload_states: bool = False
     fully_shard_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def key(self) -> tuple[Any, ...]:
+        """Return what tells this setup from others; of tensors shapes and dtypes count."""
+        given = {**vars(self), **self.fully_shard_kwargs, "memory": self.memory or "balanced"}
+        del given["fully_shard_kwargs"]
+        return tuple((name, _identity(given[name])) for name in sorted(given))
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be used."""
         check_function("plan", "loss", self.loss, "a function of the output or None")
         for name in ("activation_checkpointing", "offload_activations", "offload_states"):
             check_flag("plan", name, getattr(self, name))
+        check_count("plan", "loss_chunks", self.loss_chunks)
         check_count("plan", "micro_batches", self.micro_batches)
         if self.optimizer is not None and not callable(self.optimizer):
             raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, self.optimizer)
@@ -114,6 +142,18 @@ class Setup:
             raise wrong_type("plan", "rank", f"one of {ranks} ranks, from 0 on", rank)
         if self.batch is not None:
             check_batch(self.batch)
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, Mapping):
+        return tuple((str(name), _identity(part)) for name, part in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_identity, value))
+    if isinstance(value, set):
+        return frozenset(value)
+    return value if isinstance(value, Hashable) and type(value) is not Hardware else id(value)
 
 
 def nothing_below(module: nn.Module) -> bool:
@@ -146,6 +186,18 @@ def mesh_of_sharded(model: nn.Module) -> tuple[tuple[int, ...], int]:
     if replicate.size == 1:
         return (shard.size,), shard.rank
     return (replicate.size, shard.size), replicate.rank * shard.size + shard.rank
+
+
+def refuse_torchs_own(model: nn.Module) -> None:
+    """Raise UnsupportedError for a model that torch's own ``fully_shard`` has sharded."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch_modules.FSDPModule):
+            raise UnsupportedError(
+                "FS907",
+                f"plan: {name or 'the model'} was sharded by torch's own fully_shard, which is not "
+                "planned. Plan the model as it was before; or shard it with fsdp2.fully_shard, "
+                "which fsdp2.replace_torch() puts in the place of torch's.",
+            )
 
 
 def refuse_for_sharded(given: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2._base import events, torch_dtensor
-from fsdp2._base.arguments import described, wrong_type
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import ConfigError, FSDPError
@@ -34,10 +33,19 @@ from fsdp2._plan.clock import Clock, ComputeTime
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import Nowhere, groups_of
+from fsdp2._plan.kernels import kernels_of_a_device
 from fsdp2._plan.lanes import BACK, OUT, ImaginedLanes, LaneClock
 from fsdp2._plan.owned import imagine_crews
+from fsdp2._plan.stepped import (
+    LocalOptimizer,
+    MakeOptimizer,
+    OwnedOptimizer,
+    Stepped,
+    make_optimizer,
+)
+from fsdp2._plan.traced import Replayer, TracedOptimizer, Traces
 from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, StepPlan
-from fsdp2._plan.watch import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryWatch
+from fsdp2._plan.watch import GATHERED, GRADIENTS, PARAMETERS, MemoryWatch
 from fsdp2.optim._owned_step import WholeOptimizer
 
 STEPS, MOST_STEPS = 2, 5
@@ -45,10 +53,8 @@ STEPS, MOST_STEPS = 2, 5
 where a part of a root is read past its modules."""
 UNITS_OF_STATES = 3
 """So many units' states are on the device at a time, if they are on the host otherwise."""
-OPTIMIZER_WANTED = "a class or function that makes an optimizer of parameters, or None"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[Any], Tensor]
-MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
 class StepRun:
@@ -67,6 +73,10 @@ class StepRun:
         self._over: list[_Over] = []  # for each event, who takes part in what it stands for
         self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
         self._running: list[str] = []  # units, the innermost last
+        self._is_in_backward = False
+        self._replayer: Replayer | None = None
+        self._optimizer_key: tuple[Any, ...] = ()
+        self.watch.vocabularies = vocabularies_of(model)
         self._activations: ImaginedActivations | None = None
         self._turn = 0  # the clock's mark where backward is over
         self._states_are_away = False
@@ -77,19 +87,45 @@ class StepRun:
             for group in self.groups:
                 group.reducer.has_streams = True
         for group in self.groups:
-            group.reducer.wire = Nowhere(group, self.watch, self.clock)
+            group.reducer.wire = Nowhere(group, self.watch, self.clock, self._keeps_away(group))
             group.rewire()
             if hardware is not None:
                 device = torch.device(hardware.device_type)
                 group.send_zero_copy(capabilities(device).zero_copy(group.data.shard.size))
+
+    def replay(self, traces: Traces, is_again: bool) -> None:
+        """Trace units without units inside once, and replay what is like them."""
+        units = units_below(self.model)
+        own = {module for unit in units for module in unit.modules}
+        blocks = [
+            module
+            for module in own
+            if module is not self.model
+            and not any(part in own for part in module.modules() if part is not module)
+        ]
+        self._replayer = Replayer(traces, self.watch, self.clock, is_again)
+        self._replayer.follow(self.model, blocks)
 
     def recompute(self) -> None:
         """Keep no activations of the units below the root: backward computes them again."""
         for unit in units_below(self.model):
             for module in unit.modules:
                 if module is not self.model:
-                    forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+                    computed = functools.partial(self._compute, module.forward)
+                    forward = functools.partial(checkpoint, computed, use_reentrant=False)
                     module.forward = forward
+
+    def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward; in backward it is one that runs again."""
+        if self.clock is None:
+            return forward(*args, **kwargs)
+        replayer = self._replayer
+        is_traced = replayer is not None and replayer.is_in_backward
+        self.clock.products.are_again = self._is_in_backward or is_traced
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.clock.products.are_again = False
 
     def keep_activations_away(self) -> None:
         """Keep on the host what the units below the root save, but for the last of them."""
@@ -110,7 +146,7 @@ class StepRun:
         """Run the steps; tell the last one."""
         args, kwargs = given
         watch, clock = self.watch, self.clock
-        stepped: list[_Stepped] = []
+        stepped: list[Stepped] = []
         with watch.following_resizes(), self._following_units():
             self._tag_kept()
             for number in itertools.count():
@@ -118,7 +154,11 @@ class StepRun:
                 start = self._begin_step()
                 with contextlib.ExitStack() as modes:
                     if clock is not None:
-                        modes.enter_context(ComputeTime(clock))
+                        compute = modes.enter_context(ComputeTime(clock))
+                        if self._replayer is not None:
+                            self._replayer.compute = compute
+                    if isinstance(clock, LaneClock):
+                        modes.enter_context(kernels_of_a_device())
                     modes.enter_context(watch)
                     modes.enter_context(events.listen(self._see_event))
                     for left in reversed(range(micro_batches)):
@@ -132,11 +172,14 @@ class StepRun:
                         stepped = self._prepare(optimizer)
                 if number + 1 >= STEPS and (self._is_steady or number + 1 >= MOST_STEPS):
                     break
+            products = 0.0
             if clock is not None:
                 clock.finish()
+                products = clock.products.seconds
             peak = max(point.peak_nbytes for point, _ in self._points)
             highest = self._step_optimizer(stepped) if stepped else 0
-        return self._told(start, peak, highest, sum(one.nbytes for one in stepped))
+        told = self._told(start, peak, highest, sum(one.nbytes for one in stepped))
+        return replace(told, product_seconds=products, tokens=tokens_of(given))
 
     def _told(self, start: int, peak: int, optimizer_peak: int, state_nbytes: int) -> StepPlan:
         if self.clock is not None:
@@ -162,19 +205,37 @@ class StepRun:
         found = state_nbytes if self._states_are_away else 0
         return found + (0 if self._activations is None else self._activations.memory.nbytes)
 
-    def _prepare(self, optimizer: MakeOptimizer) -> list[_Stepped]:
+    def _prepare(self, optimizer: MakeOptimizer) -> list[Stepped]:
         """Make the optimizer, and let it step once; its members, if it is several."""
+        known = self._traced_optimizer(optimizer)
+        if known is not None:
+            return [known]
         is_away = self._states_are_away or any(map(self._keeps_away, self.groups))
         is_on_device = self.clock is not None and self.clock.hardware.device_type != "cpu"
-        made = _make(optimizer, self.model.parameters())
-        stepped: list[_Stepped] = []
+        made = make_optimizer(optimizer, self.model.parameters())
+        stepped: list[Stepped] = []
         for member in getattr(made, "_members", None) or [(made, [])]:
             if isinstance(member[0], WholeOptimizer):
                 imagine_crews(member[0], self.watch, self.clock)
-                stepped.append(_OwnedOptimizer(member[0], self.watch, is_away))
+                stepped.append(OwnedOptimizer(member[0], self.watch, is_away))
             else:
-                stepped.append(_LocalOptimizer(member[0], self.watch, is_away, is_on_device))
+                stepped.append(LocalOptimizer(member[0], self.watch, is_away, is_on_device))
         return stepped
+
+    def _traced_optimizer(self, optimizer: MakeOptimizer) -> Stepped | None:
+        """Return an optimizer that another plan has traced on the same shards."""
+        if self._replayer is None:
+            return None
+        shards = tuple(
+            (torch_dtensor.local_part(p).shape, p.dtype, p.grad is not None)
+            for p in self.model.parameters()
+        )
+        is_away = (self._states_are_away, *map(self._keeps_away, self.groups))
+        self._optimizer_key = (optimizer, shards, is_away)
+        trace = self._replayer.optimizer(self._optimizer_key)
+        if trace is None:
+            return None
+        return TracedOptimizer(trace, self._replayer, self.watch, any(is_away))
 
     # What is seen.
 
@@ -187,6 +248,8 @@ class StepRun:
         if self.clock is not None:
             self.clock.restart()
         self.watch.take_highest()
+        if isinstance(self.clock, LaneClock):  # gradients are given back as a forward begins
+            return self.watch.nbytes - self.watch.by_kind[GRADIENTS]
         return self.watch.nbytes
 
     def _see_event(self, event: events.Event) -> None:
@@ -323,7 +386,9 @@ class StepRun:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss) -> None:
         try:
-            loss(self.model(*args, **kwargs)).backward()
+            made = loss(self.model(*args, **kwargs))
+            self._is_in_backward = True
+            made.backward()
         except FSDPError:
             raise
         except Exception as error:
@@ -333,19 +398,28 @@ class StepRun:
                 f"({type(error).__name__}: {error}). Pass what one rank's forward is given: a "
                 "tensor, a tuple of arguments or a dict of keywords.",
             ) from error
+        finally:
+            self._is_in_backward = False
 
-    def _step_optimizer(self, stepped: list[_Stepped]) -> int:
+    def _step_optimizer(self, stepped: list[Stepped]) -> int:
         """Run an optimizer's step on what this rank steps; return the most bytes in it."""
         clock = self.clock
+        if any(self._keeps_away(group) for group in self.groups):
+            clock = None  # the host steps, and what it takes for that is not known
         if clock is not None:
             clock.label = "optimizer"
             self._turn = int(clock.mark())
         with contextlib.ExitStack() as modes:
             if clock is not None:
-                modes.enter_context(ComputeTime(clock))
+                compute = modes.enter_context(ComputeTime(clock))
+                if self._replayer is not None:
+                    self._replayer.compute = compute
             modes.enter_context(self.watch)
-            for one in stepped:
-                one.step()
+            if self._replayer is not None and all(type(o) is LocalOptimizer for o in stepped):
+                self._replayer.trace_optimizer(self._optimizer_key, stepped)
+            else:
+                for one in stepped:
+                    one.step()
         here = 0
         if self._states_are_away:
             assert isinstance(clock, LaneClock)
@@ -370,97 +444,23 @@ def _clock_for(hardware: Hardware) -> Clock | LaneClock:
     return Clock(hardware) if hardware.device_type == "cpu" else LaneClock(hardware)
 
 
-class _Stepped:
-    """An optimizer in a plan. ``nbytes``: what it keeps, its state and copies of parameters."""
-
-    nbytes = 0
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def step(self) -> None:
-        """Step once.
-
-        Raises:
-            ConfigError: it needs values.
-        """
-        try:
-            self._optimizer.step()
-        except FSDPError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                "FS904",
-                f"plan: a step of {type(self._optimizer).__name__} failed on tensors that have no "
-                f"values ({type(error).__name__}: {error}). Plan without optimizer, and add what "
-                "its state takes.",
-            ) from error
-
-    def _keep(self, kept: object, watch: MemoryWatch, is_away: bool) -> None:
-        """Count what an optimizer keeps between steps."""
-        tensors: list[Tensor] = []
-        visit_tensors(tensors.append, kept)
-        for tensor in tensors:
-            if is_away:
-                watch.leave_out(tensor)
-            else:
-                watch.tag(tensor, OPTIMIZER)
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+def vocabularies_of(model: nn.Module) -> frozenset[int]:
+    """Return the sizes of embeddings: a last dim of that size has a number for each word."""
+    sizes = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
+    widths = {one.embedding_dim for one in model.modules() if isinstance(one, nn.Embedding)}
+    return frozenset(sizes - widths)
 
 
-class _LocalOptimizer(_Stepped):
-    """An optimizer of a rank's own parts: plans of DTensor's operations take no memory there."""
+def tokens_of(given: Arguments) -> int:
+    """Return how many elements the first tensor of whole numbers has; 0 if there is none."""
+    found: list[int] = []
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        watch: MemoryWatch,
-        is_away: bool,
-        is_on_device: bool,
-    ) -> None:
-        super().__init__(optimizer)
-        self._locals = [
-            (param, torch_dtensor.local_part(param).detach())
-            for group in optimizer.param_groups
-            for param in group["params"]
-        ]
-        local_of = dict(self._locals)
-        for group in optimizer.param_groups:
-            group["params"] = [local_of[param] for param in group["params"]]
-            if is_on_device and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # what torch chooses there, and takes more memory
-        self.step()  # the state is made in the first one
-        self._keep([list(kept.values()) for kept in optimizer.state.values()], watch, is_away)
+    def take(tensor: Tensor) -> None:
+        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dim():
+            found.append(tensor.numel())
 
-    def step(self) -> None:
-        for param, local in self._locals:
-            local.grad = None if param.grad is None else torch_dtensor.local_part(param.grad)
-        super().step()
-        for _, local in self._locals:
-            local.grad = None
-
-
-class _OwnedOptimizer(_Stepped):
-    """An optimizer of whole matrices, as the rank has it that is planned."""
-
-    def __init__(self, optimizer: WholeOptimizer, watch: MemoryWatch, is_away: bool) -> None:
-        super().__init__(cast(torch.optim.Optimizer, optimizer))
-        self.step()  # copies and states are made in the first one
-        self._keep(optimizer.kept_tensors(), watch, is_away)
-
-
-def _make(optimizer: MakeOptimizer, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    try:
-        made = optimizer(parameters)
-    except Exception as error:
-        raise ConfigError(
-            "FS904",
-            f"plan: expected optimizer to be {OPTIMIZER_WANTED}, found {described(optimizer)}, "
-            f"which raised {type(error).__name__}: {error}",
-        ) from error
-    if not isinstance(made, torch.optim.Optimizer):
-        raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, optimizer)
-    return made
+    visit_tensors(take, given)
+    return found[0] if found else 0
 
 
 def mean_of(output: Any) -> Tensor:

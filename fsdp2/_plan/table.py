@@ -5,12 +5,17 @@ Owns the text. It must not know how a plan is found.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fsdp2._base.sizes import nbytes_text
 from fsdp2._plan.values import GroupPlan, StepPlan
+
+MOST_NAMES = 3
+"""So many names of equal groups are in a row."""
 
 
 def headline(mesh: Sequence[int], groups: Sequence[GroupPlan]) -> str:
@@ -20,15 +25,26 @@ def headline(mesh: Sequence[int], groups: Sequence[GroupPlan]) -> str:
     return f"{count(total)} parameters over {math.prod(mesh):,} ranks ({shape})"
 
 
+def replicas(mesh: Sequence[int]) -> Iterator[str]:
+    """Say who shares the model, where not all ranks do."""
+    if len(mesh) == 2 and mesh[0] > 1:
+        every = math.prod(mesh)
+        yield (
+            f"{mesh[1]:,} ranks share the model, in {mesh[0]:,} replicas; mesh={every} (--mesh "
+            f"{every}): all {every:,} share it"
+        )
+
+
 def lines(
     mesh: Sequence[int], rank: int, groups: Sequence[GroupPlan], step: StepPlan | None
 ) -> Iterator[str]:
     """Yield a table that fits 100 columns: equal groups that follow each other are one row."""
     yield f"{headline(mesh, groups)}, as on rank {rank}"
+    yield from replicas(mesh)
     yield ""
     heads = ("parameters", "whole", "shard", "padding", "gathered", "reduced")
     yield f"{'unit':<34}" + "".join(f"{head:>11}" for head in heads)
-    for name, group, times in rows(groups):
+    for name, group in rows(groups):
         cells = (
             count(group.numel),
             nbytes_text(group.whole_nbytes),
@@ -37,17 +53,16 @@ def lines(
             nbytes_text(group.gather_nbytes),
             nbytes_text(group.reduce_nbytes),
         )
-        shown = name if times == 1 else f"{name} ({times} times)"
-        yield f"{_cut(shown, 34):<34}" + "".join(f"{cell:>11}" for cell in cells)
+        yield f"{_cut(name, 34):<34}" + "".join(f"{cell:>11}" for cell in cells)
     shards = sum(group.shard_nbytes for group in groups)
     grads = sum(group.grad_nbytes for group in groups)
     yield ""
     yield f"a rank keeps {nbytes_text(shards)} of parameters and {nbytes_text(grads)} of gradients"
     if step is not None:
-        yield from _step_lines(step)
+        yield from _step_lines(step, mesh)
 
 
-def _step_lines(step: StepPlan) -> Iterator[str]:
+def _step_lines(step: StepPlan, mesh: Sequence[int]) -> Iterator[str]:
     if step.optimizer_nbytes:
         yield f"and {nbytes_text(step.optimizer_nbytes)} of optimizer state"
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -60,25 +75,35 @@ def _step_lines(step: StepPlan) -> Iterator[str]:
     if step.seconds is not None:
         waiting = step.waiting_seconds / step.seconds if step.seconds else 0.0
         yield f"a step takes {seconds_text(step.seconds)}; compute waits {waiting:.1%} of it"
+        if step.tokens_per_second is not None:
+            rate, every = step.tokens_per_second, step.tokens_per_second * math.prod(mesh)
+            yield f"{rate_text(rate)} a rank, {rate_text(every)} in all; MFU {step.mfu or 0.0:.1%}"
 
 
-def rows(groups: Sequence[GroupPlan]) -> Iterator[tuple[str, GroupPlan, int]]:
-    """Yield name, sizes, and how often they come: equal groups that follow each other are one."""
-    first: GroupPlan | None = None
-    times = 0
-    for group in groups:
-        if first is not None and replace(group, name=first.name, alone=first.alone) == first:
-            times += 1
-            continue
-        if first is not None:
-            yield first.name or "<root>", first, times
-        first, times = group, 1
-    if first is not None:
-        yield first.name or "<root>", first, times
+def rows(groups: Sequence[GroupPlan]) -> Iterator[tuple[str, GroupPlan]]:
+    """Yield names and sizes: equal groups that follow each other are one."""
+    for _, same in itertools.groupby(groups, lambda one: replace(one, name="", alone=())):
+        alike = list(same)
+        yield _joined([one.name or "<root>" for one in alike]), alike[0]
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Return names that differ in numbers as the first and how many; others side by side."""
+    if len(names) > 1 and len({re.sub(r"\d+", "0", name) for name in names}) == 1:
+        return f"{names[0]} ({len(names)} times)"
+    if len(names) > MOST_NAMES:
+        return f"{', '.join(names[:MOST_NAMES])}, ... ({len(names)})"
+    return ", ".join(names)
 
 
 def _cut(text: str, width: int) -> str:
     return text if len(text) < width else f"...{text[-(width - 4) :]}"
+
+
+def rate_text(tokens: float) -> str:
+    """Return tokens a second with four digits at most."""
+    digits = f"{tokens:,.0f}" if tokens >= 1000 else f"{tokens:.4g}"
+    return f"{digits} tokens/s"
 
 
 def seconds_text(seconds: float) -> str:

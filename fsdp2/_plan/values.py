@@ -113,14 +113,18 @@ class StepPlan:
     memory is for. All sizes are bytes:
 
     - ``start_nbytes``: before the forward, with the optimizer's state if an optimizer was given.
-      Gradients are cleared, but on a CPU their memory stays for the next ones, and counts.
+      Gradients are cleared. On a CPU their memory stays for the next ones, and counts; a device
+      gets it back when the forward begins.
     - ``peak_nbytes``: the most in forward and backward, all included.
     - ``optimizer_nbytes``, ``optimizer_peak_nbytes``: the optimizer's state, and the most in its
       step (0 without an optimizer).
     - ``host_nbytes``: memory of the host for activations and states that are offloaded.
 
     ``seconds`` of a whole step, and the ``spans`` of its time line, need hardware. Without it they
-    are None and empty.
+    are None and empty. ``product_seconds`` is what the products of forward and backward would take
+    at the machine's peak, without those that checkpointing computes again (0 without hardware).
+    ``tokens`` are those of one rank's batch: the elements of its first tensor of whole numbers; 0
+    if there is none.
     """
 
     kinds: tuple[str, ...]
@@ -134,6 +138,18 @@ class StepPlan:
     host_nbytes: int = 0
     seconds: float | None = None
     spans: tuple[Span, ...] = field(default=(), repr=False)
+    product_seconds: float = 0.0
+    tokens: int = 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that one rank trains on in a second; None without hardware, or without tokens."""
+        return self.tokens / self.seconds if self.seconds and self.tokens else None
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization: the share of the machine's peak; None without hardware."""
+        return self.product_seconds / self.seconds if self.seconds else None
 
     @property
     def highest_nbytes(self) -> int:

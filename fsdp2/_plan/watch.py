@@ -18,21 +18,24 @@ from fsdp2._base.containers import visit_tensors
 from fsdp2._base.torch_modes import DispatchMode
 from fsdp2._pages.content import KINDS
 
-PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, COMMUNICATION, ACTIVATIONS = range(len(KINDS))
-"""Places in ``KINDS``. What nobody says anything of is an activation."""
+PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, COMMUNICATION, ACTIVATIONS, LOGITS = range(len(KINDS))
+"""Places in ``KINDS``. What nobody says anything of is an activation, or logits by its shape."""
 
 
 class MemoryWatch(DispatchMode):
     """Count the storages that are made inside, and those that it is told of.
 
     ``by_kind``: bytes alive, in the order of ``KINDS``; ``highest``: the same at the time when most
-    were, since it was last asked.
+    were, since it was last asked. ``vocabularies``: what has so many numbers in its last dim is
+    logits. ``loss_chunks``: logits count as if they were made in so many parts, one at a time.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         self.by_kind = [0] * len(KINDS)
         self.nbytes = 0
+        self.vocabularies: frozenset[int] = frozenset()
+        self.loss_chunks = 1
         self._highest_nbytes = 0
         self._highest = tuple(self.by_kind)
         self._sizes: dict[int, int] = {}
@@ -42,6 +45,8 @@ class MemoryWatch(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch_tensors.DEVICE_OF:
+            return torch_tensors.device_of_fake(args[0])
         if torch_dtensor.is_among(types):
             return NotImplemented  # what it does to local tensors is seen
         if func in torch_tensors.CHUNK_CATS and args[0][0].is_cpu:
@@ -61,6 +66,8 @@ class MemoryWatch(DispatchMode):
         storage = tensor.untyped_storage()
         key = torch_tensors.number_of(storage)
         if key not in self._sizes:
+            if kind == ACTIVATIONS and tensor.dim() > 1 and tensor.shape[-1] in self.vocabularies:
+                kind = LOGITS
             self._sizes[key] = 0
             self._kinds[key] = kind
             weakref.finalize(storage, self._drop, key)
@@ -93,8 +100,28 @@ class MemoryWatch(DispatchMode):
         self._highest_nbytes, self._highest = self.nbytes, tuple(self.by_kind)
         return found
 
+    @property
+    def highest(self) -> tuple[int, tuple[int, ...]]:
+        """The most bytes since ``take_highest`` was called, in all and by kind; it can be set."""
+        return self._highest_nbytes, self._highest
+
+    @highest.setter
+    def highest(self, highest: tuple[int, tuple[int, ...]]) -> None:
+        self._highest_nbytes, self._highest = highest
+
+    def is_alive(self, key: int) -> bool:
+        """Return True if somebody still has the storage of a number."""
+        return key in self._sizes
+
+    def rise(self, nbytes: int) -> None:
+        """Count activations that are gone again."""
+        self._change(ACTIVATIONS, nbytes)
+        self._change(ACTIVATIONS, -nbytes)
+
     def _set(self, key: int, nbytes: int) -> None:
         before = self._sizes[key]
+        if self._kinds[key] == LOGITS:
+            nbytes = -(-nbytes // self.loss_chunks)
         if nbytes != before and key not in self._elsewhere:
             self._sizes[key] = nbytes
             self._change(self._kinds[key], nbytes - before)

@@ -182,6 +182,13 @@ def _(mended: bool) -> None:
     fsdp2.plan(model, mesh=None if mended else 2, batch=x())
 
 
+@way("FS907", "torch's own fully_shard", "replace_torch", name="torch's")
+def _(mended: bool) -> None:
+    with fsdp2.replace_torch() if mended else contextlib.nullcontext():
+        model = torch.distributed.fsdp.fully_shard(Net())
+    fsdp2.plan(model, mesh=None if mended else 2, batch=x())
+
+
 @way("FS908", "torch's own fully_shard")
 def _(mended: bool) -> None:
     model = Net()

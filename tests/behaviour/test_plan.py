@@ -417,7 +417,9 @@ def test_what_a_sharded_model_has_already_is_not_given_again() -> None:
             found.changed(**changes)
     assert found.changed(memory="low").step is not None
     tried = found.suggest(1)  # nothing fits
-    assert [one.fits for one in tried] == [False] * 6
+    assert not any(one.fits for one in tried)
+    peaks = [(one.peak_nbytes, one.batch) for one in tried]
+    assert len(peaks) == len(set(peaks))  # what gives the same as another is left out
     told = f"does not fit: {tried[0].code}, peak "
     assert [str(tried[0]).startswith(told), "changes" in repr(tried[0])] == [True, False]
     assert not any("offload_policy" in one.changes for one in tried)

@@ -71,7 +71,7 @@ def test_they_are_proposed_where_nothing_else_fits() -> None:
         model,
         mesh=1,
         policy={nn.Linear},
-        batch=torch.zeros(4096, 512),
+        batch=torch.zeros(1, 4096, 512),  # there is no smaller one
         optimizer=torch.optim.AdamW,
         hardware="h100-nvlink-ib",
     )

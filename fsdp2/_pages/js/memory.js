@@ -1,6 +1,6 @@
 // Memory over a step: stacked areas, a tab for each setting or rank.
 
-const KIND_ORDER = ["parameters", "optimizer state", "gradients", "gathered parameters", "communication", "activations"];
+const KIND_ORDER = ["parameters", "optimizer state", "gradients", "gathered parameters", "communication", "activations", "logits"];
 const HIGH_LIMIT = 2.5; // a limit so many times above the peak would make all below it flat
 
 function kindColour(name, index) {

@@ -48,6 +48,27 @@ function paddingShare(unit, measure) {
   return all > 0 ? Math.min(1, unit.padding / all) : 0;
 }
 
+// Parts that are alike and follow each other, as the layers of a model do, are one: `0 to 79, x 80`.
+function runsOf(parts) {
+  const runs = [];
+  for (const part of parts) {
+    const before = runs.at(-1);
+    if (before && isAlone(part) && isAlone(before[0]) && likeness(part.own[0]) === likeness(before[0].own[0])) {
+      before.push(part);
+    } else runs.push([part]);
+  }
+  return runs;
+}
+
+const isAlone = (part) => part.parts.length === 0 && part.own.length === 1;
+
+function runTile(run, measure, kinds) {
+  const [first, last] = [run[0], run.at(-1)];
+  const made = tile(`${first.word} to ${last.word}, × ${run.length}`, first.own[0], measure, kinds);
+  const path = `${first.own[0].name} to ${last.word}`;
+  return {...made, path, value: made.value * run.length, run: run.map((part) => part.own[0])};
+}
+
 const areaOf = (unit, measure) => (measure === "shard" ? unit.shard : unit.whole + unit.padding);
 
 function tile(word, unit, measure, kinds) {
@@ -68,7 +89,9 @@ function tiles(node, measure, kinds) {
   const own = node.own.map((unit) => tile(node.parts.length ? "(own)" : node.word, unit, measure, kinds));
   if (!node.parts.length && own.length === 1) return own[0];
   // The library puts the last of equals first, and blocks are read from 0 on.
-  const children = [...own, ...node.parts.map((part) => tiles(part, measure, kinds))].reverse();
+  const parts = runsOf(node.parts).map((run) =>
+    run.length > 1 ? runTile(run, measure, kinds) : tiles(run[0], measure, kinds));
+  const children = [...own, ...parts].reverse();
   return {name: node.word, path: node.path, children, ...unlikeTiles(children)};
 }
 
@@ -91,7 +114,7 @@ function openDepth(nodes) {
 }
 
 function unitHover(node) {
-  const leaves = leavesOf(node).map((leaf) => leaf.unit);
+  const leaves = leavesOf(node).flatMap((leaf) => leaf.run || [leaf.unit]);
   const sum = (of) => leaves.reduce((total, unit) => total + of(unit), 0);
   const rows = [
     [null, "parameters", `${whole.format(sum((u) => u.parameters))}, ${countText(sum((u) => u.numel))} elements`],
@@ -102,7 +125,7 @@ function unitHover(node) {
     [null, "gathered", bytesText(sum((u) => u.gather))],
     [null, "reduced", bytesText(sum((u) => u.reduce))],
   ];
-  const path = node.unit ? node.unit.name || "(root)" : node.path || "all units";
+  const path = node.path || (node.unit ? node.unit.name || "(root)" : "all units");
   return hoverBox(leaves.length > 1 ? `${path}: ${whole.format(leaves.length)} units` : path, rows);
 }
 

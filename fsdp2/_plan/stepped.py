@@ -1,0 +1,123 @@
+"""An optimizer in a plan: made once, stepped once to see what it keeps, and once more to be told.
+
+Owns these steps, on a rank's own parts or on whole matrices. It must not know what a unit does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from fsdp2._base import torch_dtensor
+from fsdp2._base.arguments import described, wrong_type
+from fsdp2._base.containers import visit_tensors
+from fsdp2._base.errors import ConfigError, FSDPError
+from fsdp2._plan.watch import OPTIMIZER, MemoryWatch
+from fsdp2.optim._owned_step import WholeOptimizer
+
+OPTIMIZER_WANTED = "a class or function that makes an optimizer of parameters, or None"
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+
+class Stepped:
+    """An optimizer in a plan. ``nbytes``: what it keeps, its state and copies of parameters."""
+
+    nbytes = 0
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        """Step once.
+
+        Raises:
+            ConfigError: it needs values.
+        """
+        try:
+            self._optimizer.step()
+        except FSDPError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                "FS904",
+                f"plan: a step of {type(self._optimizer).__name__} failed on tensors that have no "
+                f"values ({type(error).__name__}: {error}). Plan without optimizer, and add what "
+                "its state takes.",
+            ) from error
+
+    def _keep(self, kept: object, watch: MemoryWatch, is_away: bool) -> None:
+        """Count what an optimizer keeps between steps."""
+        tensors: list[Tensor] = []
+        visit_tensors(tensors.append, kept)
+        for tensor in tensors:
+            if is_away:
+                watch.leave_out(tensor)
+            else:
+                watch.tag(tensor, OPTIMIZER)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+
+
+class LocalOptimizer(Stepped):
+    """An optimizer of a rank's own parts: plans of DTensor's operations take no memory there."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        watch: MemoryWatch,
+        is_away: bool,
+        is_on_device: bool,
+    ) -> None:
+        super().__init__(optimizer)
+        self._locals = [
+            (param, torch_dtensor.local_part(param).detach())
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ]
+        local_of = dict(self._locals)
+        for group in optimizer.param_groups:
+            group["params"] = [local_of[param] for param in group["params"]]
+            if is_on_device and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # what torch chooses there, and takes more memory
+        self.step()  # the state is made in the first one
+        self._keep([list(kept.values()) for kept in optimizer.state.values()], watch, is_away)
+
+    def step(self) -> None:
+        for param, local in self._locals:
+            local.grad = None if param.grad is None else torch_dtensor.local_part(param.grad)
+        super().step()
+        for _, local in self._locals:
+            local.grad = None
+
+
+class OwnedOptimizer(Stepped):
+    """An optimizer of whole matrices, as the rank has it that is planned."""
+
+    def __init__(self, optimizer: WholeOptimizer, watch: MemoryWatch, is_away: bool) -> None:
+        super().__init__(cast(torch.optim.Optimizer, optimizer))
+        self.step()  # copies and states are made in the first one
+        self._keep(optimizer.kept_tensors(), watch, is_away)
+
+
+def make_optimizer(
+    optimizer: MakeOptimizer, parameters: Iterator[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return what a user's function makes of parameters.
+
+    Raises:
+        ConfigError: it fails, or makes something else.
+    """
+    try:
+        made = optimizer(parameters)
+    except Exception as error:
+        raise ConfigError(
+            "FS904",
+            f"plan: expected optimizer to be {OPTIMIZER_WANTED}, found {described(optimizer)}, "
+            f"which raised {type(error).__name__}: {error}",
+        ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise wrong_type("plan", "optimizer", OPTIMIZER_WANTED, optimizer)
+    return made
