@@ -389,7 +389,7 @@ def check_group(group: ParamGroup, name: str) -> None:
         found = f"parameter {extended[0]} has an all-gather extension, which runs user code"
     elif dealt:
         found = f"parameter {dealt[0]}, so ranks send different amounts"
-    elif group.settings.sharding is not PARAMETERS:
+    elif group.settings.sharding != PARAMETERS:
         found = f"it has {group.settings.sharding.name}, and a compiled step gathers anew"
     elif not group.wire.carries:
         found = "debug.without_communication is on"
