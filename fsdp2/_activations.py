@@ -56,8 +56,7 @@ def offload_activations(
         StateError: during a step.
     """
     check_module("offload_activations", "model", model)
-    if keep_last != 0 or isinstance(keep_last, bool):
-        check_count("offload_activations", "keep_last", keep_last)
+    check_count("offload_activations", "keep_last", keep_last, low=0)
     check_count("offload_activations", "min_bytes", min_bytes)
     refuse_during_step("offload_activations", units_below(model))
     picked: dict[nn.Module, None] = {}

@@ -64,11 +64,11 @@ def check_flag(who: str, name: str, value: object) -> bool:
     return value
 
 
-def check_count(who: str, name: str, value: object) -> int:
+def check_count(who: str, name: str, value: object, low: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise wrong_type(who, name, "an int of at least 1", value)
-    if value < 1:
-        raise wrong_value(who, name, "an int of at least 1", value)
+        raise wrong_type(who, name, f"an int of at least {low}", value)
+    if value < low:
+        raise wrong_value(who, name, f"an int of at least {low}", value)
     return value
 
 

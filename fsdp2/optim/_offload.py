@@ -34,7 +34,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp2._base import torch_compiler, torch_dtensor
-from fsdp2._base.arguments import check_count, check_flag, check_function, check_optimizer
+from fsdp2._base.arguments import (
+    check_count,
+    check_flag,
+    check_function,
+    check_optimizer,
+    wrong_type,
+)
 from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError, UnsupportedError
 from fsdp2._offload.host_memory import CopyLanes, HostBuffer, HostMemory
@@ -90,7 +96,8 @@ def offload_states(
             states lie with their owners.
     """
     who = "fsdp2.optim.offload_states"
-    check_optimizer(who, optimizer)
+    if check_optimizer(who, optimizer) is None:
+        raise wrong_type(who, "optimizer", "a torch.optim.Optimizer", optimizer)
     check_flag(who, "by_itself", by_itself)
     if max_bytes is not None:
         check_count(who, "max_bytes", max_bytes)
