@@ -6,7 +6,6 @@ returns: ``UnitInfo``, ``GroupInfo``, ``ShardInfo``. It must not know what a ste
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -21,7 +20,8 @@ from fsdp2._api.inspect import GroupInfo, ShardInfo, UnitInfo
 from fsdp2._api.settings import refuse_during_step, sharded_units
 from fsdp2._base import torch_autograd, torch_compiler
 from fsdp2._base.arguments import check_count, check_flag, check_process_group
-from fsdp2._base.errors import ConfigError, StateError, coded
+from fsdp2._base.errors import ConfigError, StateError
+from fsdp2._base.warn import warn
 from fsdp2._comm.mesh import MeshAxis
 from fsdp2._comm.process_mesh import carrying, named
 from fsdp2._comm.wire import Wire
@@ -147,14 +147,11 @@ class OrderCheck:
         expected = self.order[position] if position < len(self.order) else "nothing"
         if name != expected and name not in self._warned:
             self._warned.add(name)
-            warnings.warn(
-                coded(
-                    "FS408",
-                    f"fsdp2: {name} runs where {expected} ran before (forward "
-                    f"{self._forwards + 1}, unit {position + 1}). Prefetching follows the recorded "
-                    "order, and gathers in vain where it changes.",
-                ),
-                stacklevel=2,
+            warn(
+                "FS408",
+                f"fsdp2: {name} runs where {expected} ran before (forward "
+                f"{self._forwards + 1}, unit {position + 1}). Prefetching follows the recorded "
+                "order, and gathers in vain where it changes.",
             )
 
 
@@ -213,13 +210,10 @@ def without_communication(
         )
     units = sharded_units("without_communication", "model", model)
     refuse_during_step("without_communication", units)
-    warnings.warn(
-        coded(
-            "FS515",
-            "fsdp2.debug.without_communication: collectives are left out, so all results are wrong "
-            "until the context is left. Use it for measurements only.",
-        ),
-        stacklevel=3,
+    warn(
+        "FS515",
+        "fsdp2.debug.without_communication: collectives are left out, so all results are wrong "
+        "until the context is left. Use it for measurements only.",
     )
     groups = [group for unit in units for group in unit.own_groups]
     wires = {group: group.wire for group in groups}

@@ -19,7 +19,6 @@ import functools
 import inspect
 import os
 import socket
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -40,8 +39,9 @@ from fsdp2._base.arguments import (
     wrong_type,
     wrong_value,
 )
-from fsdp2._base.errors import ConfigError, ConfigTypeError, coded
+from fsdp2._base.errors import ConfigError, ConfigTypeError
 from fsdp2._base.names import children_first, class_name
+from fsdp2._base.warn import warn
 from fsdp2._comm.mesh import default_device_type, default_mesh, require_process_group
 from fsdp2._comm.process_mesh import Grid, operation
 from fsdp2._engine.between_steps import units_below
@@ -233,13 +233,10 @@ def run_policy(policy: object, model: nn.Module, ignored: Ignored, asking: Askin
 
 
 def _warn_of_nothing(model: nn.Module, what: str, asking: Asking) -> None:
-    warnings.warn(
-        coded(
-            "FS228",
-            f"{asking.who}: no module of the {class_name(model)} is {what}, so {asking.if_none}. "
-            "Pass the classes of the model's blocks.",
-        ),
-        stacklevel=4,  # where the function that asks was called
+    warn(
+        "FS228",
+        f"{asking.who}: no module of the {class_name(model)} is {what}, so {asking.if_none}. "
+        "Pass the classes of the model's blocks.",
     )
 
 

@@ -106,7 +106,7 @@ def hands_on(call: ast.Call) -> bool:
 def sites() -> tuple[Site, ...]:
     """Return every call that makes an error, or the text of a warning, with a code of its own."""
     found, own = [], own_codes()
-    makers = error_classes() | {"coded"}
+    makers = error_classes() | {"coded", "warn"}
     for place, call, name in calls():
         if name in SHARED:
             found.append(Site(place, name, SHARED[name]))
@@ -123,19 +123,18 @@ def faults() -> list[Fault]:
     """Return the calls that lack a code."""
     found, own = [], own_codes()
     for place, call, name in calls():
-        if name in error_classes() | {"coded"} and name not in own:
-            if code_of(call) is None and not hands_on(call):
-                remedy = (
-                    f'write {name}("FSnnn", text): the code of a paragraph of fsdp2/_errors that '
-                    "says what this error means, or, if none does, the next free code of its "
-                    "family, and a paragraph (CONTRIBUTING.md, Errors)"
-                )
-                found.append(Fault(place, remedy))
-        elif ast.unparse(call.func) == "warnings.warn":
-            text = call.args[0]
-            if not (isinstance(text, ast.Call) and name_of(text.func) == "coded"):
-                remedy = 'write warnings.warn(coded("FSnnn", text), ...), coded of _base/errors.py'
-                found.append(Fault(place, remedy))
+        if ast.unparse(call.func) == "warnings.warn":
+            if place.partition(":")[0] != "fsdp2/_base/warn.py":
+                found.append(Fault(place, 'write warn("FSnnn", text), of _base/warn.py'))
+        elif name not in error_classes() | {"coded", "warn"} or name in own:
+            pass
+        elif code_of(call) is None and not hands_on(call):
+            remedy = (
+                f'write {name}("FSnnn", text): the code of a paragraph of fsdp2/_errors that says '
+                "what this error means, or, if none does, the next free code of its family, and a "
+                "paragraph (CONTRIBUTING.md, Errors)"
+            )
+            found.append(Fault(place, remedy))
     return found
 
 

@@ -52,6 +52,7 @@ ENVIRONMENT = {
     # A connection to a store asks for the name of a loopback address. Where the resolver drops some
     # of the questions, each of these takes five seconds without this.
     "RES_OPTIONS": "timeout:1 attempts:1",
+    "FSDP2_WARNINGS": "every_rank",  # each rank looks at its own
     # Inductor keeps graphs and kernels on disk: ranks and later runs take those of this source.
     "TORCHINDUCTOR_CACHE_DIR": str(folder_of_graphs()),
 }

@@ -251,6 +251,7 @@ def test_signatures_of_the_modules_methods() -> None:
 FSDPModule.state_dict(self, *args, **kwargs)
 FSDPModule.load_state_dict(self, state_dict, *args, **kwargs)
 FSDPModule.train(self, mode=True)
+FSDPModule.extra_repr(self)
 FSDPModule.zero_grad(self, set_to_none=True)
 FSDPModule.unshard(self, async_op=False)
 FSDPModule.reshard(self)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp2._base.arguments import check_module
 from fsdp2._base.sizes import nbytes_text
 from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.tree import Unit
+from fsdp2._engine.tree import Unit, unit_of
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.param import FSDPParam
 
@@ -79,7 +79,7 @@ class UnitInfo:
     first to run. ``is_conditional`` and ``reshard_after_forward`` are what ``fully_shard`` was
     given, or a setter since. ``groups`` has one entry for each mesh that parameters lie on, and
     one for each large part of a root. ``str()`` and ``print`` give a line about the unit, with the
-    bytes of its parameters that are on this rank.
+    bytes of its parameters that are on this rank, and those that are tied.
     """
 
     names: tuple[str, ...]
@@ -108,10 +108,23 @@ class UnitInfo:
             for group in self.groups
         }
         count = f"{len(shards)} parameter" + ("s" if len(shards) > 1 else "")
+        ties = [" = ".join(shard.names) for shard in shards if len(shard.names) > 1]
         return (
             f"{name}: unit of {count}, {nbytes_text(here)} here of {nbytes_text(whole)}, "
             f"sharded over {' and '.join(sorted(places))}"
+            + (f"; tied: {', '.join(ties)}" if ties else "")
         )
+
+
+def tied_lines(module: nn.Module) -> list[str]:
+    """Return ``"tied: <names>"`` for each tied parameter of a module's unit, as seen from it."""
+    unit = unit_of(module)
+    if unit is None or module is not unit.modules[0]:
+        return []
+    params = [param for group in unit.own_groups for param in group.params]
+    tied = [param for param in params if len(param.sites) > 1]
+    names = _names_below(module) if tied else {}
+    return [f"tied: {' = '.join(_names_of(param, names))}" for param in tied]
 
 
 def units(model: nn.Module) -> list[UnitInfo]:
@@ -126,9 +139,7 @@ def units(model: nn.Module) -> list[UnitInfo]:
     Source: ``fsdp_modules`` and the shard metadata of torch's FSDP1.
     """
     check_module("units", "model", model)
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
+    names = _names_below(model)
     found = units_below(model)
     below: set[Unit] = set()
     for unit in found:
@@ -144,6 +155,22 @@ def units(model: nn.Module) -> list[UnitInfo]:
         )
         for unit in found
     ]
+
+
+def _names_below(model: nn.Module) -> dict[nn.Module, list[str]]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
+def _names_of(param: FSDPParam, names: dict[nn.Module, list[str]]) -> tuple[str, ...]:
+    found = [
+        f"{prefix}.{site.name}" if prefix else site.name
+        for site in param.sites
+        for prefix in names.get(site.module, [])
+    ]
+    return tuple(dict.fromkeys(found))
 
 
 def _group_info(group: ParamGroup, names: dict[nn.Module, list[str]]) -> GroupInfo:
@@ -163,16 +190,11 @@ def _group_info(group: ParamGroup, names: dict[nn.Module, list[str]]) -> GroupIn
 def _shard_info(param: FSDPParam, names: dict[nn.Module, list[str]], rank: int) -> ShardInfo:
     layout, sharded = param.placement.layout, param.sharded
     assert isinstance(sharded, DTensor)
-    found = [
-        f"{prefix}.{site.name}" if prefix else site.name
-        for site in param.sites
-        for prefix in names.get(site.module, [])
-    ]
     span, local = param.span, param.local
     nbytes = span.nbytes if span is not None else 0 if local is None else local.nbytes
     deal = layout.deal
     return ShardInfo(
-        names=tuple(dict.fromkeys(found)) or (param.fqn,),
+        names=_names_of(param, names) or (param.fqn,),
         shape=layout.shape,
         stride=layout.stride,
         dtype=sharded.dtype,

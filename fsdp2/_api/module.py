@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch.nn as nn
 
 from fsdp2._api.finalization import GradientReductionHandle, finalize, set_manual
+from fsdp2._api.inspect import tied_lines
 from fsdp2._api.settings import ControlSurface, own_unit, units_in
 from fsdp2._base import torch_modules
 from fsdp2._base.arguments import check_flag, check_mapping
@@ -179,6 +180,10 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         if own is not None:
             _follow_mode(own)
         return result
+
+    def extra_repr(self) -> str:
+        """Say which parameters of this unit are tied, in lines of their own, after the module's."""
+        return "\n".join(filter(None, (super().extra_repr(), *tied_lines(self))))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear every gradient: of sharded parameters, and of whole ones.

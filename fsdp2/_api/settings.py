@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,9 +28,10 @@ from fsdp2._base.arguments import (
     wrong_value,
 )
 from fsdp2._base.capabilities import ZeroCopy
-from fsdp2._base.errors import ConfigError, ConfigTypeError, StateError, coded
+from fsdp2._base.errors import ConfigError, ConfigTypeError, StateError
 from fsdp2._base.events import IDLE
 from fsdp2._base.names import class_name
+from fsdp2._base.warn import warn
 from fsdp2._comm.comms import CustomComm
 from fsdp2._comm.device_streams import streams_for
 from fsdp2._comm.process_mesh import carrying, operation
@@ -330,13 +330,10 @@ class ControlSurface:
         Raises:
             ConfigError: ``factor`` is neither None nor a finite number above 0.
         """
-        warnings.warn(
-            coded(
-                "FS506",
-                "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
-            ),
+        warn(
+            "FS506",
+            "set_reduce_scatter_divide_factor is deprecated: use set_gradient_divide_factor",
             FutureWarning,
-            stacklevel=2,
         )
         self.set_gradient_divide_factor(factor)
 

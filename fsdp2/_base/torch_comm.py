@@ -115,6 +115,11 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
         world.bound_device_id = device
 
 
+def default_store() -> Any:
+    """Return the store that ranks met in. The public API takes one, and never gives it back."""
+    return distributed_c10d._get_default_store()
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return how long a group's operations wait; None if its backend does not say."""
     with contextlib.suppress(AttributeError, IndexError, RuntimeError):

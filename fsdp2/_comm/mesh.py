@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,8 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2._base import torch_comm, torch_dtensor, torch_modes
 from fsdp2._base.arguments import wrong_type
-from fsdp2._base.errors import ConfigError, UnsupportedError, coded
+from fsdp2._base.errors import ConfigError, UnsupportedError
 from fsdp2._base.policy import DataParallelMeshDims
+from fsdp2._base.warn import warn
 
 SHARD = "shard"
 REPLICATE = "replicate"
@@ -303,16 +303,13 @@ def _tell_of_timeout(axis: MeshAxis) -> None:
     if asked is None or own is None or own <= asked:
         return
     _told.add(world)
-    warnings.warn(
-        coded(
-            "FS231",
-            f"the process group of mesh dim {axis.name!r} waits {own.total_seconds():g} s for "
-            f"other ranks, and the default group {asked.total_seconds():g} s: a mesh does not take "
-            "over the time-out that init_process_group was given. If a link breaks, ranks wait "
-            f"that long. Set it: mesh.get_group({axis.name!r}).set_timeout(datetime.timedelta("
-            f"seconds={asked.total_seconds():g})), for each dim.",
-        ),
-        stacklevel=2,
+    warn(
+        "FS231",
+        f"the process group of mesh dim {axis.name!r} waits {own.total_seconds():g} s for "
+        f"other ranks, and the default group {asked.total_seconds():g} s: a mesh does not take "
+        "over the time-out that init_process_group was given. If a link breaks, ranks wait "
+        f"that long. Set it: mesh.get_group({axis.name!r}).set_timeout(datetime.timedelta("
+        f"seconds={asked.total_seconds():g})), for each dim.",
     )
 
 

@@ -6,16 +6,21 @@ groups of conditional ones, and the errors of trees that cannot run.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import torch.nn as nn
 
 from fsdp2._base.errors import StateError
 from fsdp2._base.names import class_name
+from fsdp2._base.warn import warn
 from fsdp2._engine.parts import Part, Parts
 from fsdp2._engine.tree import Runtime, Unit, unit_of
-from fsdp2._engine.used_outside import know
+from fsdp2._engine.used_outside import know, units_around
 from fsdp2._param_group.param import FSDPParam, check_unused
+
+_told: weakref.WeakSet[Unit] = weakref.WeakSet()
+"""Roots of which it was said once that a module of theirs ran before them."""
 
 
 def attach(root: Unit) -> Runtime:
@@ -24,6 +29,8 @@ def attach(root: Unit) -> Runtime:
     Raises:
         StateError: a unit below ran before its root; a tied parameter that no unit holds whole.
     """
+    if root.fqn:  # ``fully_shard`` of a module around it named it so
+        _tell_of_outer(root)
     names: dict[Unit, str] = {}
     names_of_modules: dict[nn.Module, str] = {}
     on_meta: list[str] = []
@@ -86,6 +93,21 @@ def attach(root: Unit) -> Runtime:
         runtime.parts = Parts(parts, runtime)
         runtime.parts.enroll(names[root])
     return runtime
+
+
+def _tell_of_outer(root: Unit) -> None:
+    around = units_around(root)  # none: the name is that of the module which this is a copy of
+    outer = next((unit for unit in around if not unit.fqn), None)
+    if outer is None or outer in _told:
+        return
+    _told.add(outer)
+    whole = class_name(outer.modules[0])
+    warn(
+        "FS304",
+        f"{root.fqn}: runs a forward by itself before {whole}, which contains it and is sharded "
+        f"too. So it is a root of its own from now on, and a forward of {whole} raises an error. "
+        f"If you mean to run {whole}, run it first; the modules in it can run alone after that.",
+    )
 
 
 def _owning_units(root: Unit, names: dict[Unit, str]) -> dict[Unit, list[Unit]]:

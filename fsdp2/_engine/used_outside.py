@@ -37,6 +37,21 @@ def know(unit: Unit) -> None:
     _units.add(unit)
 
 
+def units_around(unit: Unit) -> list[Unit]:
+    """Return the units whose modules contain those of a unit."""
+    return [
+        other
+        for other in list(_units)
+        if other is not unit
+        and all(any(part is top for part in _parts(other)) for top in unit.modules)
+    ]
+
+
+def _parts(unit: Unit) -> Iterator[nn.Module]:
+    for top in unit.modules:
+        yield from top.modules()
+
+
 def explained(error: BaseException) -> StateError | None:
     """Return what to raise in place of torch's error; None for any other error."""
     if not isinstance(error, RuntimeError) or MIXED not in str(error):

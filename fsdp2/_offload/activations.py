@@ -25,7 +25,6 @@ brought to the device is dropped when backward has left the group; the next back
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -37,8 +36,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp2._base import torch_autograd, torch_compiler, torch_modes, torch_tensors
 from fsdp2._base.capabilities import capabilities
-from fsdp2._base.errors import StateError, coded
+from fsdp2._base.errors import StateError
 from fsdp2._base.names import class_name
+from fsdp2._base.warn import warn
 from fsdp2._engine.between_steps import units_below
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, Unit
 from fsdp2._offload.host_memory import CopyLanes, HostMemory
@@ -296,15 +296,12 @@ class Activations:
     def _warn_of_checkpoint(self, module: nn.Module) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                coded(
-                    "FS325",
-                    f"offload_activations: a {class_name(module)} runs inside an activation "
-                    "checkpoint, which saves only what goes in, and outside of the module. So "
-                    "nothing of it is copied to the host. Choose the module that calls the "
-                    "checkpoint instead, as CheckpointWrapper.",
-                ),
-                stacklevel=2,
+            warn(
+                "FS325",
+                f"offload_activations: a {class_name(module)} runs inside an activation "
+                "checkpoint, which saves only what goes in, and outside of the module. So "
+                "nothing of it is copied to the host. Choose the module that calls the "
+                "checkpoint instead, as CheckpointWrapper.",
             )
 
     @torch_compiler.always_eager

@@ -25,7 +25,6 @@ several roots), so it is told once. Gradients that nobody will ever reduce are a
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -37,7 +36,8 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2._base import torch_compiler, torch_dealt
-from fsdp2._base.errors import StateError, coded
+from fsdp2._base.errors import StateError
+from fsdp2._base.warn import warn
 from fsdp2._param_group import registration
 from fsdp2._param_group.param import OwnerMark, is_forgotten, stand_in_of
 from fsdp2._param_group.reduce import may_hold
@@ -111,15 +111,12 @@ def _tell_of_unreduced(optimizer: Optimizer) -> None:
             reducer.refuse_hidden()
             waiting.append(reducer.ids.fqn or "<root>")
     if waiting:
-        warnings.warn(
-            coded(
-                "FS710",
-                f"{type(optimizer).__name__}: {', '.join(sorted(waiting))}: gradients of a "
-                "backward without sync wait here, and this step does not see them. The next "
-                "backward with sync reduces them, if its forward begins at the same outermost "
-                "unit. Run that before the step, or call zero_grad() on the model to drop them.",
-            ),
-            stacklevel=4,
+        warn(
+            "FS710",
+            f"{type(optimizer).__name__}: {', '.join(sorted(waiting))}: gradients of a "
+            "backward without sync wait here, and this step does not see them. The next "
+            "backward with sync reduces them, if its forward begins at the same outermost "
+            "unit. Run that before the step, or call zero_grad() on the model to drop them.",
         )
 
 
@@ -129,16 +126,13 @@ def _warn_of_forgotten(optimizer: Optimizer) -> None:
     forgotten = [param for param in params if is_forgotten(param)]
     sharded = [param for param in params if OwnerMark.owner_of(param) is not None]
     if forgotten and any(param.device_mesh.size() > 1 for param in sharded):
-        warnings.warn(
-            coded(
-                "FS709",
-                f"{type(optimizer).__name__}: {len(forgotten)} of its parameters are in no unit "
-                f"(the first has shape {tuple(forgotten[0].shape)}), so fsdp2 does not average "
-                "their gradients over ranks. Call fully_shard on the outermost module, after the "
-                "inner ones. If something else averages them, as DistributedDataParallel does, "
-                "pass them as ignored_params.",
-            ),
-            stacklevel=3,
+        warn(
+            "FS709",
+            f"{type(optimizer).__name__}: {len(forgotten)} of its parameters are in no unit "
+            f"(the first has shape {tuple(forgotten[0].shape)}), so fsdp2 does not average "
+            "their gradients over ranks. Call fully_shard on the outermost module, after the "
+            "inner ones. If something else averages them, as DistributedDataParallel does, "
+            "pass them as ignored_params.",
         )
 
 

@@ -12,7 +12,6 @@ import os
 import platform
 import socket
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -26,8 +25,9 @@ from fsdp2._api.inspect import GroupInfo
 from fsdp2._api.inspect import units as describe_units
 from fsdp2._api.settings import refuse_during_step, sharded_units
 from fsdp2._base.arguments import check_count, check_function, check_path
-from fsdp2._base.errors import StateError, UnsupportedError, coded
+from fsdp2._base.errors import StateError, UnsupportedError
 from fsdp2._base.names import class_name
+from fsdp2._base.warn import warn
 from fsdp2._compiled.compile import CompiledModel
 from fsdp2._engine.tree import Unit
 from fsdp2._pages.content import Page, Planned
@@ -172,15 +172,12 @@ class Recording:
             self._scalars(found.number, found.scalars)
         except Exception as error:  # inside of a backward, of one rank: the step must go on
             self._scalars = None
-            warnings.warn(
-                coded(
-                    "FS918",
-                    f"fsdp2.record: scalars raised {type(error).__name__}: {error} at step "
-                    f"{found.number} of rank {self.rank}. It is not called again; the recording "
-                    "goes on. Mend the function that was passed.",
-                ),
+            warn(
+                "FS918",
+                f"fsdp2.record: scalars raised {type(error).__name__}: {error} at step "
+                f"{found.number} of rank {self.rank}. It is not called again; the recording "
+                "goes on. Mend the function that was passed.",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     # What can be done with it afterwards, or meanwhile.

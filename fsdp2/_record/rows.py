@@ -14,15 +14,15 @@ from __future__ import annotations
 import json
 import os
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp2._base.errors import ConfigError, coded
+from fsdp2._base.errors import ConfigError
 from fsdp2._base.names import printable
 from fsdp2._base.regular_files import is_hollow, open_regular
+from fsdp2._base.warn import warn
 from fsdp2._pages.files import write_whole
 from fsdp2._record.format import FORMAT, check_header, check_row
 
@@ -90,14 +90,11 @@ class Writer:
                     data = data[os.write(self._file, data) :]
             except OSError as error:  # of this rank alone: raising would leave others waiting
                 self.is_broken = True
-                warnings.warn(
-                    coded(
-                        "FS919",
-                        f"fsdp2.record: {self.path} cannot be written any more ({error}); what "
-                        "follows is not recorded. The run goes on.",
-                    ),
+                warn(
+                    "FS919",
+                    f"fsdp2.record: {self.path} cannot be written any more ({error}); what "
+                    "follows is not recorded. The run goes on.",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
 
     def close(self) -> None:

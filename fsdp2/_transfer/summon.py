@@ -12,7 +12,6 @@ at them, so their modules refuse a forward, and ``Unit.summoned_on`` keeps units
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdp2._base import torch_dtensor
 from fsdp2._base.arguments import check_flag
-from fsdp2._base.errors import ConfigError, StateError, coded
+from fsdp2._base.errors import ConfigError, StateError
 from fsdp2._base.names import class_name
+from fsdp2._base.warn import warn
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._engine.tree import Unit, unit_of
@@ -160,13 +160,10 @@ def summon_full_params(
         grids = Grids([item.sharded for item in found])
         _gather(found, grids, rank0_only, offload_to_cpu, with_grads)
     if offload_to_cpu and not rank0_only and torch.accelerator.is_available():
-        warnings.warn(
-            coded(
-                "FS309",
-                "summon_full_params: offload_to_cpu without rank0_only puts a copy of every "
-                "parameter into host memory for each rank of the machine.",
-            ),
-            stacklevel=3,
+        warn(
+            "FS309",
+            "summon_full_params: offload_to_cpu without rank0_only puts a copy of every "
+            "parameter into host memory for each rank of the machine.",
         )
     top = unit_of(module)
     own = [unit for unit in units if not unit.summoned_on and (recurse or unit is top)]

@@ -26,14 +26,14 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from fsdp2._base.arguments import check_number
-from fsdp2._base.errors import StateError, coded
+from fsdp2._base.errors import StateError
 from fsdp2._base.pending_copies import wait_for_copies
+from fsdp2._base.warn import warn
 from fsdp2._comm.process_mesh import Grid
 from fsdp2.checkpoint._checksums import said
 from fsdp2.checkpoint._publish import ABANDONED_AFTER_S, OWNER, is_dead, is_old, own
@@ -292,7 +292,7 @@ def settle(what: str, main: Grid, when_busy: WhenBusy) -> None:
     if before is not None:
         before._is_told = True
     for each in dict.fromkeys(texts):
-        warnings.warn(coded("FS627", f"{each}"), stacklevel=4)
+        warn("FS627", f"{each}")
 
 
 def _finish() -> None:
@@ -303,4 +303,4 @@ def _finish() -> None:
     handle._is_leaving = True
     handle._done.wait()
     if handle._error is not None and not handle._is_told:
-        warnings.warn(coded("FS627", handle._error.text), stacklevel=1)
+        warn("FS627", handle._error.text)

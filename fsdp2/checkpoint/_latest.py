@@ -6,7 +6,6 @@ Owns the search, and what is passed over. It must not know how a checkpoint is r
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch.nn as nn
 from torch.optim import Optimizer
 
 from fsdp2._base.arguments import check_path, wrong_type
-from fsdp2._base.errors import StateError, coded
+from fsdp2._base.errors import StateError
+from fsdp2._base.warn import warn
 from fsdp2._comm.process_mesh import operation
 from fsdp2._transfer.redistribute import Grids, checked_together
 from fsdp2.checkpoint._background import settle
@@ -84,9 +84,9 @@ def load_latest(
             if error.code != "FS618":
                 raise
             passed_over.append(error.text.partition(" Take another checkpoint")[0])
-            warnings.warn(
-                coded("FS618", f"load_latest: passes over copies in memory: {passed_over[-1]}"),
-                stacklevel=3,
+            warn(
+                "FS618",
+                f"load_latest: passes over copies in memory: {passed_over[-1]}",
             )
     for name in found:
         try:
@@ -97,9 +97,7 @@ def load_latest(
             if error.code != "FS618":
                 raise
             passed_over.append(error.text.partition(" Take another checkpoint")[0])
-            warnings.warn(
-                coded("FS618", f"load_latest: passes over {name}: {passed_over[-1]}"), stacklevel=3
-            )
+            warn("FS618", f"load_latest: passes over {name}: {passed_over[-1]}")
     if passed_over:
         raise StateError(
             "FS618",

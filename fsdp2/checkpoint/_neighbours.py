@@ -24,7 +24,6 @@ import re
 import shutil
 import threading
 import time
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +36,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp2._base.arguments import check_count, check_key, check_path
-from fsdp2._base.errors import ConfigError, UnsupportedError, coded
+from fsdp2._base.errors import ConfigError, UnsupportedError
+from fsdp2._base.warn import warn
 from fsdp2._comm.process_mesh import Grid, carrying, operation
 from fsdp2._transfer.chunk_plan import Region
 from fsdp2._transfer.redistribute import Grids, checked_together
@@ -218,13 +218,10 @@ class NeighbourCopies:
             return
         self._error = self._current = None
         told = [each for each in self._world.collect(text) if each]
-        warnings.warn(
-            coded(
-                "FS630",
-                "NeighbourCopies: the last copies did not arrive: "
-                f"{'; '.join(told)}. Those before them count.",
-            ),
-            stacklevel=4,
+        warn(
+            "FS630",
+            "NeighbourCopies: the last copies did not arrive: "
+            f"{'; '.join(told)}. Those before them count.",
         )
 
     def _remove_but(self, *kept: Path | None) -> None:
@@ -316,13 +313,10 @@ def newest(copies: NeighbourCopies, newer_than_ns: int) -> _Found | None:
             return _Found(name, saved, ranks, holders)
         lost.append(f"of ranks {', '.join(map(str, missing))}")
     if lost:
-        warnings.warn(
-            coded(
-                "FS630",
-                f"load_latest: copies in the memory of hosts are not whole: those {lost[0]} "
-                "are lost, so the state is loaded from files.",
-            ),
-            stacklevel=4,
+        warn(
+            "FS630",
+            f"load_latest: copies in the memory of hosts are not whole: those {lost[0]} "
+            "are lost, so the state is loaded from files.",
         )
     return None
 

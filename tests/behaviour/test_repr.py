@@ -1,5 +1,7 @@
 """Promise: `print(model)` is what torch's own `fully_shard` makes it, the same on every rank.
 
+But for ties: the module whose unit has a tied parameter says so.
+
 What is sharded is in `print(*fsdp2.units(model), sep="\\n")`: it differs between ranks.
 """
 
@@ -98,3 +100,30 @@ def test_inside_a_compiled_function(rank: int, world_size: int) -> None:
     x = torch.ones(1, 4)
     compiled = torch.compile(words, backend="eager")
     assert torch.equal(compiled(x), words(x))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(29, 13)
+        self.head = nn.Linear(13, 29, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@ranks(2)
+def test_ties_are_shown(rank: int, world_size: int) -> None:
+    """The module of the unit says it, and so does the line about the unit."""
+
+    def model(library: Any) -> nn.Module:
+        found = nn.Sequential(Tied())
+        library.fully_shard(found[0])
+        library.fully_shard(found)
+        return found
+
+    ours = model(fsdp2)
+    line = "    tied: embedding.weight = head.weight\n"
+    assert line in repr(ours)
+    assert repr(ours).replace(line, "") == repr(model(torch_fsdp))
+    texts = [str(unit) for unit in fsdp2.units(ours)]
+    assert texts[1].endswith("sharded over 2; tied: 0.embedding.weight = 0.head.weight")
+    assert "tied" not in texts[0]

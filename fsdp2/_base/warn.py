@@ -1,0 +1,95 @@
+"""Warnings: all ranks issue one, and one of them shows it.
+
+Most warnings come on every rank, and as many copies as there are ranks hide what they say. So the
+first rank shows one, and another rank shows only what the first one does not come to, as a warning
+about one stage of a pipeline.
+
+All ranks issue it all the same: where filters make errors of warnings, every rank must raise, or
+the others would wait for it.
+
+``FSDP2_WARNINGS=every_rank`` shows them everywhere, as where ranks are looked at one by one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp2._base import torch_comm
+from fsdp2._base.errors import coded
+
+EVERY_RANK = "every_rank"
+
+PATIENCE_S = 0.5
+"""How long another rank waits, once for each text, for the first one to show it."""
+
+_shows: dict[str, bool] = {}
+"""Texts that came up, and whether this rank shows them."""
+
+
+def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
+    """Do what ``warnings.warn`` does, on one rank for all. No rank needs another one for it.
+
+    It names the line of the user's that led here.
+
+    Args:
+        code: of a paragraph in ``fsdp2/_errors``.
+        text: what to show. Ranks that give the same one show it once.
+        category: of the warning.
+    """
+    message, level = coded(code, text), _level_outside()
+    if _is_shown_here(message):
+        warnings.warn(message, category, stacklevel=level)
+        return
+    shown, warnings.showwarning = warnings.showwarning, _show_nothing
+    try:
+        warnings.warn(message, category, stacklevel=level)
+    finally:
+        warnings.showwarning = shown
+
+
+def _level_outside() -> int:
+    """Return how far above ``warn`` the first function is that is neither ours nor torch's."""
+    frame, level = inspect.currentframe(), -1  # this function is one below ``warn``
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("fsdp2", "torch"):
+            break
+        frame, level = frame.f_back, level + 1
+    return level + 1
+
+
+def _show_nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _is_shown_here(message: str) -> bool:
+    if os.environ.get("FSDP2_WARNINGS") == EVERY_RANK or not dist.is_initialized():
+        return True
+    if message not in _shows:
+        _shows[message] = _is_first(message)
+    return _shows[message]
+
+
+def _is_first(message: str) -> bool:
+    """Ask the ranks' store, which answers at once. Whoever cannot ask shows the warning."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks == 1:
+        return True
+    key = f"fsdp2/warned/{message}"
+    try:
+        store = torch_comm.default_store()
+        if rank == 0:
+            store.set(key, "")
+            return True
+        deadline = time.monotonic() + PATIENCE_S
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                return bool(store.add(f"{key}/elsewhere", 1) == 1)
+            time.sleep(0.02)
+    except Exception:  # a store of a job that ends, or one that cannot do this
+        return True
+    return False
