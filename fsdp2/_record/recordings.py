@@ -17,7 +17,7 @@ from fsdp2._base.arguments import check_count, check_path, wrong_type
 from fsdp2._base.errors import ConfigError
 from fsdp2._pages.content import Page, Planned
 from fsdp2._pages.page import render
-from fsdp2._record import summary, trace
+from fsdp2._record import bounds, summary, trace
 from fsdp2._record.align import Aligned, Arrivals, ClockOffset, align, arrivals
 from fsdp2._record.rows import RankFile, files_in, read_file, write_beside
 
@@ -63,6 +63,15 @@ class Recordings:
         counts = tuple(len(steps) for steps in self.steps.values())
         return f"Recordings(ranks={self.ranks}, steps={counts})"
 
+    def __str__(self) -> str:
+        """Say what bounds the steps, and what to change."""
+        found = bounds.find_bounds(self._files, self._aligned, self.arrivals)
+        changes: dict[str, list[str]] = {}
+        for one in found.advice:
+            changes.setdefault(one.change, []).append(one.about)
+        lines = [f"  {', '.join(about)}: {change}" for change, about in changes.items()]
+        return "\n".join([repr(self), found.headline.text, *lines])
+
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(file.rank for file in self._files)
@@ -81,7 +90,7 @@ class Recordings:
 
     @property
     def stragglers(self) -> tuple[Arrivals, ...]:
-        return summary.stragglers(self._files, self.arrivals)
+        return bounds.stragglers(self._files, self.arrivals)
 
     @property
     def steps(self) -> dict[int, tuple[dict[str, Any], ...]]:

@@ -54,7 +54,7 @@ PARTS = {
 SHOTS = [
     Shot(page, sections, width, is_dark)
     for page, sections in PARTS.items()
-    for width in (1280, 480)
+    for width in (1280, 400)
     for is_dark in (False, True)
 ]
 
@@ -106,7 +106,7 @@ SITE_PAGES = {
 def site_pictures(browser: Browser) -> Iterator[tuple[str, bytes]]:
     """Yield a name and a picture of some pages of the manual, as `scripts/docs` built it."""
     for name, page in SITE_PAGES.items():
-        for width, word in ((1280, ""), (480, "-narrow")):
+        for width, word in ((1280, ""), (400, "-narrow")):
             browser.see(width, 800)
             browser.open(SITE / f"{page}.html")
             yield f"site-{name}{word}.png", browser.picture()

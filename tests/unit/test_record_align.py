@@ -10,9 +10,9 @@ import pytest
 
 from fsdp2._pages.content import Span
 from fsdp2._record.align import Delay, align, arrivals, delays
+from fsdp2._record.bounds import stragglers
 from fsdp2._record.culprits import blamed, caused, delays_of, late_spans
 from fsdp2._record.rows import RankFile
-from fsdp2._record.summary import stragglers
 
 MS = 1_000_000
 MINUTE = 60_000_000_000

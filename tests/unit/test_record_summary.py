@@ -95,24 +95,30 @@ def recording(rank: int, *, compute: int, late: int = 0, link: int = 1, gap: int
     return RankFile(Path(f"rank{rank}"), header, tuple(rows))
 
 
-CAUSES: dict[str, tuple[dict[str, int], list[str]]] = {
-    "a slow rank": ({"compute": 200, "late": 100}, ["rank 1"]),
-    "a slow link": ({"compute": 20, "link": 30}, ["the links", "a"]),
-    "a host between the units": ({"compute": 20, "gap": 30}, ["between the units", "a"]),
-    "compute alone": ({"compute": 500}, []),
-}  # fmt: skip
+CAUSES: dict[str, tuple[dict[str, int], list[str], str]] = {
+    "a slow rank": ({"compute": 200, "late": 100}, ["rank 1"], "rank 1: the others waited 1."),
+    "a slow link": ({"compute": 20, "link": 30}, ["the links", "a"], "the links: 60 % of the time"),
+    "a host between the units": (
+        {"compute": 20, "gap": 30},
+        ["between the units", "a"],
+        "between the units: 59 % of the time of steps no unit computes",
+    ),
+    "compute alone": ({"compute": 500}, [], "compute: 99.8 % of the time of steps"),
+}
 
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_cause_comes_first(cause: str) -> None:
     """What follows from it is not said again as the fault of a unit."""
-    given, expected = CAUSES[cause]
+    given, expected, headline = CAUSES[cause]
     files = [recording(rank, **given) for rank in (0, 1)]
     aligned = align(files)
     made = page(files, aligned, arrivals(aligned), 1, None)
     found = [one.about for one in made.advice]
     assert found[:1] == expected[:1]
     assert set(found) <= set(expected)
+    assert made.headline is not None
+    assert made.headline.text.startswith(headline)
     assert made.order[0] == "times"
     (typical,) = (fact for fact in made.facts if fact.name == "a step")
     assert f"{sum(given.values()) + ('link' not in given)} ms" == typical.value

@@ -1,8 +1,8 @@
 // Time lines: lanes of spans, those of several ranks or settings below each other on one axis of time.
 
 const [LANE, NAME, BEGIN, END, NBYTES, CAUSE, NOTE] = [0, 1, 2, 3, 4, 5, 6];
-const LANE_HEIGHT = 26, TITLE_HEIGHT = 22, BETWEEN = 10; // pixels, as the next ones
-const NARROW = 6, WORDS = 14, LETTER = 6.2, NEAR = 3;
+const LANE_HEIGHT = 26, TITLE_HEIGHT = 22, ROW_HEIGHT = 16, BETWEEN = 10; // pixels, as the next ones
+const NARROW = 6, WORDS = 14, LETTER = 6.2, SMALL_LETTER = 5.8, NEAR = 3;
 const LANE_COLOURS = {compute: "lane-compute", gathers: "lane-gathers", reductions: "lane-reductions", late: "cause-0"};
 const CAUSES = 6; // colours of --cause-0 and on, in page.css
 
@@ -129,16 +129,22 @@ function looksOf(line, causes) {
   return (span) => (span[CAUSE] ? byCause.get(kindOfCause(span)) : byLane[span[LANE]]);
 }
 
-// A line's name, and on the right how long its lanes wait for what.
+// A line's name, and how long its lanes wait for what: on the right, or below where there is no room beside the name.
 function titlesOf(line, top, width) {
   const waits = causesIn([line]).map(({name, total}) => `${secondsText(total)} for ${name}`);
-  const title = (more, textStyle) => ({top, padding: 0, ...more, textStyle: {overflow: "truncate", ellipsis: "…", ...textStyle}});
-  const share = waits.length ? 0.4 : 0.95;
-  return [
-    title({text: line.name, left: 0}, {fontSize: 13, color: colour("ink"), width: width * share}),
-    title({text: waits.length ? `waits ${waits.join(", ")}` : "", right: 14},
-      {fontSize: 12, fontWeight: "normal", color: colour("soft"), width: width * 0.55}),
-  ];
+  const text = waits.length ? `waits ${waits.join(", ")}` : "";
+  const fits = text.length * SMALL_LETTER < width * 0.55;
+  const rows = fits ? 0 : Math.ceil(text.length * SMALL_LETTER / (width - 14));
+  const title = (more, textStyle) => ({padding: 0, ...more, textStyle});
+  return {
+    height: TITLE_HEIGHT + rows * ROW_HEIGHT,
+    titles: [
+      title({text: line.name, top, left: 0},
+        {fontSize: 13, color: colour("ink"), width: width * (text && fits ? 0.4 : 0.95), overflow: "truncate", ellipsis: "…"}),
+      title({text, ...(fits ? {top, right: 14} : {top: top + ROW_HEIGHT, left: 0})},
+        {fontSize: 12, lineHeight: ROW_HEIGHT, fontWeight: "normal", color: colour("soft"), ...(fits ? {} : {width: width - 14, overflow: "break"})}),
+    ],
+  };
 }
 
 function timesOption(lines, width, chartOf) {
@@ -155,8 +161,9 @@ function timesOption(lines, width, chartOf) {
   };
   lines.forEach((line, at) => {
     const height = line.lanes.length * LANE_HEIGHT, isLast = at === lines.length - 1;
-    option.title.push(...titlesOf(line, top, width));
-    option.grid.push({left, right, top: top + TITLE_HEIGHT, height});
+    const {titles, height: above} = titlesOf(line, top, width);
+    option.title.push(...titles);
+    option.grid.push({left, right, top: top + above, height});
     option.xAxis.push({
       type: "value", gridIndex: at, min: begin, max: end, ...axisStyle(), axisTick: {show: false},
       axisLabel: {show: isLast, color: colour("soft"), formatter: ticks, hideOverlap: true, showMaxLabel: false},
@@ -172,7 +179,7 @@ function timesOption(lines, width, chartOf) {
       type: "custom", name: line.name, xAxisIndex: at, yAxisIndex: at, progressive: 0, clip: true,
       renderItem: spansDrawer(line, looksOf(line, causes)), encode: {x: [0, 1]}, data: [[begin, end]], silent: true,
     });
-    top += TITLE_HEIGHT + height + BETWEEN;
+    top += above + height + BETWEEN;
   });
   return {
     ...option,
