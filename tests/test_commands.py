@@ -100,7 +100,13 @@ def test_a_plan_of_a_step(capsys: pytest.CaptureFixture[str], here: Path) -> Non
 
 def test_advice(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["toy_of_commands:build", "--mesh", "4", "--batch", "4x16:int64"]
+    scaled = ["--policy", "Block", "--compute", "0.7", "--links", "0.8"]
+    printed = plan(capsys, *words, "--advice", *scaled)
+    assert "peaks" not in printed
+    assert "no advice" in printed
     printed = plan(capsys, *words, "--advice", "--budget", "1KB")
+    assert "at the machine's peaks" in printed
+    assert "no advice" not in printed
     assert "\n\nthe step: does not fit: it takes " in printed
     assert "becomes" in printed
 
@@ -191,6 +197,9 @@ def test_explain_loads_no_torch() -> None:
         ),
         (f"toy_of_commands:build --mesh 2 --batch {'9' * 5000}:int64", "a tensor that can be"),
         ("toy_of_commands:build --mesh 2 --batch 4x16:int64,", "as 4x128:int64, found ''"),
+        ("llama3-8b --mesh 8 --batch 2,8192", "write 2x8192 for"),
+        ("toy_of_commands:build --mesh 2 --hardware cpu --links 0.5", "name --hardware"),
+        ("toy_of_commands:build --mesh 2 --compute 0", "above 0"),
         (f"toy_of_commands:build --mesh {'9' * 5000}", "found '99999"),
         ("toy_of_commands:build --mesh 999999999999x999999999999", "ranks"),
         ("toy_of_commands:build --mesh ²", "found '²'"),

@@ -5,8 +5,9 @@ Owns the search: which changes are tried, and how they are told. It must not kno
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,7 +72,8 @@ class Suggestion:
     ``batch`` is set where the changes have a smaller batch, and on the first suggestion, if that
     fits: the largest first dim of the batch that still fits, looked for up to 65536. It is None
     elsewhere, and if the tensors of the batch do not share their first dim. ``note`` says what the
-    time leaves out; it may be empty.
+    time leaves out; it may be empty. ``tokens_per_second`` is of one rank, and so is
+    ``most_tokens_per_second``, with the largest batch that fits.
     """
 
     changes: Mapping[str, Any] = field(repr=False)
@@ -82,6 +84,7 @@ class Suggestion:
     batch: int | None = None
     note: str = ""
     tokens_per_second: float | None = None
+    most_tokens_per_second: float | None = None
 
     @property
     def name(self) -> str:
@@ -96,7 +99,9 @@ class Suggestion:
         if self.tokens_per_second is not None:
             words.append(f"{rate_text(self.tokens_per_second)} a rank")
         if self.batch is not None and "batch" not in self.changes:
-            words.append(f"up to a batch of {self.batch}")
+            rate = self.most_tokens_per_second
+            most = "" if rate in (None, self.tokens_per_second) else f" ({rate_text(rate)} a rank)"
+            words.append(f"up to a batch of {self.batch}{most}")
         return ", ".join(words)
 
 
@@ -110,7 +115,8 @@ class Search:
     ``may_offload``: the model's policies can still be chosen. ``memory``: the setting of the plan,
     None if it is not known by a name. ``machine``: what it is planned for; activations and states
     leave devices alone. ``sharding``: values of ``shard`` to try beside what needs no
-    ``CPUOffloadPolicy``.
+    ``CPUOffloadPolicy``. ``fused``: makes the optimizer with ``fused=True``, which has no copies of
+    all gradients; None if that is not known.
     """
 
     batch: Any
@@ -121,6 +127,7 @@ class Search:
     found: Callable[[Suggestion], None]
     machine: Hardware | None = None
     sharding: Sequence[str] = ()
+    fused: Callable[..., Any] | None = None
     _steps: dict[str, StepPlan] = field(default_factory=dict, init=False)
 
     def run(self) -> list[Suggestion]:
@@ -129,13 +136,18 @@ class Search:
         The dearer ways are tried only while nothing fits.
         """
         tried: list[Suggestion] = []
-        for stage in self._stages():
+
+        def take(stage: Iterable[Suggestion]) -> None:
             for one in stage:
                 if not any(_gives_the_same(one, other) for other in tried):
                     tried.append(one)
                     self.found(one)
+
+        for stage in self._stages():
+            take(stage)
             if any(one.fits for one in tried):
                 break
+        take(self._roomier([one for one in tried if one.fits]))
         rows = rows_of(self.batch) or 1
         tried.sort(
             key=lambda one: (
@@ -147,9 +159,17 @@ class Search:
         best = tried[0]
         if best.fits and best.batch is None:
             step, changes = self._steps[best.code], dict(best.changes)
-            most = largest_batch(self.batch, step, self.budget, self.predict, changes)
-            tried[0] = replace(best, batch=most)
+            found = largest_batch(self.batch, step, self.budget, self.predict, changes)
+            if found is not None:
+                most, step = found
+                tried[0] = replace(best, batch=most, most_tokens_per_second=step.tokens_per_second)
         return tried
+
+    def _roomier(self, fitting: Sequence[Suggestion]) -> Iterator[Suggestion]:
+        """Try what fits with memory settings that keep more: ``low`` is tried first, and slower."""
+        for one in fitting:
+            if one.changes.get("memory") == "low" and len(one.changes) > 1:
+                yield from self._each(*({**one.changes, "memory": each} for each in MEMORY[:-1]))
 
     def first(self) -> Suggestion | None:
         """Return the first that fits, without looking for better ones; None if nothing does."""
@@ -193,6 +213,14 @@ class Search:
         again = {"activation_checkpointing": True}
         for more in ({}, *self._chunks()):
             yield {**again, **more, "memory": "low"}
+        if self.fused is not None and self._is_at_the_optimizer(again):
+            for own in ({}, {"memory": "low"}):
+                yield {**again, "optimizer": self.fused, **own}
+
+    def _is_at_the_optimizer(self, changes: dict[str, Any]) -> bool:
+        """True if the optimizer's step takes more than forward and backward do."""
+        step = self._steps.get(code_of(changes))
+        return step is not None and step.optimizer_peak_nbytes > step.peak_nbytes
 
     def _smaller(self, changes: dict[str, Any]) -> Iterator[Suggestion]:
         """Look for the largest smaller batch that fits, from one row on."""
@@ -249,7 +277,7 @@ def _gives_the_same(one: Suggestion, other: Suggestion) -> bool:
 
 TOLD = {
     *("batch", "shard", "offload_policy", "activation_checkpointing", "loss_chunks"),
-    *("offload_activations", "offload_states", "memory"),
+    *("offload_activations", "offload_states", "memory", "optimizer"),
 }
 """Changes that have words of their own."""
 
@@ -271,6 +299,8 @@ def code_of(changes: Mapping[str, Any]) -> str:
         parts.append("fsdp2.offload_activations around each unit")
     if changes.get("offload_states"):
         parts.append("fsdp2.optim.offload_states(optimizer)")
+    if isinstance(made := changes.get("optimizer"), functools.partial):
+        parts.append(f"{made.func.__name__}(..., fused=True)")
     if "memory" in changes:
         parts.append(f"model.set_memory({changes['memory']!r})")
     parts += [f"another {name}" for name in changes if name not in TOLD]
@@ -295,8 +325,10 @@ def with_rows(batch: Any, rows: int) -> Any:
 
 def largest_batch(
     batch: object, step: StepPlan, budget: int, predict: Predict, changes: dict[str, Any]
-) -> int | None:
+) -> tuple[int, StepPlan] | None:
     """Return the most rows with which a step fits, as ``step`` does with those of the batch.
+
+    The second value is the step with so many rows.
 
     What is held at a moment grows evenly with the rows, so the peak does between moments. Two sizes
     tell where each event would leave the budget; the first of them is tried. Then a line between
@@ -316,13 +348,15 @@ def largest_batch(
         for one, two in zip(_peaks(step), _peaks(double), strict=False)  # it may run other events
         if two > one
     ]
-    known = {rows: step.highest_nbytes, 2 * rows: double.highest_nbytes}
+    steps = {rows: step, 2 * rows: double}
+    known = {number: one.highest_nbytes for number, one in steps.items()}
     low, high = (2 * rows, MOST + 1) if known[2 * rows] <= budget else (rows, 2 * rows)
     guess, turn = min(leaves, default=MOST), 0
     while high - low > 1:
         turn += 1
         guess = min(max(guess, low + 1), high - 1)
-        known[guess] = with_batch(guess).highest_nbytes
+        steps[guess] = with_batch(guess)
+        known[guess] = steps[guess].highest_nbytes
         low, high = (guess, high) if known[guess] <= budget else (low, guess)
         if turn % 3 == 0:
             guess = (low + high) // 2
@@ -330,7 +364,7 @@ def largest_batch(
             guess = low + (budget - known[low]) * (high - low) // (known[high] - known[low])
         else:
             guess = low + 2**turn
-    return low
+    return low, steps[low]
 
 
 def _peaks(step: StepPlan) -> list[int]:

@@ -23,7 +23,7 @@ import torch.nn as nn
 from fsdp2._base.names import class_name, in_terminal
 from fsdp2._base.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from fsdp2._plan import progress, shapes
-from fsdp2._plan.hardware import HARDWARE
+from fsdp2._plan.hardware import HARDWARE, Hardware, hardware_for
 from fsdp2._plan.plan import Plan, plan, search_of, table_of
 
 MARK = "_fsdp2_is_unit"
@@ -69,7 +69,11 @@ def make_parser() -> argparse.ArgumentParser:
     units = parser.add_mutually_exclusive_group()
     units.add_argument("--policy", metavar="CLASSES", help="classes of units: Block,Embedding")
     units.add_argument("--units", metavar="PATTERNS", help="names of units: 'blocks.*,head'")
-    add("--batch", help="of one rank: shapes as 4x128:int64[,...], or module:function")
+    add(
+        "--batch",
+        help="of one rank: shapes as 4x128:int64[,...], or module:function; for a known shape also "
+        f"sequences alone, as 4, of {LENGTH} tokens",
+    )
     add("--memory", help="low, balanced, fast, or a size as 2GiB")
     add("--param-dtype", type=_dtype, metavar="DTYPE", help="of compute, for example bfloat16")
     add("--reduce-dtype", type=_dtype, metavar="DTYPE", help="of reductions")
@@ -79,9 +83,18 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"a known machine, as h100; a doctor's file; or cpu, for ranks on CPUs ({ASSUMED})",
     )
+    for part, what in (("compute", "rates of products"), ("links", "bandwidths of links")):
+        add(
+            f"--{part}",
+            type=float,
+            metavar="SHARE",
+            help=f"what part of the hardware's {what} yours reach, as 0.6",
+        )
     add("--budget", metavar="SIZE", help="as 70GB, in place of the hardware's memory; suggests")
     add("--suggest", action="store_true", help="say which settings fit, the best first")
     add("--offload", action="store_true", help="keep shards in the memory of the host")
+    for what in ("activations", "states"):
+        add(f"--offload-{what}", action="store_true", help=f"fsdp2's offload_{what}, on a device")
     add(
         "--activation-checkpointing",
         action="store_true",
@@ -110,7 +123,7 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     else:
         with torch.device("meta"):
             model = shapes.Decoder(shape)
-        _complete(given)
+        _complete(parser, given)
     policy = _mark_units(parser, model, given)
     keywords: dict[str, Any] = {
         "mesh": given.mesh,
@@ -118,10 +131,12 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         "batch": _batch(parser, given.batch),
         "memory": _memory(given.memory),
         "optimizer": _optimizer(parser, given.optimizer),
-        "hardware": {None: ASSUMED, "cpu": None}.get(given.hardware, given.hardware),
+        "hardware": _hardware(parser, given),
         "rank": given.rank,
         "activation_checkpointing": given.activation_checkpointing,
         "loss_chunks": given.loss_chunks,
+        "offload_activations": given.offload_activations,
+        "offload_states": given.offload_states,
     }
     if given.param_dtype is not None or given.reduce_dtype is not None:
         keywords["mp_policy"] = MixedPrecisionPolicy(given.param_dtype, given.reduce_dtype)
@@ -132,12 +147,31 @@ def run(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
         _tell(found, given)
 
 
-def _complete(given: argparse.Namespace) -> None:
+def _hardware(parser: argparse.ArgumentParser, given: argparse.Namespace) -> str | Hardware | None:
+    """Return the machine that is planned for, or None for ranks on CPUs."""
+    named: str = ASSUMED if given.hardware is None else given.hardware
+    name = None if named == "cpu" else named
+    shares = {part: getattr(given, part) for part in ("compute", "links")}
+    shares = {part: share for part, share in shares.items() if share is not None}
+    if not shares:
+        return name
+    machine = hardware_for(name)
+    if machine is None:
+        parser.error(f"--{', --'.join(shares)}: a plan for CPUs has no time; name --hardware")
+    return machine.scaled(**shares)
+
+
+def _complete(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """Give a known shape what it is mostly trained with, where nothing is said."""
     if given.policy is None and given.units is None:
         given.policy = shapes.Layer.__name__
     if given.batch is None or re.fullmatch(r"\d+", given.batch):
         given.batch = f"{given.batch or 1}x{LENGTH}"
+    if re.fullmatch(r"\d+(,\d+)+", given.batch):
+        meant = given.batch.replace(",", "x")
+        parser.error(
+            f"--batch: commas are between tensors; write {meant} for a tensor of that shape"
+        )
     given.param_dtype = given.param_dtype or torch.bfloat16
     given.reduce_dtype = given.reduce_dtype or torch.float32
     given.optimizer = given.optimizer or "AdamW"
@@ -148,11 +182,18 @@ def _tell(found: Plan, given: argparse.Namespace) -> None:
         _print(str(found.verdict(given.budget)))
         if given.hardware is None:
             _print(f"on {ASSUMED}, which is assumed: --hardware names another, or cpu")
+        if found.hardware is not None and found.hardware == HARDWARE.get(found.hardware.name):
+            _print(
+                "at the machine's peaks, so no run is faster: --compute 0.7 --links 0.8 is usual"
+            )
         _print("")
     _print(table_of(found))
     if given.advice:
-        for said in found.advice(given.budget):
+        advice = found.advice(given.budget)
+        for said in advice:
             _print(f"\n{said.about}: {said.found}.\n  {said.change}\n  {said.gain}")
+        if not advice:
+            _print("\nno advice: nothing that it looks for is wrong")
     if given.budget is not None or given.suggest:
         search = search_of(found, given.budget, lambda one: _say(f"  {one}"))
         _print("")

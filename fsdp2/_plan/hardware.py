@@ -45,7 +45,8 @@ class Hardware:
             multiplied. ``torch.float32`` must be there, and stands for what is not.
         memory_bandwidth: bytes a second that are read and written.
         near: bytes a second that one rank sends, and at the same time receives, inside a node.
-        far: the same between nodes.
+        far: bytes a second of one rank's share of the links between nodes: its own port, or an
+            eighth of one that eight ranks share.
         ranks_per_node: ranks that share a node.
         latency: seconds of one hop. A collective over N ranks takes as many hops as N has binary
             digits.
@@ -54,6 +55,8 @@ class Hardware:
         device_type: as ``torch.device`` has it. The engine sends large parameters as it does on
             such a device.
         source: where the figures are from.
+        compute_share: what part of the machine's peak ``flops`` are, after ``scaled``. MFU is
+            counted over the peak.
 
     Raises:
         ConfigError: a figure is not a number above 0 (``latency`` may be 0); ``flops`` without
@@ -70,6 +73,7 @@ class Hardware:
     memory_nbytes: int | None = None
     device_type: str = "cuda"
     source: str = field(default="", compare=False)
+    compute_share: float = 1.0
 
     def __post_init__(self) -> None:
         check_key("Hardware", "name", self.name)
@@ -80,7 +84,7 @@ class Hardware:
             )
         for dtype, rate in flops.items():
             _check_rate(f"flops[{dtype}]", rate)
-        for name in ("memory_bandwidth", "near", "far"):
+        for name in ("memory_bandwidth", "near", "far", "compute_share"):
             _check_rate(name, getattr(self, name))
         check_count("Hardware", "ranks_per_node", self.ranks_per_node)
         check_number("Hardware", "latency", self.latency, "a number of seconds", 0.0)
@@ -114,6 +118,7 @@ class Hardware:
             memory_bandwidth=self.memory_bandwidth * memory,
             near=self.near * links,
             far=self.far * links,
+            compute_share=self.compute_share * compute,
         )
 
     def to_values(self) -> dict[str, Any]:
@@ -154,8 +159,18 @@ def flops_of(machine: Hardware, dtype: torch.dtype) -> float:
 
 
 def bandwidth_of(machine: Hardware, ranks: int, stride: int) -> float:
-    """Return what a rank sends a second in a ring of ranks that are ``stride`` apart."""
-    return machine.near if ranks * stride <= machine.ranks_per_node else machine.far
+    """Return what a rank sends a second in rings of ranks that are ``stride`` apart.
+
+    Where they go through several nodes, each rank of a node is the door of one ring, and the bytes
+    are divided among the rings. So a group with all 8 ranks of a node has 8 ports, and one with a
+    rank of each node (replicas) has one, because the other 7 serve the other 7 groups. NCCL does
+    so: nccl-tests see 46 to 48 GB/s for each port of 400 Gb/s (NVIDIA/nccl-tests#290).
+    """
+    if ranks * stride <= machine.ranks_per_node:
+        return machine.near
+    together = max(1, machine.ranks_per_node // stride)
+    ports = ranks % together or together  # those of the node that has the fewest
+    return min(machine.near, ports * machine.far)
 
 
 def seconds_of(machine: Hardware, kind: str, nbytes: int, ranks: int, stride: int) -> float:
@@ -238,6 +253,18 @@ HARDWARE = {
             source="NVIDIA A100 80GB PCIe data sheet (2022): PCIe 4.0 x16, 64 GB/s both ways "
             "together; a port of 100 Gb/s a GPU is assumed",
         ),
+        Hardware(
+            "rtx4090-pcie",
+            {FP32: 82.6e12, BF16: 165.2e12, FP16: 165.2e12},
+            memory_bandwidth=1.008e12,
+            near=16e9,
+            far=12.5e9,
+            latency=_HOP,
+            memory_nbytes=int(23.5 * _GIB),
+            source="NVIDIA Ada architecture white paper (2022): dense rates, sums in fp32; PCIe "
+            "4.0 x16 without copies between cards, so that each byte passes the host: half of 32 "
+            "GB/s is assumed, and a port of 100 Gb/s a GPU",
+        ),
     )
 }
 """Machines that ``plan`` knows by name."""
@@ -261,17 +288,21 @@ def hardware_for(found: object) -> Hardware | None:
     return HARDWARE[name]
 
 
+FILE = "a file that the doctor wrote, or one of Hardware.to_values() as JSON"
+
+
 def _read(path: str) -> Hardware:
-    """Return the machine that ``python -m fsdp2 doctor --json`` measured."""
+    """Return the machine that ``python -m fsdp2 doctor --json`` measured, or ``to_values`` told."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         hint = f"{type(error).__name__}: {error}"
-        raise wrong_value("plan", "hardware", "a file that the doctor wrote", path, hint) from error
-    if not isinstance(values, dict) or not isinstance(values.get("hardware"), dict):
+        raise wrong_value("plan", "hardware", FILE, path, hint) from error
+    figures = values.get("hardware", values) if isinstance(values, dict) else None
+    if not isinstance(figures, dict) or "flops" not in figures:
         hint = "It has no figures of a machine; the doctor measures them on two ranks or more."
-        raise wrong_value("plan", "hardware", "a file that the doctor wrote", path, hint)
-    return Hardware.from_values(values["hardware"])
+        raise wrong_value("plan", "hardware", FILE, path, hint)
+    return Hardware.from_values(figures)
 
 
 # Measurement.

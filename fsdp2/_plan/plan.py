@@ -5,6 +5,8 @@ Owns the question and the answer. The engine itself is run, on ranks and tensors
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -271,7 +273,18 @@ def search_of(
         *(batch, nbytes, plan._predict, not plan.is_sharded, plan._memory, found),
         machine=plan.hardware,
         sharding=sharding,
+        fused=_fused(setup.optimizer, plan.hardware),
     )
+
+
+def _fused(optimizer: object, machine: Hardware | None) -> Callable[..., Any] | None:
+    """Return what makes an optimizer of torch with its fused step, where a device may have it."""
+    if machine is None or machine.device_type == "cpu" or not isinstance(optimizer, type):
+        return None
+    is_torchs = optimizer.__module__.startswith("torch.optim.")
+    if not is_torchs or "fused" not in inspect.signature(optimizer).parameters:
+        return None
+    return functools.partial(optimizer, fused=True)
 
 
 def _changed(setup: Setup, changes: dict[str, Any]) -> Setup:

@@ -175,7 +175,7 @@ class StepRun:
             products = 0.0
             if clock is not None:
                 clock.finish()
-                products = clock.products.seconds
+                products = clock.products.seconds * clock.hardware.compute_share
             peak = max(point.peak_nbytes for point, _ in self._points)
             highest = self._step_optimizer(stepped) if stepped else 0
         told = self._told(start, peak, highest, sum(one.nbytes for one in stepped))

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from fsdp2._base.sizes import nbytes_text
 from fsdp2._plan.values import GroupPlan, StepPlan
+from fsdp2._plan.verdict import place_before
 
 MOST_NAMES = 3
 """So many names of equal groups are in a row."""
@@ -71,7 +72,10 @@ def _step_lines(step: StepPlan, mesh: Sequence[int]) -> Iterator[str]:
             yield f"{kind}: {len(sizes)} a step, {nbytes_text(sum(sizes))}"
     top = max(step.memory, key=lambda point: point.peak_nbytes)
     start = nbytes_text(step.start_nbytes)
-    yield f"peak {nbytes_text(step.highest_nbytes)}, of which {start} at start, before {top.label}"
+    place = place_before(top.label)
+    yield f"peak {nbytes_text(step.highest_nbytes)} at {place}, of which {start} at start"
+    if step.host_nbytes:
+        yield f"{nbytes_text(step.host_nbytes)} of the host's memory"
     if step.seconds is not None:
         waiting = step.waiting_seconds / step.seconds if step.seconds else 0.0
         yield f"a step takes {seconds_text(step.seconds)}; compute waits {waiting:.1%} of it"

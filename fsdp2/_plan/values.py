@@ -122,9 +122,9 @@ class StepPlan:
 
     ``seconds`` of a whole step, and the ``spans`` of its time line, need hardware. Without it they
     are None and empty. ``product_seconds`` is what the products of forward and backward would take
-    at the machine's peak, without those that checkpointing computes again (0 without hardware).
-    ``tokens`` are those of one rank's batch: the elements of its first tensor of whole numbers; 0
-    if there is none.
+    at the machine's peak (that of a machine that was ``scaled``, too), without those that
+    checkpointing computes again (0 without hardware). ``tokens`` are those of one rank's batch: the
+    elements of its first tensor of whole numbers; 0 if there is none.
     """
 
     kinds: tuple[str, ...]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,9 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from fsdp2 import ConfigError
 from fsdp2._pages.content import Advice
-from fsdp2._plan.budget import largest_batch, size_of
-from fsdp2._plan.values import StepPlan
+from fsdp2._plan.budget import Search, Suggestion, largest_batch, size_of
+from fsdp2._plan.plan import search_of
+from fsdp2._plan.values import MemoryPoint, StepPlan
 from tests._meshes import shared_mesh
 from tests._models import seeded
 from tests._pool import ranks
@@ -173,9 +177,11 @@ def test_the_largest_batch_is_found_in_few_plans(spare: float) -> None:
         return predict({"batch": batch.expand(rows, -1)}).highest_nbytes <= budget
 
     budget = int((1 + spare) * plan.step.highest_nbytes)
-    most = largest_batch(batch, plan.step, budget, predict, {})
+    found = largest_batch(batch, plan.step, budget, predict, {})
     assert len(sizes) <= 5, sizes
-    assert most is not None
+    assert found is not None
+    most, step = found
+    assert step == predict({"batch": batch.expand(most, -1)})
     assert fits(most)
     assert not fits(most + 1)
 
@@ -293,3 +299,83 @@ def test_what_cannot_be_suggested() -> None:
     assert best.fits
     assert best.seconds is not None
     assert best.seconds > 0
+
+
+def search(**keywords: Any) -> list[Suggestion]:
+    """Search for a model that is made up: 10 bytes, 3 if computed again; a device, one row."""
+
+    def predict(changes: dict[str, Any]) -> StepPlan:
+        is_again = "activation_checkpointing" in changes
+        memory = changes.get("memory", "balanced")
+        step = {"low": 3, "balanced": 4, "fast": 6}[memory] if is_again else 10
+        stepped = 3 if "optimizer" in changes else 5
+        return StepPlan(
+            kinds=("all",),
+            collectives=(),
+            events=(),
+            memory=(MemoryPoint("forward: reshard a", 0.0, step, step, (step,), (step,)),),
+            start_nbytes=1,
+            peak_nbytes=step,
+            optimizer_nbytes=1,
+            optimizer_peak_nbytes=stepped,
+            seconds={"low": 3.0, "balanced": 2.0, "fast": 1.0}[memory] + is_again,
+            tokens=6,
+        )
+
+    given: dict[str, Any] = {"fused": None, "may_offload": False, "memory": "balanced", **keywords}
+    batch = torch.zeros(1, LENGTH, dtype=torch.long)
+    return Search(batch=batch, predict=predict, found=lambda one: None, **given).run()
+
+
+def fused(*args: Any) -> None: ...
+
+
+FUSED = functools.partial(fused, fused=True)
+
+
+def test_what_fits_is_tried_with_faster_settings() -> None:
+    """``low`` is tried first beside dearer ways; of what fits the fastest is told first."""
+    again = {"activation_checkpointing": True}
+    (best, *_) = search(budget=5)
+    assert (best.fits, best.changes, best.seconds) == (True, again, 3.0)
+    found = search(budget=4, fused=FUSED)
+    assert found[0].fits
+    assert found[0].changes == {**again, "optimizer": FUSED}
+    assert "fused(..., fused=True)" in str(found[0])
+    found = search(budget=3, fused=FUSED)
+    assert [one.changes for one in found if one.fits] == [
+        {**again, "optimizer": FUSED, "memory": "low"}
+    ]
+    tried = [one.changes.get("memory") for one in found if "optimizer" in one.changes]
+    assert {"low", "balanced", "fast"} <= {*tried, "balanced"}
+
+
+def test_a_fused_step_is_tried_where_the_optimizer_takes_the_most() -> None:
+    assert not any("optimizer" in one.changes for one in search(budget=2, fused=None))
+    assert any("optimizer" in one.changes for one in search(budget=2, fused=FUSED))
+    plan = fsdp2.plan(
+        Model(), mesh=8, policy={Block}, batch=TOKENS, optimizer=torch.optim.AdamW, hardware="h100"
+    )
+    making = search_of(plan, "1MB").fused
+    assert isinstance(making, functools.partial)
+    assert making.func is torch.optim.AdamW
+    assert plan.changed(optimizer=making).step is not None
+    assert search_of(plan.changed(hardware=None), "1MB").fused is None, "on CPUs foreach is not it"
+    assert search_of(plan.changed(optimizer=torch.optim.Rprop), "1MB").fused is None
+
+
+def test_a_machine_is_read_from_its_values(tmp_path: Path) -> None:
+    """MFU is counted over the peak, whatever part of it is planned with."""
+    machine = fsdp2.plan.hardware["h100-nvlink-ib"].scaled(compute=0.5, links=0.8)
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(machine.to_values()))
+    made = fsdp2.plan(Model(), mesh=8, policy={Block}, batch=TOKENS, hardware=str(file))
+    assert made.hardware == machine
+    whole = made.changed(hardware="h100").step
+    assert made.step is not None
+    assert whole is not None
+    assert made.step.product_seconds == pytest.approx(whole.product_seconds)
+    assert made.step.mfu == pytest.approx(whole.product_seconds / (made.step.seconds or 0))
+    file.write_text('{"name": "x"}')
+    with pytest.raises(ConfigError, match="no figures of a machine"):
+        made.changed(hardware=str(file))

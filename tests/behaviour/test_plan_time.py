@@ -69,14 +69,19 @@ def test_replicas_use_the_link_between_nodes() -> None:
     inside, between = (whole + 4 * row) * 3 / 4 / 8, 2 * row / 2 / 2
     assert step.seconds == pytest.approx(inside + between, rel=1e-6)
     flat = step_of(model, batch, mesh=8, hardware=hardware)
-    assert flat.seconds == pytest.approx((2 * whole + 8 * counts) * 7 / 8 / 2, rel=1e-6)
+    both = 4 * 2  # each of the 4 ranks of a node has a port
+    assert flat.seconds == pytest.approx((2 * whole + 8 * counts) * 7 / 8 / both, rel=1e-6)
 
 
 def test_latency_and_links() -> None:
     hardware = machine(near=100.0, far=10.0, ranks_per_node=8, latency=3.0)
     assert bandwidth_of(hardware, 8, 1) == 100
-    assert bandwidth_of(hardware, 9, 1) == 10
+    assert bandwidth_of(hardware, 16, 1) == 8 * 10
+    assert bandwidth_of(hardware, 9, 1) == 10, "a node with one rank of the group has one port"
     assert bandwidth_of(hardware, 2, 8) == 10
+    assert bandwidth_of(hardware, 4, 4) == 2 * 10
+    assert bandwidth_of(hardware.scaled(links=2), 16, 1) == 160
+    assert bandwidth_of(machine(near=50.0, far=10.0, ranks_per_node=8), 16, 1) == 50
     assert seconds_of(hardware, "all_gather", 800, 8, 1) == 3 * 3 + 7
     assert seconds_of(hardware, "all_reduce", 800, 8, 1) == 2 * (3 * 3 + 7)
     assert seconds_of(hardware, "all_gather", 800, 1, 1) == 0
