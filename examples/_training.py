@@ -359,7 +359,7 @@ def run_rank(options: Options) -> int:
     trainer.wait_for_save()
     if is_complete:
         for page in trainer.pages.draw():
-            trainer.say(f"drew {page}")
+            trainer.say(f"drew {page}: open it in a browser")
     else:
         trainer.say(f"interrupted after step {trainer.step}; go on with --resume")
     dist.destroy_process_group()

@@ -224,7 +224,8 @@ def sample_in(printed: str) -> str:
 
 def test_draws_its_plan_and_its_last_steps(workplace: Workplace, whole_run: str) -> None:
     folder = workplace.folder / "whole-pages"
-    assert whole_run.endswith(f"drew {folder}/plan.html\ndrew {folder}/recording.html\n")
+    drawn = [f"drew {folder}/{page}.html: open it in a browser\n" for page in ("plan", "recording")]
+    assert whole_run.endswith("".join(drawn))
     assert "over 2 ranks (2)" in (folder / "plan.html").read_text()
     assert "Recording of Transformer" in (folder / "recording.html").read_text()
     found = fsdp2.read_recordings(folder / "steps")
