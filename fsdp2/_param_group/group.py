@@ -453,9 +453,18 @@ class ParamGroup(Observable):
                 self.reshard_post_forward()
             if registration.state is WHOLE or registration.state is SMALLER:
                 registration.is_held = False
-                registration.note_values(Serves.ACCUMULATION)
+                self.keep(Serves.ACCUMULATION)
                 return
         self.reshard()
+
+    def keep(self, serves: Serves) -> None:
+        """Let what is in memory stay. Shards get what was written while they were not shown.
+
+        At once: whoever writes to the shards next would lose it to what is taken over later.
+        """
+        if self.registration.state is WHOLE:
+            self.take_writes()
+        self.registration.note_values(serves)
 
     def reshard_post_forward(self) -> None:
         """Reshard to the smaller mesh, if there is one, else fully."""
