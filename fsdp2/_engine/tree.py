@@ -740,6 +740,7 @@ class Runtime(Observable):
         backward.with_graph = torch.is_grad_enabled()
         with self.thread.lock:
             self.context.phase = BACKWARD
+        self.staying.begin_backward()
         if backward.began_manual is None:
             backward.began_manual = self.root.settings.manual_finalization
         if self.parts is not None:

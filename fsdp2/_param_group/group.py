@@ -439,11 +439,15 @@ class ParamGroup(Observable):
         return is_unread
 
     @property
+    def may_stay(self) -> bool:
+        """True if whole parameters, or shards over the smaller mesh, may serve several forwards."""
+        return self.settings.sharding.keeps_whole or self.buffers.post_forward.mesh is not None
+
+    @property
     def stays(self) -> bool:
         """True if whole parameters, or shards over the smaller mesh, outlive a backward."""
-        settings, smaller = self.settings, self.buffers.post_forward.mesh
-        serves_again = settings.sharding.keeps_whole or smaller is not None
-        return not settings.reshard_after_backward or (settings.accumulates and serves_again)
+        settings = self.settings
+        return not settings.reshard_after_backward or (settings.accumulates and self.may_stay)
 
     def reshard_after_backward(self) -> None:
         """Stay for the next micro-batch, whole or on the smaller mesh, if settings say so."""

@@ -336,6 +336,8 @@ class Reducer(Observable):
             self._widen_gradients(plan, with_graph)
             return None
         grads, missing, is_mixed = self._take_gradients(plan, with_graph)
+        sums = self.unreduced.own_sums + (missing < len(grads))
+        self.unreduced.own_sums = 0 if settings.all_reduce_grads else sums
         behind = plan.complete
         absent: list[int] = []
         if missing:

@@ -339,6 +339,34 @@ def test_an_update_by_hand_before_gradients_are_cleared(mode: str) -> None:
     pair.check()
 
 
+STAYING: dict[str, dict[str, Any]] = {
+    "optimizer": {"shard": "optimizer"},
+    "gradients": {"shard": "gradients"},
+    "gradients of replicas": {"mesh": (2, 2), "shard": "gradients"},
+    "states over all ranks": {"mesh": (2, 2), "shard_outer": "optimizer"},
+    "smaller mesh": {"reshard_after_forward": 2},
+}
+
+
+@pytest.mark.parametrize("kept", STAYING)
+@ranks(4)
+def test_gradients_of_inputs_leave_nothing_to_use(kept: str) -> None:
+    """Forces are evaluated with averages and without sync: the next step is not on the averages."""
+    case, given = CASES["stack"], dict(STAYING[kept])
+    model = shard(seeded(case.build), case, mesh=make_mesh(*given.pop("mesh", (4,))), **given)
+    x = case.batch(4).args[0]
+    loss_of(model(x)).backward()  # its gradients are still there in the evaluation
+    for factor in (2.0, 0.5):
+        for p in model.parameters():
+            p.data.mul_(factor)
+        with fsdp2.no_sync(model):
+            positions = x.clone().requires_grad_()
+            output = model(positions)
+            assert_same(output.detach(), expected_output(model, x), f"times {factor}")
+            torch.autograd.grad(output.sum(), positions)
+    assert_same(model(x).detach(), expected_output(model, x), "next step")
+
+
 @pytest.mark.parametrize("of", ["one rank", "shards"])
 @ranks(2)
 def test_steps_of_other_optimizers(of: str) -> None:
