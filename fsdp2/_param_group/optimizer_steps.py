@@ -29,8 +29,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -146,6 +148,11 @@ def _warn_of_forgotten(optimizer: Optimizer) -> None:
 
 @torch_compiler.always_eager
 def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(isinstance(param, DTensor) for param in params) or registration.lie_in_shards(params):
+    if any(isinstance(param, DTensor) for param in _params_of(optimizer)) or (
+        registration.lie_in_shards(_params_of(optimizer))
+    ):
         registration.optimizer_steps.count += 1
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
