@@ -62,7 +62,7 @@ class Staying:
     def note_gradients(self) -> None:
         """A backward is over: see which gradients there are now."""
         found = self._look()
-        self._gradients = None if found == self._before else found
+        self._gradients = None if found == self._before else found or None
 
     def begin_forward(self) -> None:
         """Free what must not be used any more. See [Note: until the next step]."""
@@ -78,16 +78,21 @@ class Staying:
             del self._kept[group]
 
     def _look(self) -> list[tuple[int, int]]:
-        """Return what tells gradients from others, those included that wait for a reduction."""
-        found = []
+        """Return what tells gradients from others, those included that wait for a reduction.
+
+        The same on ranks that run alike, or different from what it was on each of them.
+        """
+        found: list[tuple[int, int]] = []
         with torch_dtensor.DisableTorchFunctionSubclass():  # halves what reads of a DTensor cost
             for group in self._all:
-                unreduced = group.reducer.unreduced
-                if unreduced.own_sums:
-                    found.append((0, unreduced.own_sums))
+                reducer, before = group.reducer, len(found)
+                if reducer.unreduced.own_sums:
+                    found.append((0, reducer.unreduced.own_sums))
                 for param in group.params:
                     for form in (param.sharded, param.unsharded):
                         grad = None if form is None else form.grad
                         if grad is not None:  # not held: a buffer that nobody holds is filled again
                             found.append((id(grad), version_of(grad)))
+                if len(found) > before:  # what is added to a DTensor counts no version there
+                    found.append((0, reducer.deliveries))
         return found

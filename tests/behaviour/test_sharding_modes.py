@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -354,6 +355,7 @@ def test_gradients_of_inputs_leave_nothing_to_use(kept: str) -> None:
     """Forces are evaluated with averages and without sync: the next step is not on the averages."""
     case, given = CASES["stack"], dict(STAYING[kept])
     model = shard(seeded(case.build), case, mesh=make_mesh(*given.pop("mesh", (4,))), **given)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = case.batch(4).args[0]
     loss_of(model(x)).backward()  # its gradients are still there in the evaluation
     for factor in (2.0, 0.5):
@@ -365,6 +367,9 @@ def test_gradients_of_inputs_leave_nothing_to_use(kept: str) -> None:
             assert_same(output.detach(), expected_output(model, x), f"times {factor}")
             torch.autograd.grad(output.sum(), positions)
     assert_same(model(x).detach(), expected_output(model, x), "next step")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nor do gradients wait
+        optimizer.step()
 
 
 @pytest.mark.parametrize("of", ["one rank", "shards"])
