@@ -12,8 +12,8 @@ What is written to ``.data``, a NumPy array or a local tensor counts no version,
 on DTensors counts none either. So a forward uses what stayed only if all of this holds:
 
 - a backward without gradient sync left it there, and this forward is recorded;
-- the gradients that it left are there: the same objects, of the same versions, or whole ones that
-  wait for a reduction;
+- it left gradients, and they are there: the same objects, of the same versions. One that computed
+  gradients of inputs alone, as for forces, left none: it may have been an evaluation;
 - no optimizer has stepped, and no shard has another version.
 
 Otherwise memory is freed when the forward begins, and gathered again unit by unit. Not seen is only
@@ -38,8 +38,11 @@ class Staying:
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._all = groups  # of the tree: a frozen group has no gradients of its own
+        self._may_keep = any(group.may_stay for group in groups)
         self._kept: dict[ParamGroup, None] = {}  # in the order in which they were kept
-        # the gradients that the last backward left; None: there were none
+        # the gradients that there were when the last backward began
+        self._before: list[tuple[int, int]] = []
+        # the gradients that it left; None: it left none
         self._gradients: list[tuple[int, int]] | None = None
 
     def __bool__(self) -> bool:
@@ -51,9 +54,15 @@ class Staying:
             if group.registration.serves is Serves.ACCUMULATION:
                 self._kept[group] = None
 
+    def begin_backward(self) -> None:
+        """See which gradients there are before a backward leaves more."""
+        if self._may_keep:
+            self._before = self._look()
+
     def note_gradients(self) -> None:
-        """A backward is over: see which gradients it left."""
-        self._gradients = self._look()
+        """A backward is over: see which gradients there are now."""
+        found = self._look()
+        self._gradients = None if found == self._before else found or None
 
     def begin_forward(self) -> None:
         """Free what must not be used any more. See [Note: until the next step]."""
@@ -68,14 +77,22 @@ class Staying:
                 group.reshard()
             del self._kept[group]
 
-    def _look(self) -> list[tuple[int, int]] | None:
-        found, is_waiting = [], False
+    def _look(self) -> list[tuple[int, int]]:
+        """Return what tells gradients from others, those included that wait for a reduction.
+
+        The same on ranks that run alike, or different from what it was on each of them.
+        """
+        found: list[tuple[int, int]] = []
         with torch_dtensor.DisableTorchFunctionSubclass():  # halves what reads of a DTensor cost
             for group in self._all:
-                unreduced = group.reducer.unreduced
-                is_waiting |= unreduced.is_waiting or unreduced.is_owed
+                reducer, before = group.reducer, len(found)
+                if reducer.unreduced.own_sums:
+                    found.append((0, reducer.unreduced.own_sums))
                 for param in group.params:
-                    grad = param.sharded.grad
-                    if grad is not None:  # not held: a buffer that nobody holds is filled again
-                        found.append((id(grad), version_of(grad)))
-        return found if found or is_waiting else None
+                    for form in (param.sharded, param.unsharded):
+                        grad = None if form is None else form.grad
+                        if grad is not None:  # not held: a buffer that nobody holds is filled again
+                            found.append((id(grad), version_of(grad)))
+                if len(found) > before:  # what is added to a DTensor counts no version there
+                    found.append((0, reducer.deliveries))
+        return found

@@ -236,8 +236,7 @@ class Unit:
             serves = Serves.EVALUATIONS
         for group in self.groups:
             if group.is_unsharded:
-                group.take_writes()
-                group.registration.note_values(serves)
+                group.keep(serves)
 
     def stop_hiding(self) -> None:
         """Keep memory no longer for a backward that may begin where it has no mark."""
@@ -741,6 +740,7 @@ class Runtime(Observable):
         backward.with_graph = torch.is_grad_enabled()
         with self.thread.lock:
             self.context.phase = BACKWARD
+        self.staying.begin_backward()
         if backward.began_manual is None:
             backward.began_manual = self.root.settings.manual_finalization
         if self.parts is not None:
@@ -957,7 +957,7 @@ class Runtime(Observable):
             for group in unit.groups:
                 group.registration.is_held = False
                 if group.is_unsharded:
-                    group.registration.note_values(Serves.FORWARDS if keeps else Serves.BACKWARDS)
+                    group.keep(Serves.FORWARDS if keeps else Serves.BACKWARDS)
         self.staying.keep(unit.groups)
         if is_last and self.forward_root is None:  # else the step goes on
             unit.show_shards()

@@ -439,11 +439,15 @@ class ParamGroup(Observable):
         return is_unread
 
     @property
+    def may_stay(self) -> bool:
+        """True if whole parameters, or shards over the smaller mesh, may serve several forwards."""
+        return self.settings.sharding.keeps_whole or self.buffers.post_forward.mesh is not None
+
+    @property
     def stays(self) -> bool:
         """True if whole parameters, or shards over the smaller mesh, outlive a backward."""
-        settings, smaller = self.settings, self.buffers.post_forward.mesh
-        serves_again = settings.sharding.keeps_whole or smaller is not None
-        return not settings.reshard_after_backward or (settings.accumulates and serves_again)
+        settings = self.settings
+        return not settings.reshard_after_backward or (settings.accumulates and self.may_stay)
 
     def reshard_after_backward(self) -> None:
         """Stay for the next micro-batch, whole or on the smaller mesh, if settings say so."""
@@ -453,9 +457,18 @@ class ParamGroup(Observable):
                 self.reshard_post_forward()
             if registration.state is WHOLE or registration.state is SMALLER:
                 registration.is_held = False
-                registration.note_values(Serves.ACCUMULATION)
+                self.keep(Serves.ACCUMULATION)
                 return
         self.reshard()
+
+    def keep(self, serves: Serves) -> None:
+        """Let what is in memory stay. Shards get what was written while they were not shown.
+
+        At once: whoever writes to the shards next would lose it to what is taken over later.
+        """
+        if self.registration.state is WHOLE:
+            self.take_writes()
+        self.registration.note_values(serves)
 
     def reshard_post_forward(self) -> None:
         """Reshard to the smaller mesh, if there is one, else fully."""

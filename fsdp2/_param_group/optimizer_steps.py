@@ -5,7 +5,9 @@ Owns the two hooks that torch calls around every ``Optimizer.step``. It must not
 [Note: steps are counted]
 Whole parameters that stay from one step to the next are compared with their shards by versions. But
 torch's multi-tensor and fused kernels write to DTensors without counting a version, on the DTensor
-or on its local tensor (seen with torch 2.13.0). So every step of any optimizer counts as a write.
+or on its local tensor (seen with torch 2.13.0). So every step of an optimizer counts as a write, if
+it holds shards, or memory of them. A step of another one, a probe that one rank fits alone, does
+not: whether a forward gathers may depend only on what all ranks share.
 
 [Note: an optimizer that trains nothing]
 An optimizer that was made at the wrong moment holds parameters that never get a gradient: those of
@@ -26,8 +28,10 @@ several roots), so it is told once. Gradients that nobody will ever reduce are a
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -137,5 +141,12 @@ def _warn_of_forgotten(optimizer: Optimizer) -> None:
 
 
 @torch_compiler.always_eager
-def _after(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    registration.optimizer_steps.count += 1
+def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if any(isinstance(param, DTensor) for param in _params_of(optimizer)) or (
+        registration.lie_in_shards(_params_of(optimizer))
+    ):
+        registration.optimizer_steps.count += 1
+
+
+def _params_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])

@@ -240,6 +240,9 @@ class Reducer(Observable):
         self.unreduced = Unreduced()
         self.planner = ReducePlanner(params, data, residence, ids, self.unreduced)
         self.has_waited = False  # the last gradients had to wait for a reduction
+        self.deliveries = (
+            0  # reductions that brought gradients: to one that is there they are added
+        )
 
     @property
     def device(self) -> torch.device:
@@ -253,8 +256,8 @@ class Reducer(Observable):
 
     @property
     def has_unreduced(self) -> bool:
-        """True if gradients are here that no reduction has taken."""
-        return self.has_local_gradients or self.unreduced.partial is not None
+        """True if gradients of this rank are here, or in a sum, that no reduction has taken."""
+        return self.has_local_gradients or self.unreduced.own_sums > 0
 
     def refuse_hidden(self) -> None:
         """Raise StateError if gradients came here that nobody will reduce.
@@ -336,6 +339,9 @@ class Reducer(Observable):
             self._widen_gradients(plan, with_graph)
             return None
         grads, missing, is_mixed = self._take_gradients(plan, with_graph)
+        sums = self.unreduced.own_sums + (missing < len(grads))
+        is_whole = settings.all_reduce_grads or self.data.summed.size == 1
+        self.unreduced.own_sums = 0 if is_whole else sums
         behind = plan.complete
         absent: list[int] = []
         if missing:
@@ -616,6 +622,7 @@ class Reduction:
             else:
                 used = [place for place, count in enumerate(counts.tolist()) if count != 0]
             params, grads = [params[p] for p in used], [grads[p] for p in used]
+        self.owner.deliveries += bool(params)
         self._buffer.deliver(params, grads)
 
     @property

@@ -95,9 +95,10 @@ class Unreduced:
     # there is a partial sum, or there are gradients on unsharded parameters
     is_waiting: bool = False
     is_owed: bool = False  # a backward ran without sync, with a gradient here or not
+    own_sums: int = 0  # how many backwards brought the partial sum a gradient of this rank
 
     def clear(self) -> None:
-        self.partial, self.is_waiting, self.is_owed = None, False, False
+        self.partial, self.is_waiting, self.is_owed, self.own_sums = None, False, False, 0
 
 
 class ReducePlanner:

@@ -12,7 +12,8 @@ user's; it stays until the next forward looks at it and takes it over.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -114,6 +115,16 @@ class OptimizerSteps:
 optimizer_steps = OptimizerSteps()
 
 
+_all: weakref.WeakSet[Registration] = weakref.WeakSet()
+
+
+def lie_in_shards(tensors: Iterable[Tensor]) -> bool:
+    """True if one of the tensors lies in memory of a shard, of any group."""
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    storages = set(map(_storage_of, dense))  # a storage is one object in Python
+    return any(registered.lies_in(storages) for registered in tuple(_all))
+
+
 class Registration:
     """What a group's parameters are registered as, and what programs did to that.
 
@@ -140,6 +151,7 @@ class Registration:
         # the empty storages of the DTensors, which ``.data = ...`` changes. Nothing else tells: the
         # assignment leaves the local tensor and both versions as they are.
         self._shells: list[torch.UntypedStorage] = []
+        _all.add(self)
 
     def move(self, target: GroupState, fqn: str) -> None:
         """Be in another state, and show its form.
@@ -279,6 +291,10 @@ class Registration:
     def _versions(self) -> list[int]:
         """Return what changes when somebody writes to the shards."""
         return [optimizer_steps.count, *map(version_of, self._versioned)]
+
+    def lies_in(self, storages: Set[torch.UntypedStorage]) -> bool:
+        """True if a shard lies in one of the storages."""
+        return any(_storage_of(form) in storages for form in self._versioned)
 
     def place_stand_ins(self) -> list[StandIn]:
         """Return what waits: it is placed now."""

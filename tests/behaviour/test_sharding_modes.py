@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy
@@ -335,6 +338,101 @@ def test_an_update_by_hand_before_gradients_are_cleared(mode: str) -> None:
                 p.data.sub_(p.grad, alpha=0.1)  # type: ignore[arg-type]
         pair.steps += 1
     pair.check()
+
+
+STAYING: dict[str, dict[str, Any]] = {
+    "optimizer": {"shard": "optimizer"},
+    "gradients": {"shard": "gradients"},
+    "gradients of replicas": {"mesh": (2, 2), "shard": "gradients"},
+    "states over all ranks": {"mesh": (2, 2), "shard_outer": "optimizer"},
+    "smaller mesh": {"reshard_after_forward": 2},
+}
+
+
+@pytest.mark.parametrize("kept", STAYING)
+@ranks(4)
+def test_gradients_of_inputs_leave_nothing_to_use(kept: str) -> None:
+    """Forces are evaluated with averages and without sync: the next step is not on the averages."""
+    case, given = CASES["stack"], dict(STAYING[kept])
+    model = shard(seeded(case.build), case, mesh=make_mesh(*given.pop("mesh", (4,))), **given)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = case.batch(4).args[0]
+    loss_of(model(x)).backward()  # its gradients are still there in the evaluation
+    for factor in (2.0, 0.5):
+        for p in model.parameters():
+            p.data.mul_(factor)
+        with fsdp2.no_sync(model):
+            positions = x.clone().requires_grad_()
+            output = model(positions)
+            assert_same(output.detach(), expected_output(model, x), f"times {factor}")
+            torch.autograd.grad(output.sum(), positions)
+    assert_same(model(x).detach(), expected_output(model, x), "next step")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nor do gradients wait
+        optimizer.step()
+
+
+@pytest.mark.parametrize("of", ["one rank", "shards"])
+@ranks(2)
+def test_steps_of_other_optimizers(of: str) -> None:
+    """A model that one rank fits alone changes no gather; plain tensors in the shards do."""
+    model, x = written("optimizer")
+    if of == "one rank":
+        others = [nn.Parameter(torch.ones(3))] if dist.get_rank() == 0 else []
+    else:
+        others = [p.to_local().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+    for plain in others:
+        plain.grad = torch.ones_like(plain)
+    if others:
+        torch.optim.AdamW(others, lr=0.1, fused=True).step()  # counts no version
+    with counted() as seen:
+        output = model(x)
+    assert seen["unshard"] == (0 if of == "one rank" else UNITS)
+    assert_same(output.detach(), expected_output(model, x), of)
+
+
+KEPT: dict[str, dict[str, Any]] = {
+    "optimizer": {"shard": "optimizer"},
+    "gradients": {"shard": "gradients"},
+    "after backward": {},
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@ranks(2)
+def test_writes_of_a_recomputation_do_not_undo_a_step(kept: str) -> None:
+    """They reach the shards with the backward, so the optimizer steps from there."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(13, 29), nn.Linear(29, 5)).double()
+    model = fsdp2.fully_shard(copy.deepcopy(reference), **KEPT[kept])
+    if kept == "after backward":
+        model.set_reshard_after_backward(False)
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.1, 0.1)  # type: ignore[index,union-attr]
+            model[1].bias.mul_(0.9)  # type: ignore[index,union-attr]
+        return nn.Sequential.forward(model, x)  # type: ignore[arg-type]
+
+    for each in (model, reference):
+        each.forward = partial(checkpoint, partial(run, each), use_reentrant=False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for step in range(3):
+        x = torch.randn(4, 13, dtype=torch.float64)
+        model.set_requires_gradient_sync(kept == "after backward")
+        for _ in range(2):
+            loss_of(model(x)).backward()
+            loss_of(reference(x)).backward()
+            assert_same_parameters(model, reference)
+        model.set_requires_gradient_sync(True)
+        loss_of(model(x)).backward()
+        loss_of(reference(x)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_parameters(model, reference)
+        with torch.no_grad():
+            assert_same(model(x), reference(x), f"step {step}")
 
 
 def whole_nbytes(model: nn.Module) -> int:
