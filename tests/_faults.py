@@ -508,7 +508,7 @@ FAULTS = [
     Fault(
         "inspect-names-of-shared-module-lost",
         "fsdp2/_api/inspect.py",
-        "units",
+        "_names_below",
         "model.named_modules(remove_duplicate=False)",
         "model.named_modules()",
         "fsdp2.units() gives a parameter of a module that is registered under two names only the first one.",
@@ -583,13 +583,13 @@ FAULTS = [
         """
         try:
             ...
-        except BaseException:
+        except BaseException as error:
             ...
         """,
         """
         try:
             ...
-        except Exception:
+        except Exception as error:
             ...
         """,
         "After a KeyboardInterrupt in a forward the runtime stays in the forward phase: parameters stay whole, and the next forward neither begins nor recovers.",
