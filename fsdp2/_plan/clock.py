@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fsdp2._base import torch_dtensor, torch_flops
+from fsdp2._base import torch_dtensor, torch_flops, torch_tensors
 from fsdp2._base.containers import visit_tensors
 from fsdp2._base.torch_modes import DispatchMode
 from fsdp2._pages.content import COMPUTE, GATHER, REDUCE, Span
@@ -151,7 +151,9 @@ class ComputeTime(DispatchMode):
         if torch_dtensor.is_among(types):
             return NotImplemented  # what it does to local tensors takes the time
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        # fake tensors would make each padded chunk, to return what was given to be filled
+        fills = func is torch_tensors.CHUNK_CATS[1]
+        made = kwargs["out"] if fills else func(*args, **kwargs)
         if not func.is_view:
             self.clock.compute(self._seconds(func, args, kwargs, made))
         return made

@@ -284,7 +284,12 @@ def _fused(optimizer: object, machine: Hardware | None) -> Callable[..., Any] | 
     is_torchs = optimizer.__module__.startswith("torch.optim.")
     if not is_torchs or "fused" not in inspect.signature(optimizer).parameters:
         return None
-    return functools.partial(optimizer, fused=True)
+    return _with_fused_step(optimizer)
+
+
+@functools.cache
+def _with_fused_step(optimizer: type) -> Callable[..., Any]:
+    return functools.partial(optimizer, fused=True)  # one object: what it does is traced once
 
 
 def _changed(setup: Setup, changes: dict[str, Any]) -> Setup:

@@ -7,8 +7,8 @@ not know what is made of the answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,34 +24,48 @@ from fsdp2._base.arguments import (
     wrong_type,
     wrong_value,
 )
-from fsdp2._base.containers import map_tensors
 from fsdp2._base.errors import ConfigError, UnsupportedError
 from fsdp2._plan import progress
+from fsdp2._plan.batches import arguments_of, check_batch, mean_of
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import groups_of, make_mesh, without_memory
-from fsdp2._plan.step import Arguments, StepRun, mean_of
+from fsdp2._plan.replayed import Traces
+from fsdp2._plan.step import StepRun
 from fsdp2._plan.stepped import OPTIMIZER_WANTED
-from fsdp2._plan.traced import Traces
 from fsdp2._plan.values import GroupPlan, StepPlan
 from fsdp2.wrap import WrapPolicy, shard_model
 
 MAX_RANKS = 1 << 20
+MOST_READY = 2
+"""So many sharded copies are kept: that of the plan as it was asked for, and the last other one."""
+OF_A_STEP = frozenset({"batch", "loss_chunks", "activation_checkpointing"})
+"""What a sharded copy can be asked anew: in all else copies differ. Of ``memory`` see ``Template``.
+
+A step of several micro-batches, and one whose activations leave, begin with what others left.
+"""
 
 
 class Template:
-    """A model without memory, from which every run takes a copy of its own."""
+    """A model without memory, and sharded copies of it that have taken steps.
+
+    A copy that has taken steps knows what an engine learns in the first one, so a plan that differs
+    in the batch, say, is one step of it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._mode = torch_modes.without_memory()
         self._traces = Traces()
         self._known: dict[tuple[Any, ...], tuple[Setup, Found]] = {}
+        self._ready: dict[tuple[Any, ...], StepRun] = {}
         self.is_sharded = bool(groups_of(model))
         with self._mode:
             self.model = without_memory(model)
 
     def run(self, setup: Setup, what: str = "") -> Found:
         """Return what a setup gives: advice, pages and suggestions ask for the same again."""
+        if setup.memory is None and not self.is_sharded:
+            setup = replace(setup, memory="balanced")
         key = setup.key()
         if key not in self._known:
             progress.tell(what)
@@ -63,26 +77,13 @@ class Template:
         return self._known[key][1]
 
     def _run(self, setup: Setup) -> Found:
-        """Shard a copy as a setup says, if it is not yet, and take a few steps."""
-        mesh = make_mesh(setup.mesh, setup.rank)
+        """Take a few steps, or one if there is a copy that has taken others."""
+        own = setup.of_a_step
+        key = setup.key(own)
         with self._mode, torch_modes.without_traces_in_the_log():
-            model = without_memory(self.model)
-            if not self.is_sharded:
-                choice = setup.policy if setup.policy is not None else nothing_below
-                shard_model(model, choice, **{"mesh": mesh, **setup.fully_shard_kwargs})
-            run = StepRun(model, setup.hardware)
-            run.watch.loss_chunks = setup.loss_chunks
-            if setup.memory is not None:
-                model.set_memory(setup.memory)  # type: ignore[operator]  # sharded now
+            run = self._ready.pop(key, None) or self._start(setup)  # none is kept if it fails
+            run.choose(setup.memory, setup.activation_checkpointing, setup.loss_chunks)
             step = None
-            if setup.activation_checkpointing:
-                run.recompute()
-            if setup.offload_activations:
-                run.keep_activations_away()  # of saved tensors, which a replay has not
-            elif setup.micro_batches == 1:  # others add each gradient to one that is there
-                run.replay(self._traces, setup.activation_checkpointing)
-            if setup.offload_states:
-                run.keep_states_away()
             if setup.batch is not None:
                 step = run.predict(
                     arguments_of(setup.batch),
@@ -92,7 +93,28 @@ class Template:
                 )
             for group in run.groups:
                 group.inspect()
+            if own:
+                self._ready[key] = run
+            if len(self._ready) > MOST_READY:
+                del self._ready[next(iter(self._ready))]
             return Found(tuple(describe(group) for group in run.groups), step)
+
+    def _start(self, setup: Setup) -> StepRun:
+        """Shard a copy as a setup says, if it is not yet."""
+        mesh = make_mesh(setup.mesh, setup.rank)
+        model = without_memory(self.model)
+        if not self.is_sharded:
+            choice = setup.policy if setup.policy is not None else nothing_below
+            shard_model(model, choice, **{"mesh": mesh, **setup.fully_shard_kwargs})
+        run = StepRun(model, setup.hardware)
+        run.may_recompute()
+        if setup.offload_activations:
+            run.keep_activations_away()  # of saved tensors, which a replay has not
+        elif setup.micro_batches == 1:  # others add each gradient to one that is there
+            run.replay(self._traces)
+        if setup.offload_states:
+            run.keep_states_away()
+        return run
 
 
 @dataclass(frozen=True)
@@ -122,11 +144,19 @@ class Setup:
     offload_states: bool = False
     fully_shard_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def key(self) -> tuple[Any, ...]:
+    def key(self, without: Collection[str] = ()) -> tuple[Any, ...]:
         """Return what tells this setup from others; of tensors shapes and dtypes count."""
-        given = {**vars(self), **self.fully_shard_kwargs, "memory": self.memory or "balanced"}
-        del given["fully_shard_kwargs"]
-        return tuple((name, _identity(given[name])) for name in sorted(given))
+        given = {**vars(self), **self.fully_shard_kwargs}
+        names = sorted(given.keys() - {"fully_shard_kwargs", *without})
+        return tuple((name, _identity(given[name])) for name in names)
+
+    @property
+    def of_a_step(self) -> frozenset[str]:
+        """What a sharded copy can be asked anew; nothing if it runs once."""
+        if self.micro_batches > 1 or self.offload_activations:
+            return frozenset()
+        # settings that a sharded model came with cannot be given back to it
+        return OF_A_STEP if self.memory is None else OF_A_STEP | {"memory"}
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be used."""
@@ -210,19 +240,3 @@ def refuse_for_sharded(given: Mapping[str, object]) -> None:
             "and policies are those that it has. Leave these out, or pass the model as it was "
             "before fully_shard.",
         )
-
-
-def check_batch(batch: object) -> None:
-    """Raise ConfigError if it is nothing that a forward can be given."""
-    if not isinstance(batch, Tensor | tuple | Mapping):
-        raise wrong_type(
-            "plan", "batch", "a tensor, a tuple of arguments or a dict of keywords", batch
-        )
-
-
-def arguments_of(batch: Any) -> Arguments:
-    """Return positional arguments and keywords, with fake tensors in place of real ones."""
-    faked = map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype, device="cpu"), batch)
-    if isinstance(faked, Mapping):
-        return (), dict(faked)
-    return (faked if isinstance(faked, tuple) else (faked,)), {}

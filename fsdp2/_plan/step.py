@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,37 +24,29 @@ from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import ConfigError, FSDPError
 from fsdp2._base.policy import CPUOffloadPolicy
 from fsdp2._engine.between_steps import units_below
-from fsdp2._engine.tree import Runtime, Unit, Visit
 from fsdp2._pages.content import KINDS
 from fsdp2._param_group.group import ParamGroup
-from fsdp2._param_group.registration import SMALLER
 from fsdp2._plan.away import ImaginedActivations, ImaginedCopies
+from fsdp2._plan.batches import Arguments, Loss, tokens_of, vocabularies_of
 from fsdp2._plan.clock import Clock, ComputeTime
+from fsdp2._plan.collectives import collectives_of, with_stamps
 from fsdp2._plan.groups import describe
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.imagined import Nowhere, groups_of
 from fsdp2._plan.kernels import kernels_of_a_device
 from fsdp2._plan.lanes import BACK, OUT, ImaginedLanes, LaneClock
-from fsdp2._plan.owned import imagine_crews
-from fsdp2._plan.stepped import (
-    LocalOptimizer,
-    MakeOptimizer,
-    OwnedOptimizer,
-    Stepped,
-    make_optimizer,
-)
-from fsdp2._plan.traced import Replayer, TracedOptimizer, Traces
-from fsdp2._plan.values import Collective, GroupPlan, MemoryPoint, StepPlan
+from fsdp2._plan.replayed import Traces
+from fsdp2._plan.seen import Seen
+from fsdp2._plan.stepped import LocalOptimizer, MakeOptimizer, Stepped, make_stepped
+from fsdp2._plan.traced import Replayer, TracedOptimizer
+from fsdp2._plan.values import StepPlan
 from fsdp2._plan.watch import GATHERED, GRADIENTS, PARAMETERS, MemoryWatch
-from fsdp2.optim._owned_step import WholeOptimizer
 
 STEPS, MOST_STEPS = 2, 5
 """What is predicted is the last of so many: in the first one the engine learns, and in a few more
 where a part of a root is read past its modules."""
 UNITS_OF_STATES = 3
 """So many units' states are on the device at a time, if they are on the host otherwise."""
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Loss = Callable[[Any], Tensor]
 
 
 class StepRun:
@@ -66,17 +58,17 @@ class StepRun:
     def __init__(self, model: nn.Module, hardware: Hardware | None) -> None:
         self.model = model
         self.watch = MemoryWatch()
-        self._observed: set[Runtime] = set()
         self.clock = None if hardware is None else _clock_for(hardware)
         self.groups: list[ParamGroup] = groups_of(model)
-        self._events: list[events.Event] = []
-        self._over: list[_Over] = []  # for each event, who takes part in what it stands for
-        self._points: list[tuple[MemoryPoint, float]] = []  # each with the clock's mark
-        self._running: list[str] = []  # units, the innermost last
+        self._seen = Seen(model, self.groups, self.watch, self.clock)
         self._is_in_backward = False
         self._replayer: Replayer | None = None
         self._optimizer_key: tuple[Any, ...] = ()
         self.watch.vocabularies = vocabularies_of(model)
+        self._stepped: list[Stepped] = []
+        self._memory: str | int | None = None
+        self._is_again = False
+        self._counted: tuple[bool, ...] | None = None  # which arguments are; None: no step yet
         self._activations: ImaginedActivations | None = None
         self._turn = 0  # the clock's mark where backward is over
         self._states_are_away = False
@@ -93,7 +85,7 @@ class StepRun:
                 device = torch.device(hardware.device_type)
                 group.send_zero_copy(capabilities(device).zero_copy(group.data.shard.size))
 
-    def replay(self, traces: Traces, is_again: bool) -> None:
+    def replay(self, traces: Traces) -> None:
         """Trace units without units inside once, and replay what is like them."""
         units = units_below(self.model)
         own = {module for unit in units for module in unit.modules}
@@ -103,29 +95,36 @@ class StepRun:
             if module is not self.model
             and not any(part in own for part in module.modules() if part is not module)
         ]
-        self._replayer = Replayer(traces, self.watch, self.clock, is_again)
+        self._replayer = Replayer(traces, self.watch, self.clock)
         self._replayer.follow(self.model, blocks)
 
-    def recompute(self) -> None:
-        """Keep no activations of the units below the root: backward computes them again."""
+    def may_recompute(self) -> None:
+        """Let ``choose`` say whether activations of units below the root are computed again."""
         for unit in units_below(self.model):
             for module in unit.modules:
                 if module is not self.model:
-                    computed = functools.partial(self._compute, module.forward)
-                    forward = functools.partial(checkpoint, computed, use_reentrant=False)
-                    module.forward = forward
+                    module.forward = functools.partial(self._forward, module.forward)
+
+    def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_again:
+            return forward(*args, **kwargs)
+        computed = functools.partial(self._compute, forward)
+        return checkpoint(computed, *args, use_reentrant=False, **kwargs)
 
     def _compute(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a forward; in backward it is one that runs again."""
-        if self.clock is None:
-            return forward(*args, **kwargs)
-        replayer = self._replayer
-        is_traced = replayer is not None and replayer.is_in_backward
-        self.clock.products.are_again = self._is_in_backward or is_traced
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            self.clock.products.are_again = False
+        """Run a forward inside of a checkpoint; in backward it is one that runs again."""
+        replayer, clock = self._replayer, self.clock
+        with contextlib.ExitStack() as inside:
+            if replayer is not None:
+                inside.enter_context(replayer.inside_a_checkpoint())
+            if clock is None:
+                return forward(*args, **kwargs)
+            is_traced = replayer is not None and replayer.is_in_backward
+            clock.products.are_again = self._is_in_backward or is_traced
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                clock.products.are_again = False
 
     def keep_activations_away(self) -> None:
         """Keep on the host what the units below the root save, but for the last of them."""
@@ -140,18 +139,33 @@ class StepRun:
         """Keep the optimizer's states on the host between its steps."""
         self._states_are_away = isinstance(self.clock, LaneClock)
 
+    def choose(self, memory: str | int | None, is_again: bool, loss_chunks: int) -> None:
+        """Say how steps run from now on, also if there were others. ``is_again``: recompute."""
+        if memory != self._memory:  # None is what a sharded model came with, and stays
+            self.model.set_memory(memory)  # type: ignore[operator]  # it is sharded
+        self._memory, self._is_again = memory, is_again
+        self.watch.loss_chunks = loss_chunks
+        if self._replayer is not None:
+            self._replayer.begin_plan(is_again)
+
     def predict(
         self, given: Arguments, loss: Loss, optimizer: MakeOptimizer | None, micro_batches: int = 1
     ) -> StepPlan:
-        """Run the steps; tell the last one."""
+        """Run the steps; tell the last one. After others of this model it is one step."""
         args, kwargs = given
-        watch, clock = self.watch, self.clock
-        stepped: list[Stepped] = []
-        with watch.following_resizes(), self._following_units():
+        watch, clock, seen = self.watch, self.clock, self._seen
+        tensors: list[Tensor] = []
+        visit_tensors(tensors.append, given)
+        is_first = self._counted is None or len(self._counted) != len(tensors)
+        steps = STEPS if is_first else 1
+        with watch.following_resizes(), seen.following_units():
             self._tag_kept()
-            for number in itertools.count():
+            for tensor, is_counted in zip(tensors, self._counted or (), strict=False):
+                if is_counted:  # as in all steps of it but the first
+                    watch.see(tensor)
+            for number in itertools.count(1):
                 self.model.zero_grad()
-                start = self._begin_step()
+                start = seen.begin()
                 with contextlib.ExitStack() as modes:
                     if clock is not None:
                         compute = modes.enter_context(ComputeTime(clock))
@@ -160,38 +174,41 @@ class StepRun:
                     if isinstance(clock, LaneClock):
                         modes.enter_context(kernels_of_a_device())
                     modes.enter_context(watch)
-                    modes.enter_context(events.listen(self._see_event))
+                    modes.enter_context(events.listen(seen.see_event))
                     for left in reversed(range(micro_batches)):
                         if micro_batches > 1:
                             self._sync(left == 0)
                         self._run(args, kwargs, loss)
-                self._see("the end of backward")
-                if number == 0:
-                    self._tag_made()
-                    if optimizer is not None:
-                        stepped = self._prepare(optimizer)
-                if number + 1 >= STEPS and (self._is_steady or number + 1 >= MOST_STEPS):
+                seen.see("the end of backward")
+                if number == 1:
+                    if is_first:
+                        self._tag_made()
+                    if optimizer is not None and self._prepare(optimizer):
+                        steps = STEPS
+                if number >= steps and (self._is_steady or number >= MOST_STEPS):
                     break
             products = 0.0
             if clock is not None:
                 clock.finish()
                 products = clock.products.seconds * clock.hardware.compute_share
-            peak = max(point.peak_nbytes for point, _ in self._points)
-            highest = self._step_optimizer(stepped) if stepped else 0
-        told = self._told(start, peak, highest, sum(one.nbytes for one in stepped))
+            peak = seen.peak_nbytes
+            highest = self._step_optimizer(self._stepped) if self._stepped else 0
+        self._counted = tuple(map(watch.counts, tensors))
+        told = self._told(start, peak, highest, sum(one.nbytes for one in self._stepped))
         return replace(told, product_seconds=products, tokens=tokens_of(given))
 
     def _told(self, start: int, peak: int, optimizer_peak: int, state_nbytes: int) -> StepPlan:
         if self.clock is not None:
             self.clock.finish()
         sizes = {group.fqn: describe(group) for group in self.groups}
-        seen = list(zip(self._events, self._over, strict=True))
-        exact = tuple(_with_stamps(event, over, sizes) for event, over in seen)
+        seen = self._seen
+        over = tuple(seen.over)
+        exact = tuple(map(with_stamps, seen.events, over, itertools.repeat(sizes)))
         return StepPlan(
             kinds=KINDS,
-            collectives=tuple(_collectives(zip(exact, self._over, strict=True), sizes)),
+            collectives=tuple(collectives_of(zip(exact, over, strict=True), sizes)),
             events=exact,
-            memory=tuple(self._timed_points()),
+            memory=tuple(seen.points()),
             start_nbytes=start,
             peak_nbytes=peak,
             optimizer_nbytes=state_nbytes,
@@ -205,134 +222,32 @@ class StepRun:
         found = state_nbytes if self._states_are_away else 0
         return found + (0 if self._activations is None else self._activations.memory.nbytes)
 
-    def _prepare(self, optimizer: MakeOptimizer) -> list[Stepped]:
-        """Make the optimizer, and let it step once; its members, if it is several."""
-        known = self._traced_optimizer(optimizer)
-        if known is not None:
-            return [known]
-        is_away = self._states_are_away or any(map(self._keeps_away, self.groups))
-        is_on_device = self.clock is not None and self.clock.hardware.device_type != "cpu"
-        made = make_optimizer(optimizer, self.model.parameters())
-        stepped: list[Stepped] = []
-        for member in getattr(made, "_members", None) or [(made, [])]:
-            if isinstance(member[0], WholeOptimizer):
-                imagine_crews(member[0], self.watch, self.clock)
-                stepped.append(OwnedOptimizer(member[0], self.watch, is_away))
-            else:
-                stepped.append(LocalOptimizer(member[0], self.watch, is_away, is_on_device))
-        return stepped
-
-    def _traced_optimizer(self, optimizer: MakeOptimizer) -> Stepped | None:
-        """Return an optimizer that another plan has traced on the same shards."""
-        if self._replayer is None:
-            return None
+    def _prepare(self, optimizer: MakeOptimizer) -> bool:
+        """Make the optimizer, and let it step once; False if it is made and has these shards."""
         shards = tuple(
             (torch_dtensor.local_part(p).shape, p.dtype, p.grad is not None)
             for p in self.model.parameters()
         )
         is_away = (self._states_are_away, *map(self._keeps_away, self.groups))
-        self._optimizer_key = (optimizer, shards, is_away)
-        trace = self._replayer.optimizer(self._optimizer_key)
-        if trace is None:
-            return None
-        return TracedOptimizer(trace, self._replayer, self.watch, any(is_away))
-
-    # What is seen.
-
-    def _begin_step(self) -> int:
-        self._events.clear()
-        self._over.clear()
-        self._points.clear()
-        self._running.clear()
-        self._show()
-        if self.clock is not None:
-            self.clock.restart()
-        self.watch.take_highest()
-        if isinstance(self.clock, LaneClock):  # gradients are given back as a forward begins
-            return self.watch.nbytes - self.watch.by_kind[GRADIENTS]
-        return self.watch.nbytes
-
-    def _see_event(self, event: events.Event) -> None:
-        group = next((group for group in self.groups if group.fqn == event.fqn), None)
-        self._events.append(event)
-        self._over.append(_Over.of(group, event.kind) if group is not None else _Over())
-        self._see(str(event))
-
-    def _see(self, label: str) -> None:
-        highest = self.watch.take_highest()
-        mark = 0.0 if self.clock is None else self.clock.mark()
-        kinds = tuple(self.watch.by_kind)
-        point = MemoryPoint(label, 0.0, self.watch.nbytes, sum(highest), kinds, highest)
-        self._points.append((point, mark))
-
-    def _timed_points(self) -> Iterator[MemoryPoint]:
-        for point, mark in self._points:
-            time = 0.0 if self.clock is None else self.clock.time_of(mark)  # type: ignore[arg-type]
-            yield replace(point, time=time)
+        key = (optimizer, shards, is_away)
+        if key == self._optimizer_key:
+            return False
+        self._optimizer_key = key
+        replayer = self._replayer
+        trace = None if replayer is None else replayer.optimizer(key)
+        if trace is None or replayer is None:
+            self._stepped = make_stepped(
+                optimizer, self.model.parameters(), self.watch, self.clock, any(is_away)
+            )
+        else:
+            self._stepped = [TracedOptimizer(trace, replayer, self.watch, any(is_away))]
+        return True
 
     @property
     def _is_steady(self) -> bool:
         """True if it is known of the large parts of roots whether backward reads them."""
         runtimes = [unit.runtime for unit in units_below(self.model) if unit.is_root]
         return all(r is None or r.parts is None or r.parts.are_known for r in runtimes)
-
-    @contextlib.contextmanager
-    def _following_units(self) -> Iterator[None]:
-        """Know which unit computes: the innermost whose forward or backward is running."""
-        handles = []
-        for unit in units_below(self.model):
-            for module in unit.modules:
-                entered = functools.partial(self._enter_forward, unit)
-                handles.append(module.register_forward_pre_hook(entered))
-                handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter_forward(self, unit: Unit, *_: Any) -> None:
-        runtime = unit.runtime
-        assert runtime is not None
-        if runtime not in self._observed:
-            self._observed.add(runtime)
-            runtime.observe(self)
-        self._enter(unit, runtime.context.phase)
-
-    def around(
-        self, kind: str, source: Any, call: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Follow a backward into units and out of them."""
-        if kind == "arrive":
-            return self._arrive(call, *args)
-        if kind == "depart":
-            return self._depart(call, *args)
-        return call(*args, **kwargs)
-
-    def _enter(self, unit: Unit, phase: str) -> None:
-        self._running.append(f"{unit.fqn or '<root>'} {phase}")
-        self._show()
-
-    def _leave(self, *_: Any) -> None:
-        if self._running:
-            self._running.pop()
-        self._show()
-
-    def _arrive(self, arrive: Callable[..., None], visit: Visit, *how: Any) -> None:
-        was_open = visit.opened_in
-        arrive(visit, *how)
-        if visit.opened_in != was_open:
-            self._enter(visit.unit, events.BACKWARD)
-
-    def _depart(self, depart: Callable[[Visit], None], visit: Visit) -> None:
-        was_open = visit.opened_in
-        depart(visit)
-        if visit.opened_in != was_open:
-            self._leave()
-
-    def _show(self) -> None:
-        if self.clock is not None:
-            self.clock.label = self._running[-1] if self._running else "outside of units"
 
     # What memory is for.
 
@@ -416,7 +331,7 @@ class StepRun:
                     self._replayer.compute = compute
             modes.enter_context(self.watch)
             if self._replayer is not None and all(type(o) is LocalOptimizer for o in stepped):
-                self._replayer.trace_optimizer(self._optimizer_key, stepped)
+                self._replayer.step_optimizer(self._optimizer_key, stepped)
             else:
                 for one in stepped:
                     one.step()
@@ -426,8 +341,7 @@ class StepRun:
             here = self._move_states(sum(one.nbytes for one in stepped), clock)
         if clock is not None:
             clock.finish()
-        self._see("the optimizer's step")
-        return self._points[-1][0].peak_nbytes + here
+        return self._seen.see("the optimizer's step") + here
 
     def _move_states(self, nbytes: int, clock: LaneClock) -> int:
         """Let states come and go beside the step; return how many are there at a time."""
@@ -442,93 +356,3 @@ class StepRun:
 
 def _clock_for(hardware: Hardware) -> Clock | LaneClock:
     return Clock(hardware) if hardware.device_type == "cpu" else LaneClock(hardware)
-
-
-def vocabularies_of(model: nn.Module) -> frozenset[int]:
-    """Return the sizes of embeddings: a last dim of that size has a number for each word."""
-    sizes = {one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)}
-    widths = {one.embedding_dim for one in model.modules() if isinstance(one, nn.Embedding)}
-    return frozenset(sizes - widths)
-
-
-def tokens_of(given: Arguments) -> int:
-    """Return how many elements the first tensor of whole numbers has; 0 if there is none."""
-    found: list[int] = []
-
-    def take(tensor: Tensor) -> None:
-        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dim():
-            found.append(tensor.numel())
-
-    visit_tensors(take, given)
-    return found[0] if found else 0
-
-
-def mean_of(output: Any) -> Tensor:
-    """Return an output's ``loss``, or the mean of all floating-point tensors in it."""
-    found = getattr(output, "loss", None)
-    if isinstance(found, Tensor):
-        return found
-    means: list[Tensor] = []
-
-    def take(tensor: Tensor) -> None:
-        if tensor.requires_grad:
-            means.append(tensor.float().mean())
-
-    visit_tensors(take, output)
-    if not means:
-        raise ConfigError(
-            "FS903",
-            "plan: the model's output has no tensor with a gradient. Pass loss, a function that "
-            "makes a scalar of the output.",
-        )
-    return torch.stack(means).sum()
-
-
-@dataclass(frozen=True)
-class _Over:
-    """How many ranks take part in the collective of an event, and in one that follows at once."""
-
-    ranks: int = 0
-    then: int = 0
-    is_smaller: bool = False
-
-    @staticmethod
-    def of(group: ParamGroup, kind: str) -> _Over:
-        if kind != "unshard":
-            then = group.data.summed.size if group.settings.all_reduce_grads else 0
-            return _Over(group.data.scattered.size, then)
-        smaller = group.buffers.post_forward.mesh
-        if smaller is None or group.state is not SMALLER:
-            return _Over(group.data.shard.size)
-        return _Over(smaller.shard.size, is_smaller=True)
-
-
-def _with_stamps(event: events.Event, over: _Over, sizes: Mapping[str, GroupPlan]) -> events.Event:
-    """Return an event with the bytes that real ranks have: they send numbers along."""
-    group = sizes.get(event.fqn)
-    if group is None or not event.nbytes:
-        return event
-    nbytes = {
-        "unshard": group.regather_nbytes if over.is_smaller else group.gather_nbytes,
-        "reduce": group.reduce_nbytes,
-        "reshard": group.whole_nbytes,
-    }
-    return replace(event, nbytes=nbytes.get(event.kind, event.nbytes))
-
-
-def _collectives(
-    seen: Iterable[tuple[events.Event, _Over]], sizes: Mapping[str, GroupPlan]
-) -> Iterator[Collective]:
-    for event, over in seen:
-        phase, fqn = event.phase, event.fqn
-        if event.kind == "unshard":
-            yield Collective(phase, "all_gather", fqn, event.nbytes, over.ranks)
-        elif event.kind == "reduce":
-            yield Collective(phase, "reduce_scatter", fqn, event.nbytes, over.ranks)
-            group = sizes[fqn]
-            if over.then > 1 and group.all_reduce_nbytes > 0:
-                nbytes, then = group.all_reduce_nbytes, over.then
-                yield Collective(phase, "all_reduce", fqn, nbytes, then, over.ranks)
-            elif over.then > 1:
-                nbytes, then = group.outer_nbytes, over.then
-                yield Collective(phase, "reduce_scatter", fqn, nbytes, then, over.ranks)

@@ -16,6 +16,9 @@ from fsdp2._base import torch_dtensor
 from fsdp2._base.arguments import described, wrong_type
 from fsdp2._base.containers import visit_tensors
 from fsdp2._base.errors import ConfigError, FSDPError
+from fsdp2._plan.clock import Clock
+from fsdp2._plan.lanes import LaneClock
+from fsdp2._plan.owned import imagine_crews
 from fsdp2._plan.watch import OPTIMIZER, MemoryWatch
 from fsdp2.optim._owned_step import WholeOptimizer
 
@@ -100,6 +103,30 @@ class OwnedOptimizer(Stepped):
         super().__init__(cast(torch.optim.Optimizer, optimizer))
         self.step()  # copies and states are made in the first one
         self._keep(optimizer.kept_tensors(), watch, is_away)
+
+
+def make_stepped(
+    optimizer: MakeOptimizer,
+    parameters: Iterator[nn.Parameter],
+    watch: MemoryWatch,
+    clock: Clock | LaneClock | None,
+    is_away: bool,
+) -> list[Stepped]:
+    """Return an optimizer that has stepped once; its members, if it is several.
+
+    Raises:
+        ConfigError: it cannot be made, or it needs values.
+    """
+    is_on_device = clock is not None and clock.hardware.device_type != "cpu"
+    made = make_optimizer(optimizer, parameters)
+    stepped: list[Stepped] = []
+    for member in getattr(made, "_members", None) or [(made, [])]:
+        if isinstance(member[0], WholeOptimizer):
+            imagine_crews(member[0], watch, clock)
+            stepped.append(OwnedOptimizer(member[0], watch, is_away))
+        else:
+            stepped.append(LocalOptimizer(member[0], watch, is_away, is_on_device))
+    return stepped
 
 
 def make_optimizer(

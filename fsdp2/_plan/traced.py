@@ -19,7 +19,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,91 +45,45 @@ from fsdp2._plan.blocks import (
 from fsdp2._plan.clock import Clock, ComputeTime
 from fsdp2._plan.hardware import Hardware
 from fsdp2._plan.lanes import LaneClock, Products
+from fsdp2._plan.replayed import Made, Phase, Replayed, SteppedTrace, Trace, Traces
 from fsdp2._plan.stepped import Stepped
 from fsdp2._plan.watch import MemoryWatch
 
 MOST_FORMS = 6
-"""So many traces of one class are made; blocks that all differ run faster as they are."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """A tensor that a block returns. ``is_kept``: its backward needs it."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    is_kept: bool
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What a forward or a backward takes: seconds of each kernel, and the most bytes above before.
-
-    ``products``: seconds of products at the machine's peak.
-    """
-
-    kernels: tuple[float, ...]
-    peak_nbytes: int
-    products: float
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A block's forward and backward.
-
-    ``held``, ``read``: places of inputs, and of parameters, that backward needs. ``has_grad``:
-    which inputs and parameters get a gradient.
-    """
-
-    forward: Phase
-    backward: Phase | None
-    outputs: tuple[Made, ...]
-    rebuild: Callable[[Sequence[Tensor]], Any]
-    kept_nbytes: int
-    held: tuple[int, ...]
-    read: tuple[int, ...]
-    has_grad: tuple[bool, ...]
-    parameters: int
-
-
-@dataclass(frozen=True)
-class SteppedTrace:
-    """An optimizer's step, and what it keeps between steps."""
-
-    phase: Phase
-    state_nbytes: int
-
-
-@dataclass
-class Traces:
-    """What is known of a model's blocks. It outlives the plans that add to it."""
-
-    known: dict[tuple[Any, ...], Trace | None] = field(default_factory=dict)
-    forms: Counter[type] = field(default_factory=Counter)
-    optimizers: dict[tuple[Any, ...], SteppedTrace] = field(default_factory=dict)
-    machines: list[Hardware] = field(default_factory=list)  # that keys name by their numbers
-
-    def number_of(self, clock: Clock | LaneClock | None) -> int:
-        """Return what stands for a clock's machine in keys."""
-        return -1 if clock is None else self.machines.index(clock.hardware)
+"""So many traces of a class are made for a plan; blocks that all differ run faster as they are."""
 
 
 class Replayer:
     """Puts replays in the place of forwards, in one run."""
 
-    def __init__(
-        self, traces: Traces, watch: MemoryWatch, clock: Clock | LaneClock | None, is_again: bool
-    ) -> None:
+    def __init__(self, traces: Traces, watch: MemoryWatch, clock: Clock | LaneClock | None) -> None:
         self._traces, self._watch, self.clock = traces, watch, clock
-        self._is_again = is_again
+        self._is_again = False
+        self._checkpoints = 0  # that units run in now
+        self._forms: Counter[type] = Counter()  # that were traced for one plan
         self.compute: ComputeTime | None = None  # what moves the clock, while a step runs
         self.is_in_backward = False
         self._structures: dict[int, tuple[Any, ...]] = {}
         self._names: dict[int, str] = {}
         if clock is not None and clock.hardware not in traces.machines:
             traces.machines.append(clock.hardware)
+
+    def begin_plan(self, is_again: bool) -> None:
+        """Another plan begins. ``is_again``: activations are computed again."""
+        self._is_again = is_again
+        self._forms.clear()
+
+    @contextmanager
+    def inside_a_checkpoint(self) -> Iterator[None]:
+        """Say that a unit's forward runs in a checkpoint: units inside of it run as they are.
+
+        A checkpoint counts what is saved in its forward, and a trace would save more.
+        """
+        self._checkpoints += 1
+        try:
+            yield
+        finally:
+            self._checkpoints -= 1
 
     def follow(self, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         """Replay these blocks of a model from now on."""
@@ -140,15 +94,17 @@ class Replayer:
     def _call(
         self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        if self._checkpoints:
+            return forward(*args, **kwargs)
         try:
             tensors, key = self._key_of(block, args, kwargs)
         except Unsuited:
             return forward(*args, **kwargs)
         known = self._traces.known
         if key not in known:
-            if self._traces.forms[type(block)] >= MOST_FORMS:
+            if self._forms[type(block)] >= MOST_FORMS:
                 return forward(*args, **kwargs)
-            self._traces.forms[type(block)] += 1
+            self._forms[type(block)] += 1
             try:
                 known[key] = self._trace(block, forward, args, kwargs)
             except Unsuited:
@@ -156,7 +112,7 @@ class Replayer:
         trace = known[key]
         if trace is None:
             return forward(*args, **kwargs)
-        made = _Replayed.apply(trace, self, *tensors, *parameters_of(block))  # type: ignore[no-untyped-call]  # torch's own
+        made = Replayed.apply(trace, self, *tensors, *parameters_of(block))  # type: ignore[no-untyped-call]  # torch's own
         return trace.rebuild(made)
 
     # Which blocks are alike.
@@ -170,7 +126,7 @@ class Replayer:
             self._structures[id(block)] = tuple(structure_of(block))
         own = tuple((p.shape, p.dtype, p.requires_grad) for p in parameters_of(block))
         machine = self._traces.number_of(self.clock)
-        where = (machine, self._is_again, torch.is_grad_enabled(), self._watch.loss_chunks)
+        where = (machine, self._is_again, torch.is_grad_enabled())
         return tensors, (self._structures[id(block)], own, form, where)
 
     def _form_of(self, value: Any, tensors: list[Tensor]) -> Any:
@@ -281,23 +237,20 @@ class Replayer:
         Raises:
             Unsuited: it takes memory of several kinds.
         """
-        watch, recorder = self._watch, _Recorder(self.clock)
-        clock, products = self.clock, 0.0 if self.clock is None else self.clock.products.seconds
+        watch, clock, recorder = self._watch, self.clock, _Recorder(self.clock)
+        products = 0.0 if clock is None else clock.products.seconds
         before, kinds = watch.nbytes, list(watch.by_kind)
         watch.take_highest()
-        if self.compute is not None:
-            self.compute.clock = recorder
-        try:
+        if clock is not None:
+            clock.products.seconds = 0.0  # a difference would depend on what was there
+        with self._timed_by(recorder):
             made = run()
-        finally:
-            if self.compute is not None and clock is not None:
-                self.compute.clock = clock
         highest = watch.take_highest()
         if any(now != then for now, then in zip(highest[:-2], kinds[:-2], strict=True)):
             raise Unsuited  # more than activations
         if highest[-1] != kinds[-1]:
             raise Unsuited  # logits, which are counted in their own way
-        took = 0.0 if clock is None else clock.products.seconds - products
+        took = 0.0 if clock is None else clock.products.seconds
         if clock is not None:
             clock.products.seconds = products
         kernels = tuple(recorder.kernels)
@@ -305,12 +258,29 @@ class Replayer:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Leave no trace of a trace in what is counted."""
-        highest = self._watch.highest
+        """Leave no trace of a trace in what is counted, nor on the clock."""
+        highest, clock = self._watch.highest, self.clock
+        products = 0.0 if clock is None else clock.products.seconds
+        try:
+            with self._timed_by(_Recorder(clock)):
+                yield
+        finally:
+            self._watch.highest = highest
+            if clock is not None:
+                clock.products.seconds = products
+
+    @contextmanager
+    def _timed_by(self, recorder: _Recorder) -> Iterator[None]:
+        """Let another clock take the time of operations meanwhile."""
+        compute = self.compute
+        if compute is None:
+            yield
+            return
+        before, compute.clock = compute.clock, recorder
         try:
             yield
         finally:
-            self._watch.highest = highest
+            compute.clock = before
 
     # How it is replayed.
 
@@ -328,8 +298,12 @@ class Replayer:
         """Return what is known of an optimizer's step on these shards."""
         return self._traces.optimizers.get((self._traces.number_of(self.clock), *key))
 
-    def trace_optimizer(self, key: tuple[Any, ...], stepped: Sequence[Stepped]) -> None:
-        """Step, and write down what that takes."""
+    def step_optimizer(self, key: tuple[Any, ...], stepped: Sequence[Stepped]) -> None:
+        """Step. What that takes is written down once, and is the same each time."""
+        known = self.optimizer(key)
+        if known is not None:
+            self.replay(known.phase)
+            return
 
         def step() -> None:
             for one in stepped:
@@ -379,44 +353,3 @@ class _Recorder:
     def compute(self, seconds: float) -> None:
         if seconds > 0.0:
             self.kernels.append(seconds)
-
-
-class _Replayed(torch.autograd.Function):
-    """A block: what it returns, what it keeps, and the time and memory of both ways."""
-
-    @staticmethod
-    def forward(ctx: Any, trace: Trace, replayer: Replayer, *given: Tensor) -> tuple[Tensor, ...]:
-        replayer.replay(trace.forward)
-        device = given[0].device if given else torch.device("cpu")
-        made = [
-            torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
-            for one in trace.outputs
-        ]
-        ctx.trace, ctx.replayer = trace, replayer
-        ctx.like = [(one.shape, one.stride(), one.dtype) for one in given]
-        ctx.held = [given[place] for place in trace.held]
-        # as the block's own graph would: the engine looks whether anybody refers to parameters
-        own = given[len(given) - trace.parameters :]
-        ctx.save_for_backward(*(own[place] for place in trace.read))
-        ctx.held += [
-            one.detach() for one, how in zip(made, trace.outputs, strict=True) if how.is_kept
-        ]
-        if trace.kept_nbytes > 0:
-            ctx.held.append(torch.empty(trace.kept_nbytes, dtype=torch.uint8, device=device))
-        ctx.mark_non_differentiable(
-            *(one for one, how in zip(made, trace.outputs, strict=True) if not how.requires_grad)
-        )
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        trace: Trace = ctx.trace
-        if trace.backward is not None:
-            ctx.replayer.replay(trace.backward)
-        ctx.held.clear()
-        device = grads[0].device
-        made = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=device) if has_grad else None
-            for (shape, stride, dtype), has_grad in zip(ctx.like, trace.has_grad, strict=True)
-        ]
-        return None, None, *made

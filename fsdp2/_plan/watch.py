@@ -113,6 +113,10 @@ class MemoryWatch(DispatchMode):
         """Return True if somebody still has the storage of a number."""
         return key in self._sizes
 
+    def counts(self, tensor: Tensor) -> bool:
+        """Return True if a tensor's storage is counted."""
+        return torch_tensors.number_of(tensor.untyped_storage()) in self._sizes
+
     def rise(self, nbytes: int) -> None:
         """Count activations that are gone again."""
         self._change(ACTIVATIONS, nbytes)
