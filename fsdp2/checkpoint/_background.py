@@ -36,6 +36,7 @@ from fsdp2._base.pending_copies import wait_for_copies
 from fsdp2._base.warn import warn
 from fsdp2._comm.process_mesh import Grid
 from fsdp2.checkpoint._checksums import said
+from fsdp2.checkpoint._place import LATEST
 from fsdp2.checkpoint._publish import ABANDONED_AFTER_S, OWNER, is_dead, is_old, own
 from fsdp2.checkpoint._saved import METADATA
 from fsdp2.checkpoint._saving import Saving
@@ -50,6 +51,8 @@ LOOK_EVERY_S = 0.02
 LOOK_FOR_THE_DEAD_EVERY_S = 0.5
 LEFT_AFTER_S = 30.0
 """For how long a process that ends waits for a rank of which nothing is known and seen."""
+LINK_S = 5.0
+"""For how long another rank waits for the link to a checkpoint that has its name."""
 HANGS_AFTER_S = 600.0
 """For how long a rank may live and write nothing: one that syncs a large file does so, too."""
 
@@ -234,9 +237,24 @@ class SaveHandle:
             if why:
                 raise self._failed(0, f"{why} before the checkpoint had its name")
         try:
-            os.stat(METADATA, dir_fd=self._seen)
+            written = os.stat(METADATA, dir_fd=self._seen).st_mtime_ns
         except OSError as error:
             raise self._removed() from error
+        if self._saving.keep_last is not None:
+            self._wait_for_the_link(written)
+
+    def _wait_for_the_link(self, written_ns: int) -> None:
+        """Wait until ``latest`` leads here, or to what is newer still: the first rank sees to it.
+
+        Not for long: it may have ended in between, and the checkpoint is there.
+        """
+        link = self.path.parent / LATEST
+        due = time.monotonic() + LINK_S
+        while time.monotonic() < due:
+            with contextlib.suppress(OSError):
+                if os.lstat(link).st_mtime_ns >= written_ns:
+                    return
+            time.sleep(LOOK_EVERY_S)
 
 
 def _ends_by_error() -> bool:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ import fsdp2
 from fsdp2 import checkpoint
 from fsdp2._base.torch_dtensor import imagined_mesh
 from fsdp2._transfer.redistribute import Grids
-from fsdp2.checkpoint import _publish, _saving
+from fsdp2.checkpoint import _place, _publish, _saving
 from fsdp2.checkpoint._contents import Contents, flat
 from fsdp2.checkpoint._writing import HEAD, REPORT, ROW, SUM
 from tests._models import seeded
@@ -214,6 +215,11 @@ def test_a_failure_ends_no_training(tmp_path: Path, harm: str, rank: int) -> Non
     assert os.listdir(tmp_path) == ["saved"]
 
 
+def slowly(*args: Any) -> None:
+    time.sleep(0.1)
+    _place.keep_newest(*args)
+
+
 @ranks(2)
 def test_a_series_keeps_the_newest(tmp_path: Path, rank: int) -> None:
     """And nothing else that is there; ``latest`` leads to a whole one at any time."""
@@ -225,7 +231,16 @@ def test_a_series_keeps_the_newest(tmp_path: Path, rank: int) -> None:
         os.close(_publish.own(tmp_path / ".step-9.tmp-0a" / _publish.OWNER))
     for number in range(4):
         name = f"step-{number}"
-        checkpoint.save(tmp_path / name, model, extra=number, background=True, keep_last=2).wait()
+        slow = (
+            mock.patch.object(_saving, "keep_newest", slowly)
+            if rank == 0
+            else contextlib.nullcontext()
+        )
+        with slow:  # the other rank waits for the link, too
+            handle = checkpoint.save(
+                tmp_path / name, model, extra=number, background=True, keep_last=2
+            )
+            handle.wait()
         assert os.readlink(tmp_path / "latest") == name
         assert checkpoint.load(tmp_path / "latest", model) == number
         dist.barrier()
