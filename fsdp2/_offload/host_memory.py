@@ -70,20 +70,21 @@ class CopyLanes:
     """Two streams of a device beside its compute: a link carries both directions at a time."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._out = torch.Stream(device)
         self._back = torch.Stream(device)
 
     @property
     def compute(self) -> Any:
-        """The stream that computes now."""
-        return torch.accelerator.current_stream()
+        """The stream that computes now on the device."""
+        return torch.accelerator.current_stream(self._device)
 
     def send_out(self, source: Tensor, buffer: HostBuffer) -> torch.Event:
         """Copy bytes to the host, behind what compute was given so far; return when it is over.
 
         Somebody holds ``source`` until compute has waited for the event.
         """
-        self._out.wait_stream(torch.accelerator.current_stream())
+        self._out.wait_stream(self.compute)
         return self._copy(self._out, buffer, buffer.data[: source.numel()], source)
 
     def send_storage(self, tensor: Tensor, buffer: HostBuffer) -> torch.Event:
@@ -108,7 +109,7 @@ class CopyLanes:
 
         What used that memory before is over then: compute freed it, and the lane waits for compute.
         """
-        self._back.wait_stream(torch.accelerator.current_stream())
+        self._back.wait_stream(self.compute)
         return self._copy(self._back, buffer, target, buffer.data[: target.numel()])
 
     def free_behind(self, source: Tensor) -> None:

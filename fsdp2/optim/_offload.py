@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_compiler, torch_dtensor
+from fsdp2._base import torch_compiler, torch_dtensor, torch_optim
 from fsdp2._base.arguments import (
     check_count,
     check_flag,
@@ -91,7 +92,8 @@ def offload_states(
         The optimizer.
 
     Raises:
-        ConfigError: a class that is not known to step each parameter by itself.
+        ConfigError: a class that is not known to step each parameter by itself; ``optimizer.step``
+            was replaced (but for what a scheduler of learning rates does).
         UnsupportedError: an optimizer that must be given a closure; ``fsdp2.optim.whole``, whose
             states lie with their owners.
     """
@@ -119,8 +121,15 @@ def offload_states(
             "step one after the other here. Use a class of torch.optim, or pass by_itself=True if "
             "it looks at one parameter at a time.",
         )
+    if not torch_optim.steps_as_its_class(optimizer):
+        raise ConfigError(
+            "FS717",
+            f"{who}: somebody replaced step of this {plain.__name__}, so the step of its class "
+            "would not run. Call offload_states before that.",
+        )
     state = optimizer.state
     optimizer.__class__ = offloaded_class(type(optimizer))
+    torch_optim.step_as_new_class(optimizer)
     made = cast(OffloadedStates, optimizer)
     vars(made).pop("state", None)
     made._begin()
@@ -168,10 +177,11 @@ class Slot(NamedTuple):
 
 
 class Batch:
-    """Parameters that step together, by param group, and the memory of their states."""
+    """Parameters that step together, all on one device, and the memory of their states."""
 
-    def __init__(self, params: list[list[Tensor]]) -> None:
+    def __init__(self, params: list[Tensor]) -> None:
         self.params = params
+        self.keys: set[str] = set()  # names of the states that travel
         self.plans: Any = None  # of fsdp2.optim.local
         self.buffer: HostBuffer | None = None
         self.flat: Tensor | None = None  # all states, on the device
@@ -201,7 +211,8 @@ class Batch:
     def wait(self) -> None:
         """Let compute wait until what is under way has come, or gone."""
         if self.event is not None:
-            torch.accelerator.current_stream().wait_event(self.event)
+            assert self.flat is not None
+            torch.accelerator.current_stream(self.flat.device).wait_event(self.event)
             self.event = None
 
     @property
@@ -220,6 +231,11 @@ class Batch:
             lanes.free_behind(self.flat)
         self.flat = self.event = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are: their local parts, if they are sharded."""
+        return _device_of(self.params[0]) if self.params else torch.device("cpu")
+
     def send(self, slots: Sequence[Slot], memory: HostMemory, lanes: CopyLanes) -> None:
         """Begin to copy the states to the host, where they are seen from now on."""
         moving = [slot for slot in slots if _can_travel(slot.value)]
@@ -234,6 +250,7 @@ class Batch:
         self.flat = flat
         for slot, home in zip(moving, homes, strict=True):
             slot.put(home.view(self.buffer.data))
+            self.keys.add(slot.key)
 
     def _joined(self, parts: Sequence[Tensor], homes: Sequence[Home], nbytes: int) -> Tensor:
         """Return the memory that has all states in order: that in which they came, mostly."""
@@ -263,9 +280,10 @@ class OffloadedStates:
     def _begin(self) -> None:
         self._memory = HostMemory()
         self._batches: list[Batch] = []
-        self._lanes: CopyLanes | None = None
+        self._lanes: dict[torch.device, CopyLanes] = {}
         self._is_stepping = False
         self._most: int | None = None  # bytes on the device at a time, by ``max_bytes``
+        self._ahead: list[Batch] = []  # what came in backward, the first one first
         self._handles: list[Any] = []
         self._states: Any = defaultdict(dict)
 
@@ -279,7 +297,7 @@ class OffloadedStates:
 
     def _follow(self, batch: Batch) -> None:
         """Learn in backward when gradients of a batch are there, if states may come that early."""
-        first = next((p for part in batch.params for p in part if p.requires_grad), None)
+        first = next((p for p in batch.params if p.requires_grad), None)
         if self._most is not None and first is not None:
             hook = functools.partial(_come_ahead, weakref.ref(self), weakref.ref(batch))
             self._handles.append(first.register_post_accumulate_grad_hook(hook))
@@ -321,7 +339,7 @@ class OffloadedStates:
         for batch in batches:
             batch.forget()
         for batch in batches:
-            device = _device_of(batch)
+            device = batch.device
             for slot in self._slots(batch):
                 if slot.part.device.type != device.type:  # of a copy, or out of a file
                     slot.put(slot.part.to(device))
@@ -337,25 +355,28 @@ class OffloadedStates:
             with torch.enable_grad():
                 loss = closure()
         groups, batches = self.param_groups, self._batches_now()
+        places = {param: place for place, group in enumerate(groups) for param in group["params"]}
         if self._local is not None and self._local._plans is None:  # somebody looked at the state
             for batch in batches:
                 batch.plans = None
         self._is_stepping = True
         last: list[tuple[int, dict[str, Any]]] = []
         leaving: deque[Batch] = deque()
-        order = sorted(batches, key=lambda batch: batch.flat is None)  # first what has come
+        # what came first steps first: it leaves while the last ones are still on their way
+        ahead, self._ahead = [batch for batch in self._ahead if batch.flat is not None], []
+        order = ahead + [batch for batch in batches if batch not in ahead]
         try:
             self._bring(order[0])
             for place, batch in enumerate(order):
                 self._bring_more(order[place + 1 :], leaving)
                 batch.wait()
-                last = self._step_batch(batch, groups)
+                last = self._step_batch(batch, groups, places) or last
                 with torch.no_grad():
                     self._send(batch)
                 leaving.append(batch)
-            if self._most is not None and self._lanes is not None:
+            if self._most is not None:
                 for batch in leaving:
-                    batch.leave(self._lanes)
+                    batch.leave(self._lanes_of(batch.device))
         finally:
             self.param_groups = groups
             self._is_stepping = False
@@ -381,13 +402,16 @@ class OffloadedStates:
                 return
             self._bring(batch)
 
-    def _step_batch(self, batch: Batch, groups: Groups) -> list[tuple[int, dict[str, Any]]]:
-        """Run the class's own step on the parameters of a batch."""
-        own = [
-            (index, {**group, "params": params})
-            for index, (group, params) in enumerate(zip(groups, batch.params, strict=False))
-            if params
-        ]
+    def _step_batch(
+        self, batch: Batch, groups: Groups, places: dict[Tensor, int]
+    ) -> list[tuple[int, dict[str, Any]]]:
+        """Run the class's own step on the parameters of a batch. ``places``: their param groups."""
+        params: dict[int, list[Tensor]] = defaultdict(list)
+        for param in batch.params:
+            if param in places:  # nobody took it out of its param group since
+                params[places[param]].append(param)
+        own = [(index, {**groups[index], "params": params[index]}) for index in sorted(params)]
+        self._move_strangers(batch)
         self.param_groups = [group for _, group in own]
         local = self._local
         if local is not None:
@@ -399,6 +423,14 @@ class OffloadedStates:
                 batch.plans = local._plans
                 self._drop_published(batch)
         return own
+
+    def _move_strangers(self, batch: Batch) -> None:
+        """Bring states to the device that somebody put in the place of those on the host."""
+        device = batch.device
+        with torch.no_grad():
+            for slot in self._slots(batch):
+                if slot.key in batch.keys and slot.part.device.type != device.type:
+                    slot.put(slot.part.to(device))
 
     def _step_fused(self, *_: Any) -> bool:
         """Step by the class's own fused step: a kernel's lists would name what has left."""
@@ -415,21 +447,20 @@ class OffloadedStates:
 
     def _batches_now(self) -> list[Batch]:
         """Return all batches; parameters that are new make new ones."""
-        known = {param for batch in self._batches for part in batch.params for param in part}
-        count = len(self.param_groups)
-        waiting, nbytes, unit = [list[Tensor]() for _ in range(count)], 0, None
-        for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if param in known:
-                    continue
-                own = _unit_of(param)
-                if (own is None or own != unit) and nbytes >= LEAST_NBYTES:
-                    self._add(Batch(waiting))
-                    waiting, nbytes = [list[Tensor]() for _ in range(count)], 0
-                unit = own
-                waiting[index].append(param)
-                nbytes += torch_dtensor.local_part(param).nbytes
-        if any(waiting) or not self._batches:
+        known = {param for batch in self._batches for param in batch.params}
+        waiting, nbytes, last = list[Tensor](), 0, None
+        for param in itertools.chain(*(group["params"] for group in self.param_groups)):
+            if param in known:
+                continue
+            unit, device = _unit_of(param), _device_of(param)
+            is_cut = nbytes >= LEAST_NBYTES and (unit is None or (unit, device) != last)
+            if waiting and (is_cut or device != _device_of(waiting[0])):
+                self._add(Batch(waiting))
+                waiting, nbytes = [], 0
+            last = unit, device
+            waiting.append(param)
+            nbytes += torch_dtensor.local_part(param).nbytes
+        if waiting or not self._batches:
             self._add(Batch(waiting))
         return self._batches
 
@@ -440,7 +471,7 @@ class OffloadedStates:
     def _slots(self, batch: Batch) -> Iterator[Slot]:
         local = self._local
         table = self._states if local is None else local._table
-        entries = [table[p] for part in batch.params for p in part if p in table]
+        entries = [table[p] for p in batch.params if p in table]
         entries += [run.state for plan in batch.plans or () for run in plan.runs]
         for entry in entries:
             for key, value in entry.items():
@@ -449,20 +480,19 @@ class OffloadedStates:
 
     def _bring(self, batch: Batch) -> None:
         if batch.buffer is not None and batch.flat is None:
-            device = _device_of(batch)
+            device = batch.device
             with torch.no_grad():
                 batch.bring(list(self._slots(batch)), self._lanes_of(device), device)
 
     def _send(self, batch: Batch) -> None:
         slots = list(self._slots(batch))
-        device = next((slot.value.device for slot in slots if _can_travel(slot.value)), None)
-        if device is not None:
-            batch.send(slots, self._memory, self._lanes_of(device))
+        if any(_can_travel(slot.value) for slot in slots):
+            batch.send(slots, self._memory, self._lanes_of(batch.device))
 
     def _lanes_of(self, device: torch.device) -> CopyLanes:
-        if self._lanes is None:
-            self._lanes = CopyLanes(device)
-        return self._lanes
+        if device not in self._lanes:
+            self._lanes[device] = CopyLanes(device)
+        return self._lanes[device]
 
     # Copies and pickles.
 
@@ -482,7 +512,7 @@ class OffloadedStates:
 
     def __reduce__(self) -> tuple[Any, ...]:
         plain = getattr(self, "_plain_class", self._stepped_class)
-        given = (plain, self._local is not None)
+        given = (plain, self._local is not None, self._most)
         return rebuild_offloaded, given, cast(Any, self).__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -510,7 +540,7 @@ def offloaded_class(cls: type[Optimizer]) -> Any:
     return _classes[cls]
 
 
-def rebuild_offloaded(plain: type[Optimizer], is_local: bool) -> Any:
+def rebuild_offloaded(plain: type[Optimizer], is_local: bool, most: int | None = None) -> Any:
     """Make an empty optimizer; its state follows (copy and pickle)."""
     if is_local:
         from fsdp2.optim._local import rebuild_optimizer
@@ -520,6 +550,7 @@ def rebuild_offloaded(plain: type[Optimizer], is_local: bool) -> Any:
     else:
         made = object.__new__(offloaded_class(plain))
     made._begin()
+    made._most = most
     return made
 
 
@@ -533,6 +564,8 @@ def _come_ahead(
     own, its = optimizer(), batch()
     if own is not None and its is not None and own._has_room(its, ()):
         own._bring(its)
+        if its not in own._ahead:
+            own._ahead.append(its)
 
 
 def _unit_of(param: Tensor) -> object:
@@ -542,10 +575,9 @@ def _unit_of(param: Tensor) -> object:
     return None if span is None else id(span.flat)
 
 
-def _device_of(batch: Batch) -> torch.device:
-    """Return where the parameters of a batch are: the local parts, if these are sharded."""
-    locals_ = (torch_dtensor.local_part(p) for part in batch.params for p in part)
-    return next((part.device for part in locals_), torch.device("cpu"))
+def _device_of(param: Tensor) -> torch.device:
+    """Return where a parameter is: its local part, if it is sharded."""
+    return torch_dtensor.local_part(param).device
 
 
 def _can_travel(value: Tensor) -> bool:
