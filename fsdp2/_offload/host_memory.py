@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 STEPS = 8
-"""Sizes are rounded up to one of so many between two powers of two: batches of other lengths find
-the same buffers, and at most an eighth is wasted."""
+"""Sizes are rounded up to one of so many between two powers of two, so that batches of nearly the
+same length need the same."""
 SMALLEST = 4096
 
 
@@ -34,9 +34,10 @@ class HostBuffer:
 
 
 class HostMemory:
-    """Buffers that are taken and given back. Nothing is freed while this lives.
+    """Buffers that are taken and given back, for as long as this lives.
 
-    ``nbytes``: how much was ever pinned.
+    Where lengths of batches vary, what a longer one needed serves the shorter ones; and what a
+    longer one outgrows goes. ``nbytes``: how much is pinned.
     """
 
     def __init__(self) -> None:
@@ -44,11 +45,16 @@ class HostMemory:
         self._free: dict[int, list[HostBuffer]] = {}
 
     def take(self, nbytes: int) -> HostBuffer:
-        """Return a buffer of at least so many bytes."""
+        """Return a buffer of at least so many bytes: the smallest that is free, or a new one."""
         size = rounded(nbytes)
-        free = self._free.setdefault(size, [])
-        if free:
-            return free.pop()
+        sizes = [found for found, free in self._free.items() if free]
+        fitting = min((found for found in sizes if found >= size), default=None)
+        if fitting is not None:
+            return self._free[fitting].pop()
+        if sizes:
+            outgrown = max(sizes)
+            self._free[outgrown].pop()
+            self.nbytes -= outgrown
         self.nbytes += size
         return HostBuffer(size, self._allocate(size))
 
@@ -57,7 +63,7 @@ class HostMemory:
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back; see [Note: who may use a host buffer]."""
-        self._free[buffer.nbytes].append(buffer)
+        self._free.setdefault(buffer.nbytes, []).append(buffer)
 
 
 def rounded(nbytes: int) -> int:

@@ -186,6 +186,11 @@ class Batch:
         self.buffer: HostBuffer | None = None
         self.flat: Tensor | None = None  # all states, on the device
         self.event: torch.Event | None = None  # when they have come, or gone
+        self._stream: Any = None  # whose memory ``flat`` is
+
+    def __del__(self) -> None:
+        if self.event is not None:  # they came for a step that never was: the copy may still write
+            self._stream.wait_event(self.event)
 
     def bring(self, slots: Sequence[Slot], lanes: CopyLanes, device: torch.device) -> None:
         """Begin to bring the states to the device; who reads them waits by ``wait``."""
@@ -193,6 +198,7 @@ class Batch:
         if not found:
             return
         assert self.buffer is not None
+        self._stream = torch.accelerator.current_stream(device)
         flat = torch.empty(self.buffer.data.numel(), dtype=torch.uint8, device=device)
         self.event = lanes.bring_back(self.buffer, flat)
         self.flat = flat
@@ -246,6 +252,7 @@ class Batch:
         flat = self._joined(parts, homes, nbytes)
         if self.buffer is None or self.buffer.data.numel() < nbytes:
             self.buffer = memory.take(nbytes)
+        self._stream = lanes.compute
         self.event = lanes.send_out(flat[:nbytes], self.buffer)
         self.flat = flat
         for slot, home in zip(moving, homes, strict=True):

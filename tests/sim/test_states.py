@@ -359,6 +359,19 @@ def what_came_first_steps_first() -> None:
     assert stepped[0].params[0] is not model[0].weight
 
 
+@body
+def an_optimizer_that_is_dropped_before_its_step() -> None:
+    """Its states were on their way: nobody has their memory before they have come."""
+    for _ in range(3):
+        model = deep().to("sim")
+        optim = fsdp2.optim.offload_states(torch.optim.AdamW(model.parameters()), max_bytes=1 << 20)
+        step(model, optim)
+        model(torch.ones(2, 32, device="sim")).square().mean().backward()
+        assert any(batch.event is not None for batch in optim._batches)
+        del optim, model
+        gc.collect()
+
+
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.usefixtures("simulator")
 def test_states(name: str, run_on_ranks: RunOnRanks, request: pytest.FixtureRequest) -> None:
