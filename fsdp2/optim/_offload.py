@@ -75,7 +75,8 @@ def offload_states(
     for all of it on the device for a moment, because torch puts it there.
 
     On a CPU, and for parameters that lie with the host (``CPUOffloadPolicy``), states stay where
-    they are.
+    they are. With ``max_bytes``, states that came in backward are on the device until the step is
+    done, also where it is left out, as for a gradient that is not finite.
 
     Args:
         optimizer: of ``torch.optim`` or ``fsdp2.optim.local``, before or after its first step. It
@@ -84,7 +85,8 @@ def offload_states(
             units, in the step alone. With a number, states begin to come in backward, when the
             gradients of their unit are there, and the last ones leave beside the next forward. So
             the link hides behind more than the step. Choose what backward has freed by its end, so
-            that the peak stays what it is: activations, less the gradients.
+            that the peak stays what it is: activations, less the gradients. Two units are there in
+            the step at least.
         by_itself: vouch for a class of your own, or of another library: it steps each parameter
             without looking at the others, and keeps nothing about them but its states.
 
@@ -292,14 +294,16 @@ class OffloadedStates:
         self._most: int | None = None  # bytes on the device at a time, by ``max_bytes``
         self._ahead: list[Batch] = []  # what came in backward, the first one first
         self._handles: list[Any] = []
+        # they end with this: a model whose gradients have hooks waits for each reduction earlier
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
         self._states: Any = defaultdict(dict)
 
     def _set_most(self, most: int | None) -> None:
         """Say how many bytes of states may be on the device, and whether they come in backward."""
-        for handle in self._handles:
-            handle.remove()
-        self._most, self._handles = most, []
-        for batch in self._batches_now():
+        batches = self._batches_now()
+        _remove_all(self._handles)
+        self._most = most
+        for batch in batches:
             self._follow(batch)
 
     def _follow(self, batch: Batch) -> None:
@@ -367,7 +371,7 @@ class OffloadedStates:
             for batch in batches:
                 batch.plans = None
         self._is_stepping = True
-        last: list[tuple[int, dict[str, Any]]] = []
+        stepped: dict[int, dict[str, Any]] = {}
         leaving: deque[Batch] = deque()
         # what came first steps first: it leaves while the last ones are still on their way
         ahead, self._ahead = [batch for batch in self._ahead if batch.flat is not None], []
@@ -377,7 +381,7 @@ class OffloadedStates:
             for place, batch in enumerate(order):
                 self._bring_more(order[place + 1 :], leaving)
                 batch.wait()
-                last = self._step_batch(batch, groups, places) or last
+                stepped |= self._step_batch(batch, groups, places)
                 with torch.no_grad():
                     self._send(batch)
                 leaving.append(batch)
@@ -392,7 +396,8 @@ class OffloadedStates:
             if self._local is not None:
                 plans = [plan for batch in batches for plan in batch.plans or ()]
                 self._local._plans, self._local._kernels = plans or None, []
-        for index, own in last:  # what a class writes into a param group, as its own counters
+        # what a class writes into a param group, as its own counters
+        for index, own in stepped.items():
             for key, value in own.items():
                 if key != "params" and groups[index].get(key) is not value:
                     groups[index][key] = value
@@ -411,15 +416,18 @@ class OffloadedStates:
 
     def _step_batch(
         self, batch: Batch, groups: Groups, places: dict[Tensor, int]
-    ) -> list[tuple[int, dict[str, Any]]]:
-        """Run the class's own step on the parameters of a batch. ``places``: their param groups."""
+    ) -> dict[int, dict[str, Any]]:
+        """Run the class's own step on the parameters of a batch, and return its param groups.
+
+        ``places``: where each parameter is among ``groups``.
+        """
         params: dict[int, list[Tensor]] = defaultdict(list)
         for param in batch.params:
             if param in places:  # nobody took it out of its param group since
                 params[places[param]].append(param)
-        own = [(index, {**groups[index], "params": params[index]}) for index in sorted(params)]
+        own = {index: {**groups[index], "params": params[index]} for index in sorted(params)}
         self._move_strangers(batch)
-        self.param_groups = [group for _, group in own]
+        self.param_groups = list(own.values())
         local = self._local
         if local is not None:
             local._plans, local._kernels = batch.plans, []
@@ -562,6 +570,11 @@ def rebuild_offloaded(plain: type[Optimizer], is_local: bool, most: int | None =
 
 
 rebuild_offloaded.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+
+
+def _remove_all(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _come_ahead(

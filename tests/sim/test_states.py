@@ -368,8 +368,9 @@ def an_optimizer_that_is_dropped_before_its_step() -> None:
         step(model, optim)
         model(torch.ones(2, 32, device="sim")).square().mean().backward()
         assert any(batch.event is not None for batch in optim._batches)
-        del optim, model
+        del optim
         gc.collect()
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", BODIES)
