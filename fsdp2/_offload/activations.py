@@ -30,7 +30,7 @@ brought to the device is dropped when backward has left the group; the next back
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -222,7 +222,7 @@ class _Running(threading.local):
 
 
 def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -142,6 +145,24 @@ def test_a_warning_in_a_step_names_the_line_of_the_user() -> None:
         model[2](model[1](x)).sum().backward()
     with pytest.raises(fsdp2.StateError, match="FS304"):
         model(torch.ones(2, 13))
+
+
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@ranks(2)
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_it_is_said_of_a_copy_too(copied: Callable[[nn.Module], Any]) -> None:
+    model: Any = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 13))
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    other: Any = copied(fsdp2.fully_shard(model))
+    with pytest.warns(UserWarning, match=r"^0: runs a forward by itself before Sequential"):
+        other[0](torch.ones(2, 13))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(2, 13)).sum().backward()
 
 
 @ranks(2)
