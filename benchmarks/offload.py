@@ -5,10 +5,10 @@
     python -m benchmarks.offload --only states   the variants whose names contain this
 
 One rank trains decoder blocks of Llama 8B (`_llama`), with bf16 parameters in compute and fp32
-shards, and AdamW. A step is forward, backward and the optimizer's step. `step ms` is the median
-of a few, between CUDA events. `peak GB` (10^9 bytes) is the most allocated in a step, `start GB`
-what is allocated between steps, and `pinned GB` memory of the host that copies use. The notes say
-how fast a large copy is in each direction.
+shards, and AdamW. A step is forward, backward and the optimizer's step. `step ms` is of a few in a
+row: what one leaves behind may go on beside the next one. `peak GB` (10^9 bytes) is the most
+allocated in a step, `start GB` what is allocated between steps, and `pinned GB` memory of the host
+that copies use. The notes say how fast a large copy is in each direction.
 
 `checkpoint` computes blocks again in backward, so that only what goes into them is saved;
 `checkpoint, offload` keeps that on the host. `offload all` keeps on the host all that blocks save.
@@ -19,8 +19,8 @@ how fast a large copy is in each direction.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -120,6 +120,11 @@ def pinned_nbytes(model: Any, optim: Any) -> int:
     return int(found + (optim._memory.nbytes if isinstance(optim, OffloadedStates) else 0))
 
 
+def repeated(step: Callable[[], None], count: int) -> None:
+    for _ in range(count):
+        step()
+
+
 def measure_variant(
     variant: Variant, shape: Shape, tokens: int, rounds: int, machine: Machine
 ) -> list[Figure]:
@@ -159,11 +164,11 @@ def measure_variant(
     machine.wait()
     start = machine.allocated()
     machine.forget_peak()
-    times = [machine.seconds(step) for _ in range(rounds)]
+    seconds = machine.seconds(functools.partial(repeated, step, rounds)) / rounds
     peak = machine.peak()
     case = f"{shape.blocks} blocks, {tokens} tokens"
     figures = {
-        "step ms": statistics.median(times) * 1e3,
+        "step ms": seconds * 1e3,
         "peak GB": peak / GB,
         "start GB": start / GB,
         "last loss": float(losses[-1]),

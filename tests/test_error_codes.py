@@ -14,7 +14,7 @@ from tests._error_sites import sites
 PARAGRAPHS = read_paragraphs()
 PARTS = ("*How you get here.* ", "*What to do.* ")
 
-HIGHEST = {"1": 103, "2": 234, "3": 326, "4": 409, "5": 515, "6": 630, "7": 716, "8": 808, "9": 919}
+HIGHEST = {"1": 103, "2": 234, "3": 326, "4": 409, "5": 515, "6": 630, "7": 717, "8": 808, "9": 919}
 """The last code of each family: it goes up with a new code, and never down."""
 
 OF_OTHERS = {

@@ -35,6 +35,7 @@ from fsdp2._engine.between_steps import (
 from fsdp2._engine.step import call_module
 from fsdp2._engine.torch_view import register_torch_state, torch_state
 from fsdp2._engine.tree import UNIT_ATTRIBUTE, Runtime, Unit, unit_of
+from fsdp2._engine.used_outside import know
 from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.reduce import may_hold
 from fsdp2._param_group.registration import SHARDED
@@ -113,7 +114,9 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's own
-        register_names(self, own_unit(self))
+        unit = own_unit(self)
+        register_names(self, unit)
+        know(unit)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         unit = own_unit(self)

@@ -139,6 +139,19 @@ def without_packing() -> Iterator[None]:
             autograd._push_saved_tensors_default_hooks(*pair)
 
 
+def stop_packing(pack: Callable[..., Any]) -> None:
+    """Take the innermost hooks on saved tensors off their stack that pack so; others stay."""
+    autograd: Any = torch._C._autograd  # its stub lacks two of the names
+    inside: list[Any] = []
+    while (top := packing_hooks(False)) is not None:
+        autograd._pop_saved_tensors_default_hooks()
+        if top[0] == pack:
+            break
+        inside.append(top)
+    for pair in reversed(inside):
+        autograd._push_saved_tensors_default_hooks(*pair)
+
+
 def may_pack_saved_tensors(own: Callable[..., Any] | None) -> bool:
     """True if hooks on saved tensors would hide none, or only those that pack by ``own``."""
     autograd: Any = torch._C._autograd  # its stub lacks a name

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 import time
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -28,8 +31,15 @@ EVERY_RANK = "every_rank"
 PATIENCE_S = 0.5
 """How long another rank waits, once for each text, for the first one to show it."""
 
-_shows: dict[str, bool] = {}
-"""Texts that came up, and whether this rank shows them."""
+NOT_USERS = ("fsdp2", "torch", "contextlib")
+"""Packages whose lines say nothing to a user. The last one runs our context managers."""
+
+_shows: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
+"""By process group, of which a job may make several one after the other: texts that came up, and
+whether this rank shows them."""
+
+_unreachable: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Process groups whose store cannot be asked: torch writes of each attempt at length."""
 
 
 def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
@@ -46,32 +56,54 @@ def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
     if _is_shown_here(message):
         warnings.warn(message, category, stacklevel=level)
         return
-    shown, warnings.showwarning = warnings.showwarning, _show_nothing
+    silence = warnings.showwarning = _Silence(warnings.showwarning)
     try:
         warnings.warn(message, category, stacklevel=level)
     finally:
-        warnings.showwarning = shown
+        silence.is_over = True
+        if warnings.showwarning is silence:  # another thread may have put something there
+            warnings.showwarning = silence.shown
 
 
 def _level_outside() -> int:
     """Return how far above ``warn`` the first function is that is neither ours nor torch's."""
     frame, level = inspect.currentframe(), -1  # this function is one below ``warn``
     while frame is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("fsdp2", "torch"):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in NOT_USERS:
             break
         frame, level = frame.f_back, level + 1
     return level + 1
 
 
-def _show_nothing(*args: Any, **kwargs: Any) -> None: ...
+class _Silence:
+    """In the place of ``warnings.showwarning``: shows nothing of this thread, until it is over.
+
+    Another thread may find it there, and put it back when it is long over.
+    """
+
+    shown: Callable[..., Any]
+    is_over: bool
+
+    def __init__(self, shown: Callable[..., Any]) -> None:
+        while isinstance(shown, _Silence) and shown.is_over:
+            shown = shown.shown
+        self.shown = shown
+        self.thread = threading.get_ident()
+        self.is_over = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_over or self.thread != threading.get_ident():
+            self.shown(*args, **kwargs)
 
 
 def _is_shown_here(message: str) -> bool:
     if os.environ.get("FSDP2_WARNINGS") == EVERY_RANK or not dist.is_initialized():
         return True
-    if message not in _shows:
-        _shows[message] = _is_first(message)
-    return _shows[message]
+    group = dist.group.WORLD
+    shows = _shows.setdefault(group, {})
+    if message not in shows:
+        shows[message] = group in _unreachable or _is_first(message)
+    return shows[message]
 
 
 def _is_first(message: str) -> bool:
@@ -91,5 +123,6 @@ def _is_first(message: str) -> bool:
                 return bool(store.add(f"{key}/elsewhere", 1) == 1)
             time.sleep(0.02)
     except Exception:  # a store of a job that ends, or one that cannot do this
+        _unreachable.add(dist.group.WORLD)
         return True
     return False

@@ -16,7 +16,7 @@ from fsdp2._base.names import class_name
 from fsdp2._base.warn import warn
 from fsdp2._engine.parts import Part, Parts
 from fsdp2._engine.tree import Runtime, Unit, unit_of
-from fsdp2._engine.used_outside import know, units_around
+from fsdp2._engine.used_outside import units_around
 from fsdp2._param_group.param import FSDPParam, check_unused
 
 _told: weakref.WeakSet[Unit] = weakref.WeakSet()
@@ -55,7 +55,6 @@ def attach(root: Unit) -> Runtime:
                 "the root. Call it on the module whose forward you run.",
             )
         take_names(unit, names_of_modules)
-        know(unit)  # again: a copy of a module has units of its own
         for group in unit.groups:
             for param in group.params:
                 param.see_grad_dtype()

@@ -18,6 +18,11 @@ whole group that was made before it: that is needed next. Memory for it comes fr
 Groups of the modules in which backward begins stay on the device; reading one brings the group
 before it.
 
+[Note: a call that Ctrl-C ends]
+Torch runs no hook behind a forward that ended by what is no ``Exception``. So a call knows a frame
+of Python that is on the stack for as long as it runs, and the next call of a chosen module takes
+down the hooks of those whose frames are gone. Hooks and frames are a thread's, so calls are, too.
+
 [Note: a backward that comes again]
 With ``retain_graph`` nodes keep what they saved. The bytes stay with the host then, and what was
 brought to the device is dropped when backward has left the group; the next backward brings it anew.
@@ -25,8 +30,11 @@ brought to the device is dropped when backward has left the group; the next back
 
 from __future__ import annotations
 
+import inspect
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -179,9 +187,10 @@ class _Kept:
 class _Call:
     """A call of a chosen module that is running."""
 
-    __slots__ = ("group", "hooks", "module", "own", "stays", "units")
+    __slots__ = ("frame", "group", "hooks", "module", "own", "stays", "units")
 
     def __init__(self, module: nn.Module, group: Group, stays: bool) -> None:
+        self.frame = _frame_of_call()
         self.module = module
         self.group = group
         self.stays = stays
@@ -198,6 +207,31 @@ class _Call:
         if torch_tensors.number_of(tensor.untyped_storage()) in self.own:
             return True
         return any(unit.holds(tensor) for unit in self.units)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """True if what began it does not run any more."""
+        return self.frame is not None and all(frame is not self.frame for frame in _stack())
+
+
+class _Running(threading.local):
+    """The calls that are running in this thread, the innermost one last."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frame_of_call() -> FrameType | None:
+    """Return the frame that runs a module's hooks and its forward."""
+    name = nn.Module.__module__
+    return next((frame for frame in _stack() if frame.f_globals.get("__name__") == name), None)
 
 
 class Activations:
@@ -224,7 +258,7 @@ class Activations:
     def _begin(self) -> None:
         self.memory = self._make_memory()
         self._lanes: dict[torch.device, CopyLanes] = {}
-        self._running: list[_Call] = []
+        self._running = _Running()
         self._count = 0
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._leaving: list[weakref.ref[Away]] = []
@@ -282,6 +316,10 @@ class Activations:
             return  # nothing is saved; or backward computes again what it reads at once
         if torch_modes.is_under_transforms() or not torch_autograd.packing_is_enabled():
             return
+        running = self._running.calls
+        while running and running[-1].was_interrupted:
+            running.pop()
+            torch_autograd.stop_packing(self._hooks[0])
         if torch_autograd.is_in_checkpoint():
             self._warn_of_checkpoint(module)
             return
@@ -289,7 +327,7 @@ class Activations:
         group = self._groups[self._count] = Group(self._count)
         call = _Call(module, group, self.chosen[module])
         self._let_go(before=self._count - 1)
-        self._running.append(call)
+        running.append(call)
         call.hooks = saved_tensors_hooks(*self._hooks)
         call.hooks.__enter__()
 
@@ -306,7 +344,7 @@ class Activations:
 
     @torch_compiler.always_eager
     def _leave(self, module: nn.Module) -> None:
-        running = self._running
+        running = self._running.calls
         if running and running[-1].module is module:
             call = running.pop()
             assert call.hooks is not None
@@ -332,7 +370,9 @@ class Activations:
         is_made_of_one = _is_parameter(tensor)
         if tensor.grad_fn is not None:  # a node that saves what it made would own itself
             tensor = tensor.detach()
-        call = self._running[-1]
+        if not self._running.calls:
+            return tensor  # of a graph that a backward makes within a call, in another thread
+        call = self._running.calls[-1]
         if call.stays:
             return _Kept(tensor, call.group)
         if is_made_of_one or not self._may_travel(tensor) or call.holds(tensor):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 STEPS = 8
-"""Sizes are rounded up to one of so many between two powers of two: batches of other lengths find
-the same buffers, and at most an eighth is wasted."""
+"""Sizes are rounded up to one of so many between two powers of two, so that batches of nearly the
+same length need the same."""
 SMALLEST = 4096
 
 
@@ -34,9 +34,10 @@ class HostBuffer:
 
 
 class HostMemory:
-    """Buffers that are taken and given back. Nothing is freed while this lives.
+    """Buffers that are taken and given back, for as long as this lives.
 
-    ``nbytes``: how much was ever pinned.
+    Where lengths of batches vary, what a longer one needed serves the shorter ones; and what a
+    longer one outgrows goes. ``nbytes``: how much is pinned.
     """
 
     def __init__(self) -> None:
@@ -44,11 +45,16 @@ class HostMemory:
         self._free: dict[int, list[HostBuffer]] = {}
 
     def take(self, nbytes: int) -> HostBuffer:
-        """Return a buffer of at least so many bytes."""
+        """Return a buffer of at least so many bytes: the smallest that is free, or a new one."""
         size = rounded(nbytes)
-        free = self._free.setdefault(size, [])
-        if free:
-            return free.pop()
+        sizes = [found for found, free in self._free.items() if free]
+        fitting = min((found for found in sizes if found >= size), default=None)
+        if fitting is not None:
+            return self._free[fitting].pop()
+        if sizes:
+            outgrown = max(sizes)
+            self._free[outgrown].pop()
+            self.nbytes -= outgrown
         self.nbytes += size
         return HostBuffer(size, self._allocate(size))
 
@@ -57,7 +63,7 @@ class HostMemory:
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back; see [Note: who may use a host buffer]."""
-        self._free[buffer.nbytes].append(buffer)
+        self._free.setdefault(buffer.nbytes, []).append(buffer)
 
 
 def rounded(nbytes: int) -> int:
@@ -70,20 +76,21 @@ class CopyLanes:
     """Two streams of a device beside its compute: a link carries both directions at a time."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._out = torch.Stream(device)
         self._back = torch.Stream(device)
 
     @property
     def compute(self) -> Any:
-        """The stream that computes now."""
-        return torch.accelerator.current_stream()
+        """The stream that computes now on the device."""
+        return torch.accelerator.current_stream(self._device)
 
     def send_out(self, source: Tensor, buffer: HostBuffer) -> torch.Event:
         """Copy bytes to the host, behind what compute was given so far; return when it is over.
 
         Somebody holds ``source`` until compute has waited for the event.
         """
-        self._out.wait_stream(torch.accelerator.current_stream())
+        self._out.wait_stream(self.compute)
         return self._copy(self._out, buffer, buffer.data[: source.numel()], source)
 
     def send_storage(self, tensor: Tensor, buffer: HostBuffer) -> torch.Event:
@@ -108,7 +115,7 @@ class CopyLanes:
 
         What used that memory before is over then: compute freed it, and the lane waits for compute.
         """
-        self._back.wait_stream(torch.accelerator.current_stream())
+        self._back.wait_stream(self.compute)
         return self._copy(self._back, buffer, target, buffer.data[: target.numel()])
 
     def free_behind(self, source: Tensor) -> None:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp2._base import torch_compiler, torch_dtensor
+from fsdp2._base import torch_compiler, torch_dtensor, torch_optim
 from fsdp2._base.arguments import (
     check_count,
     check_flag,
@@ -74,7 +75,8 @@ def offload_states(
     for all of it on the device for a moment, because torch puts it there.
 
     On a CPU, and for parameters that lie with the host (``CPUOffloadPolicy``), states stay where
-    they are.
+    they are. With ``max_bytes``, states that came in backward are on the device until the step is
+    done, also where it is left out, as for a gradient that is not finite.
 
     Args:
         optimizer: of ``torch.optim`` or ``fsdp2.optim.local``, before or after its first step. It
@@ -83,7 +85,8 @@ def offload_states(
             units, in the step alone. With a number, states begin to come in backward, when the
             gradients of their unit are there, and the last ones leave beside the next forward. So
             the link hides behind more than the step. Choose what backward has freed by its end, so
-            that the peak stays what it is: activations, less the gradients.
+            that the peak stays what it is: activations, less the gradients. Two units are there in
+            the step at least.
         by_itself: vouch for a class of your own, or of another library: it steps each parameter
             without looking at the others, and keeps nothing about them but its states.
 
@@ -91,7 +94,8 @@ def offload_states(
         The optimizer.
 
     Raises:
-        ConfigError: a class that is not known to step each parameter by itself.
+        ConfigError: a class that is not known to step each parameter by itself; ``optimizer.step``
+            was replaced (but for what a scheduler of learning rates does).
         UnsupportedError: an optimizer that must be given a closure; ``fsdp2.optim.whole``, whose
             states lie with their owners.
     """
@@ -119,8 +123,15 @@ def offload_states(
             "step one after the other here. Use a class of torch.optim, or pass by_itself=True if "
             "it looks at one parameter at a time.",
         )
+    if not torch_optim.steps_as_its_class(optimizer):
+        raise ConfigError(
+            "FS717",
+            f"{who}: somebody replaced step of this {plain.__name__}, so the step of its class "
+            "would not run. Call offload_states before that.",
+        )
     state = optimizer.state
     optimizer.__class__ = offloaded_class(type(optimizer))
+    torch_optim.step_as_new_class(optimizer)
     made = cast(OffloadedStates, optimizer)
     vars(made).pop("state", None)
     made._begin()
@@ -168,14 +179,20 @@ class Slot(NamedTuple):
 
 
 class Batch:
-    """Parameters that step together, by param group, and the memory of their states."""
+    """Parameters that step together, all on one device, and the memory of their states."""
 
-    def __init__(self, params: list[list[Tensor]]) -> None:
+    def __init__(self, params: list[Tensor]) -> None:
         self.params = params
+        self.keys: set[str] = set()  # names of the states that travel
         self.plans: Any = None  # of fsdp2.optim.local
         self.buffer: HostBuffer | None = None
         self.flat: Tensor | None = None  # all states, on the device
         self.event: torch.Event | None = None  # when they have come, or gone
+        self._stream: Any = None  # whose memory ``flat`` is
+
+    def __del__(self) -> None:
+        if self.event is not None:  # they came for a step that never was: the copy may still write
+            self._stream.wait_event(self.event)
 
     def bring(self, slots: Sequence[Slot], lanes: CopyLanes, device: torch.device) -> None:
         """Begin to bring the states to the device; who reads them waits by ``wait``."""
@@ -183,6 +200,7 @@ class Batch:
         if not found:
             return
         assert self.buffer is not None
+        self._stream = torch.accelerator.current_stream(device)
         flat = torch.empty(self.buffer.data.numel(), dtype=torch.uint8, device=device)
         self.event = lanes.bring_back(self.buffer, flat)
         self.flat = flat
@@ -201,7 +219,8 @@ class Batch:
     def wait(self) -> None:
         """Let compute wait until what is under way has come, or gone."""
         if self.event is not None:
-            torch.accelerator.current_stream().wait_event(self.event)
+            assert self.flat is not None
+            torch.accelerator.current_stream(self.flat.device).wait_event(self.event)
             self.event = None
 
     @property
@@ -220,6 +239,11 @@ class Batch:
             lanes.free_behind(self.flat)
         self.flat = self.event = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are: their local parts, if they are sharded."""
+        return _device_of(self.params[0]) if self.params else torch.device("cpu")
+
     def send(self, slots: Sequence[Slot], memory: HostMemory, lanes: CopyLanes) -> None:
         """Begin to copy the states to the host, where they are seen from now on."""
         moving = [slot for slot in slots if _can_travel(slot.value)]
@@ -230,10 +254,12 @@ class Batch:
         flat = self._joined(parts, homes, nbytes)
         if self.buffer is None or self.buffer.data.numel() < nbytes:
             self.buffer = memory.take(nbytes)
+        self._stream = lanes.compute
         self.event = lanes.send_out(flat[:nbytes], self.buffer)
         self.flat = flat
         for slot, home in zip(moving, homes, strict=True):
             slot.put(home.view(self.buffer.data))
+            self.keys.add(slot.key)
 
     def _joined(self, parts: Sequence[Tensor], homes: Sequence[Home], nbytes: int) -> Tensor:
         """Return the memory that has all states in order: that in which they came, mostly."""
@@ -263,23 +289,26 @@ class OffloadedStates:
     def _begin(self) -> None:
         self._memory = HostMemory()
         self._batches: list[Batch] = []
-        self._lanes: CopyLanes | None = None
+        self._lanes: dict[torch.device, CopyLanes] = {}
         self._is_stepping = False
         self._most: int | None = None  # bytes on the device at a time, by ``max_bytes``
+        self._ahead: list[Batch] = []  # what came in backward, the first one first
         self._handles: list[Any] = []
+        # they end with this: a model whose gradients have hooks waits for each reduction earlier
+        weakref.finalize(self, _remove_all, self._handles).atexit = False
         self._states: Any = defaultdict(dict)
 
     def _set_most(self, most: int | None) -> None:
         """Say how many bytes of states may be on the device, and whether they come in backward."""
-        for handle in self._handles:
-            handle.remove()
-        self._most, self._handles = most, []
-        for batch in self._batches_now():
+        batches = self._batches_now()
+        _remove_all(self._handles)
+        self._most = most
+        for batch in batches:
             self._follow(batch)
 
     def _follow(self, batch: Batch) -> None:
         """Learn in backward when gradients of a batch are there, if states may come that early."""
-        first = next((p for part in batch.params for p in part if p.requires_grad), None)
+        first = next((p for p in batch.params if p.requires_grad), None)
         if self._most is not None and first is not None:
             hook = functools.partial(_come_ahead, weakref.ref(self), weakref.ref(batch))
             self._handles.append(first.register_post_accumulate_grad_hook(hook))
@@ -321,7 +350,7 @@ class OffloadedStates:
         for batch in batches:
             batch.forget()
         for batch in batches:
-            device = _device_of(batch)
+            device = batch.device
             for slot in self._slots(batch):
                 if slot.part.device.type != device.type:  # of a copy, or out of a file
                     slot.put(slot.part.to(device))
@@ -337,25 +366,28 @@ class OffloadedStates:
             with torch.enable_grad():
                 loss = closure()
         groups, batches = self.param_groups, self._batches_now()
+        places = {param: place for place, group in enumerate(groups) for param in group["params"]}
         if self._local is not None and self._local._plans is None:  # somebody looked at the state
             for batch in batches:
                 batch.plans = None
         self._is_stepping = True
-        last: list[tuple[int, dict[str, Any]]] = []
+        stepped: dict[int, dict[str, Any]] = {}
         leaving: deque[Batch] = deque()
-        order = sorted(batches, key=lambda batch: batch.flat is None)  # first what has come
+        # what came first steps first: it leaves while the last ones are still on their way
+        ahead, self._ahead = [batch for batch in self._ahead if batch.flat is not None], []
+        order = ahead + [batch for batch in batches if batch not in ahead]
         try:
             self._bring(order[0])
             for place, batch in enumerate(order):
                 self._bring_more(order[place + 1 :], leaving)
                 batch.wait()
-                last = self._step_batch(batch, groups)
+                stepped |= self._step_batch(batch, groups, places)
                 with torch.no_grad():
                     self._send(batch)
                 leaving.append(batch)
-            if self._most is not None and self._lanes is not None:
+            if self._most is not None:
                 for batch in leaving:
-                    batch.leave(self._lanes)
+                    batch.leave(self._lanes_of(batch.device))
         finally:
             self.param_groups = groups
             self._is_stepping = False
@@ -364,7 +396,8 @@ class OffloadedStates:
             if self._local is not None:
                 plans = [plan for batch in batches for plan in batch.plans or ()]
                 self._local._plans, self._local._kernels = plans or None, []
-        for index, own in last:  # what a class writes into a param group, as its own counters
+        # what a class writes into a param group, as its own counters
+        for index, own in stepped.items():
             for key, value in own.items():
                 if key != "params" and groups[index].get(key) is not value:
                     groups[index][key] = value
@@ -381,14 +414,20 @@ class OffloadedStates:
                 return
             self._bring(batch)
 
-    def _step_batch(self, batch: Batch, groups: Groups) -> list[tuple[int, dict[str, Any]]]:
-        """Run the class's own step on the parameters of a batch."""
-        own = [
-            (index, {**group, "params": params})
-            for index, (group, params) in enumerate(zip(groups, batch.params, strict=False))
-            if params
-        ]
-        self.param_groups = [group for _, group in own]
+    def _step_batch(
+        self, batch: Batch, groups: Groups, places: dict[Tensor, int]
+    ) -> dict[int, dict[str, Any]]:
+        """Run the class's own step on the parameters of a batch, and return its param groups.
+
+        ``places``: where each parameter is among ``groups``.
+        """
+        params: dict[int, list[Tensor]] = defaultdict(list)
+        for param in batch.params:
+            if param in places:  # nobody took it out of its param group since
+                params[places[param]].append(param)
+        own = {index: {**groups[index], "params": params[index]} for index in sorted(params)}
+        self._move_strangers(batch)
+        self.param_groups = list(own.values())
         local = self._local
         if local is not None:
             local._plans, local._kernels = batch.plans, []
@@ -399,6 +438,14 @@ class OffloadedStates:
                 batch.plans = local._plans
                 self._drop_published(batch)
         return own
+
+    def _move_strangers(self, batch: Batch) -> None:
+        """Bring states to the device that somebody put in the place of those on the host."""
+        device = batch.device
+        with torch.no_grad():
+            for slot in self._slots(batch):
+                if slot.key in batch.keys and slot.part.device.type != device.type:
+                    slot.put(slot.part.to(device))
 
     def _step_fused(self, *_: Any) -> bool:
         """Step by the class's own fused step: a kernel's lists would name what has left."""
@@ -415,21 +462,20 @@ class OffloadedStates:
 
     def _batches_now(self) -> list[Batch]:
         """Return all batches; parameters that are new make new ones."""
-        known = {param for batch in self._batches for part in batch.params for param in part}
-        count = len(self.param_groups)
-        waiting, nbytes, unit = [list[Tensor]() for _ in range(count)], 0, None
-        for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if param in known:
-                    continue
-                own = _unit_of(param)
-                if (own is None or own != unit) and nbytes >= LEAST_NBYTES:
-                    self._add(Batch(waiting))
-                    waiting, nbytes = [list[Tensor]() for _ in range(count)], 0
-                unit = own
-                waiting[index].append(param)
-                nbytes += torch_dtensor.local_part(param).nbytes
-        if any(waiting) or not self._batches:
+        known = {param for batch in self._batches for param in batch.params}
+        waiting, nbytes, last = list[Tensor](), 0, None
+        for param in itertools.chain(*(group["params"] for group in self.param_groups)):
+            if param in known:
+                continue
+            unit, device = _unit_of(param), _device_of(param)
+            is_cut = nbytes >= LEAST_NBYTES and (unit is None or (unit, device) != last)
+            if waiting and (is_cut or device != _device_of(waiting[0])):
+                self._add(Batch(waiting))
+                waiting, nbytes = [], 0
+            last = unit, device
+            waiting.append(param)
+            nbytes += torch_dtensor.local_part(param).nbytes
+        if waiting or not self._batches:
             self._add(Batch(waiting))
         return self._batches
 
@@ -440,7 +486,7 @@ class OffloadedStates:
     def _slots(self, batch: Batch) -> Iterator[Slot]:
         local = self._local
         table = self._states if local is None else local._table
-        entries = [table[p] for part in batch.params for p in part if p in table]
+        entries = [table[p] for p in batch.params if p in table]
         entries += [run.state for plan in batch.plans or () for run in plan.runs]
         for entry in entries:
             for key, value in entry.items():
@@ -449,20 +495,19 @@ class OffloadedStates:
 
     def _bring(self, batch: Batch) -> None:
         if batch.buffer is not None and batch.flat is None:
-            device = _device_of(batch)
+            device = batch.device
             with torch.no_grad():
                 batch.bring(list(self._slots(batch)), self._lanes_of(device), device)
 
     def _send(self, batch: Batch) -> None:
         slots = list(self._slots(batch))
-        device = next((slot.value.device for slot in slots if _can_travel(slot.value)), None)
-        if device is not None:
-            batch.send(slots, self._memory, self._lanes_of(device))
+        if any(_can_travel(slot.value) for slot in slots):
+            batch.send(slots, self._memory, self._lanes_of(batch.device))
 
     def _lanes_of(self, device: torch.device) -> CopyLanes:
-        if self._lanes is None:
-            self._lanes = CopyLanes(device)
-        return self._lanes
+        if device not in self._lanes:
+            self._lanes[device] = CopyLanes(device)
+        return self._lanes[device]
 
     # Copies and pickles.
 
@@ -482,7 +527,7 @@ class OffloadedStates:
 
     def __reduce__(self) -> tuple[Any, ...]:
         plain = getattr(self, "_plain_class", self._stepped_class)
-        given = (plain, self._local is not None)
+        given = (plain, self._local is not None, self._most)
         return rebuild_offloaded, given, cast(Any, self).__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -510,7 +555,7 @@ def offloaded_class(cls: type[Optimizer]) -> Any:
     return _classes[cls]
 
 
-def rebuild_offloaded(plain: type[Optimizer], is_local: bool) -> Any:
+def rebuild_offloaded(plain: type[Optimizer], is_local: bool, most: int | None = None) -> Any:
     """Make an empty optimizer; its state follows (copy and pickle)."""
     if is_local:
         from fsdp2.optim._local import rebuild_optimizer
@@ -520,10 +565,16 @@ def rebuild_offloaded(plain: type[Optimizer], is_local: bool) -> Any:
     else:
         made = object.__new__(offloaded_class(plain))
     made._begin()
+    made._most = most
     return made
 
 
 rebuild_offloaded.__module__ = "fsdp2._pickles"  # which finds it, wherever this file moves
+
+
+def _remove_all(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _come_ahead(
@@ -533,6 +584,8 @@ def _come_ahead(
     own, its = optimizer(), batch()
     if own is not None and its is not None and own._has_room(its, ()):
         own._bring(its)
+        if its not in own._ahead:
+            own._ahead.append(its)
 
 
 def _unit_of(param: Tensor) -> object:
@@ -542,10 +595,9 @@ def _unit_of(param: Tensor) -> object:
     return None if span is None else id(span.flat)
 
 
-def _device_of(batch: Batch) -> torch.device:
-    """Return where the parameters of a batch are: the local parts, if these are sharded."""
-    locals_ = (torch_dtensor.local_part(p) for part in batch.params for p in part)
-    return next((part.device for part in locals_), torch.device("cpu"))
+def _device_of(param: Tensor) -> torch.device:
+    """Return where a parameter is: its local part, if it is sharded."""
+    return torch_dtensor.local_part(param).device
 
 
 def _can_travel(value: Tensor) -> bool:

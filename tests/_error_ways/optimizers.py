@@ -256,3 +256,12 @@ def _(mended: bool) -> None:
 def _(mended: bool) -> None:
     model = build()
     fsdp2.optim.offload_states(Adapts(model.parameters(), lr=0.1), by_itself=mended)
+
+
+@way("FS717", "SGD", "replaced step")
+def _(mended: bool) -> None:
+    optimizer = torch.optim.SGD(build().parameters(), lr=0.1)
+    if mended:
+        fsdp2.optim.offload_states(optimizer)
+    optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
+    fsdp2.optim.offload_states(optimizer)

@@ -60,7 +60,7 @@ def test_a_counter_in_a_param_group_counts_steps_and_not_units(
 ) -> None:
     monkeypatch.setattr("fsdp2.optim._offload.LEAST_NBYTES", 1)
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(4)])
-    optim = Counts(model.parameters(), lr=0.1)
+    optim = Counts([{"params": layer.parameters()} for layer in model], lr=0.1)
     with pytest.raises(ConfigError, match="by_itself"):
         fsdp2.optim.offload_states(optim)
     assert type(optim) is Counts
@@ -69,7 +69,7 @@ def test_a_counter_in_a_param_group_counts_steps_and_not_units(
         model(torch.ones(1, 3)).sum().backward()
         optim.step()
     assert len(optim._batches) > 2
-    assert optim.param_groups[0]["count"] == 3
+    assert [group["count"] for group in optim.param_groups] == [3] * 4
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
+import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -60,6 +64,73 @@ def test_without_ranks_every_process_warns() -> None:
     assert Path(found.filename).name == "test_warnings.py"
 
 
+def test_threads_that_hide_a_warning_at_once_hide_nothing_else() -> None:
+    """The first one to begin ends first, when the other one has seen what it put there."""
+    both, first_is_over = threading.Barrier(2, timeout=60), threading.Event()
+
+    class Slow(UserWarning):
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            if "first" not in text:
+                both.wait()
+                assert first_is_over.wait(60)
+            elif "other" not in text:
+                other.start()
+                both.wait()
+
+    def hide(text: str) -> None:
+        warn("FS709", text, Slow)
+        if text == "first":
+            first_is_over.set()
+
+    other = threading.Thread(target=hide, args=("second",))
+    with (
+        mock.patch("fsdp2._base.warn._is_shown_here", return_value=False),
+        warnings.catch_warnings(record=True) as found,
+    ):
+        warnings.simplefilter("always")
+        hide("first")
+        other.join()
+        assert not found
+        warnings.warn("of the user's", stacklevel=1)
+    assert [str(one.message) for one in found] == ["of the user's"]
+
+
+@ranks(2, with_process_group=False)
+def test_each_process_group_of_a_job_learns_anew_who_shows(rank: int, tmp_path: Path) -> None:
+    """A rank that was not the first one may be the first one of what is left."""
+    for count, place in enumerate((rank, 1 - rank, rank)):
+        where = f"file://{tmp_path}/{count}"
+        dist.init_process_group("gloo", init_method=where, rank=place, world_size=2)
+        assert on_all(len(shown("again"))) == [1, 0]
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert len(shown("again")) == 1
+    dist.destroy_process_group()
+
+
+@ranks(2)
+def test_a_store_that_is_gone_is_asked_once() -> None:
+    """Torch writes of each attempt at length. Every rank shows what it warns of then."""
+    store = mock.Mock()
+    store.check.side_effect = store.set.side_effect = dist.DistStoreError("gone")
+    with mock.patch("fsdp2._base.torch_comm.default_store", return_value=store):
+        assert [len(shown(f"gone {place}")) for place in range(3)] == [1, 1, 1]
+    assert len(store.method_calls) == 1
+
+
+@ranks(2)
+def test_a_warning_of_a_context_manager_names_the_line_of_the_user() -> None:
+    model = fsdp2.fully_shard(nn.Linear(13, 13))
+    with (
+        mock.patch.object(torch.accelerator, "is_available", return_value=True),
+        pytest.warns(UserWarning, match="FS309") as seen,
+        fsdp2.summon_full_params(model, offload_to_cpu=True),
+    ):
+        pass
+    assert [Path(one.filename).name for one in seen] == ["test_warnings.py"]
+
+
 @ranks(2)
 def test_a_warning_in_a_step_names_the_line_of_the_user() -> None:
     model = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 13), nn.Linear(13, 13))
@@ -74,6 +145,24 @@ def test_a_warning_in_a_step_names_the_line_of_the_user() -> None:
         model[2](model[1](x)).sum().backward()
     with pytest.raises(fsdp2.StateError, match="FS304"):
         model(torch.ones(2, 13))
+
+
+def pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@ranks(2)
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_it_is_said_of_a_copy_too(copied: Callable[[nn.Module], Any]) -> None:
+    model: Any = nn.Sequential(nn.Linear(13, 13), nn.Linear(13, 13))
+    for layer in model:
+        fsdp2.fully_shard(layer)
+    other: Any = copied(fsdp2.fully_shard(model))
+    with pytest.warns(UserWarning, match=r"^0: runs a forward by itself before Sequential"):
+        other[0](torch.ones(2, 13))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(2, 13)).sum().backward()
 
 
 @ranks(2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -179,7 +180,7 @@ def a_forward_that_fails_leaves_nothing_behind() -> None:
         with pytest.raises(ArithmeticError):
             model(batch())
         handle.remove()
-        assert not away(models[1])._running
+        assert not away(models[1])._running.calls
         learn(model, batch())
     equal(models)
 
@@ -199,6 +200,84 @@ def a_hook_that_fails_before_a_forward_leaves_nothing_behind() -> None:
         learn(model, batch())
     equal(models)
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+@body
+def a_forward_that_is_interrupted_leaves_nothing_behind() -> None:
+    """Torch runs no hook behind it; hooks of the user's that are inside of ours then stay."""
+    models = pair()
+    for model in models:
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        handle = model.blocks[2].mid.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch())
+        handle.remove()
+        packed: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, packed=packed: packed.append(tensor) or tensor,  # type: ignore[misc]
+            lambda tensor: tensor,
+        ):
+            learn(model, batch())
+        assert packed
+        learn(model, batch())
+    equal(models)
+    assert not away(models[1])._running.calls
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+@body
+def several_threads_have_calls_of_their_own() -> None:
+    """One leaves a block while the other one is in the next."""
+    models = pair()
+    batches = [batch(rows) for rows in (3, 5)]
+    meet = threading.Barrier(2, timeout=60)
+    left: list[Any] = []
+
+    def wait(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        is_first, in_last = len(output) == 3, module is models[1].blocks[2].norm
+        if is_first or in_last:
+            meet.wait()
+        if in_last and not is_first:
+            meet.wait()
+
+    def train(x: Tensor) -> None:
+        loss = models[1](x).square().mean()
+        left.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
+        meet.wait()
+        loss.backward()
+
+    handles = [models[1].blocks[n].norm.register_forward_hook(wait) for n in (1, 2)]
+    threads = [threading.Thread(target=train, args=(x,)) for x in batches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for handle in handles:
+        handle.remove()
+    assert left == [None, None]
+    for x in batches:
+        learn(models[0], x)
+    for own, right in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(own.grad, right.grad)
+
+
+@body
+def shorter_batches_use_the_memory_of_the_longest() -> None:
+    model = make()
+    fsdp2.offload_activations(model, {Block}, keep_last=0, min_bytes=1)
+    for rows in range(100, 1600, 100):  # each one is longer than all before
+        learn(model, batch(rows))
+    longest = away(model).memory.nbytes
+    for rows in (150, 1500, 420, 77, 980):
+        learn(model, batch(rows))
+    assert away(model).memory.nbytes == longest
+    other = make()
+    fsdp2.offload_activations(other, {Block}, keep_last=0, min_bytes=1)
+    learn(other, batch(1500))
+    assert longest < 2 * away(other).memory.nbytes
 
 
 @body

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -177,12 +179,13 @@ def the_peak_is_that_of_a_few_units() -> None:
 def a_copy_of_an_optimizer_has_memory_of_its_own() -> None:
     for make in (torch.optim.AdamW, functools.partial(fsdp2.optim.local, torch.optim.AdamW)):
         model = deep().to("sim")
-        optim = fsdp2.optim.offload_states(make(model.parameters()))
+        optim = fsdp2.optim.offload_states(make(model.parameters()), max_bytes=1 << 20)
         step(model, optim)
         both = copy.deepcopy((model, optim))
         loaded = pickle.loads(pickle.dumps((model, optim)))
         for copied, its in (both, loaded):
             assert type(its) is type(optim)
+            assert its._most == optim._most == 1 << 20
             assert isinstance(its, torch.optim.AdamW)
             step(copied, its)
         step(model, optim)
@@ -242,6 +245,132 @@ def a_closure_is_called_once() -> None:
 
     assert optim.step(closure).item() > 0
     assert len(calls) == 1
+
+
+ADAMWS: tuple[Make, ...] = (torch.optim.AdamW, MAKES["local_adamw"])
+
+
+def equal(models: tuple[Any, Any]) -> None:
+    for left, right in zip(*map(_tensors, models), strict=True):
+        assert torch.equal(left, right)
+
+
+@body
+def a_scheduler_may_be_there_before() -> None:
+    for make in ADAMWS:
+        models = deep().to("sim"), deep().to("sim")
+        optims = [make(model.parameters()) for model in models]
+        schedules = [torch.optim.lr_scheduler.StepLR(optim, 1) for optim in optims]
+        fsdp2.optim.offload_states(optims[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the scheduler looks whether there was a step
+            for model, optim, schedule in zip(models, optims, schedules, strict=True):
+                for _ in range(3):
+                    step(model, optim)
+                    schedule.step()
+        equal(models)
+        assert optims[1]._memory.nbytes > 0
+
+
+@body
+def states_that_somebody_replaced() -> None:
+    """By tensors on the host, made of those that are there, and by tensors on the device."""
+    for make, most in itertools.product(ADAMWS, (None, 1 << 20)):
+        models = deep().to("sim"), deep().to("sim")
+        optims = [make(model.parameters()) for model in models]
+        fsdp2.optim.offload_states(optims[1], max_bytes=most)
+        for model, optim in zip(models, optims, strict=True):
+            for like in (lambda state, _: state, lambda _, param: param):
+                step(model, optim)
+                for param, entry in optim.state.items():
+                    entry["exp_avg"] = torch.zeros_like(like(entry["exp_avg"], param))
+                step(model, optim)
+        equal(models)
+
+
+@body
+def parameters_that_leave_their_param_group() -> None:
+    for make, most in itertools.product(ADAMWS, (None, 1 << 20)):
+        models = deep().to("sim"), deep().to("sim")
+        parts = [(model[:2].parameters(), model[2:].parameters()) for model in models]
+        optims = [make([{"params": a, "lr": 0.5}, {"params": b}]) for a, b in parts]
+        fsdp2.optim.offload_states(optims[1], max_bytes=most)
+        for model, optim in zip(models, optims, strict=True):
+            step(model, optim)
+            first, second = optim.param_groups
+            second["params"].append(first["params"].pop())
+            step(model, optim)
+            second["params"].pop()
+            step(model, optim)
+            del optim.param_groups[0]
+            step(model, optim)
+        equal(models)
+
+
+@body
+def one_unit_is_with_the_host_anyway() -> None:
+    """Its parameters step on the host; those of its neighbours do not, however small they are."""
+
+    def build() -> Any:
+        model = deep().to("sim")
+        fsdp2.fully_shard(model[0], offload_policy=fsdp2.CPUOffloadPolicy())
+        for layer in model[1:]:
+            fsdp2.fully_shard(layer)
+        return fsdp2.fully_shard(model)
+
+    for make, least in itertools.product(ADAMWS, (1, 1 << 25)):
+        with mock.patch.object(_offload, "LEAST_NBYTES", least):
+            models = build(), build()
+            optims = [make(model.parameters()) for model in models]
+            fsdp2.optim.offload_states(optims[1])
+            for model, optim in zip(models, optims, strict=True):
+                for _ in range(3):
+                    step(model, optim)
+            equal(models)
+
+
+@body
+def what_came_first_steps_first() -> None:
+    """Else all would wait for the last copy before the first one could leave."""
+    model = deep().to("sim")
+    optim = fsdp2.optim.offload_states(torch.optim.AdamW(model.parameters()), max_bytes=40_000)
+    step(model, optim)
+    came: list[Any] = []
+    bring, step_batch = type(optim)._bring, type(optim)._step_batch
+
+    def noting(self: Any, batch: Any) -> None:
+        came.append(batch)
+        bring(self, batch)
+
+    stepped: list[Any] = []
+
+    def stepping(self: Any, batch: Any, *args: Any) -> Any:
+        stepped.append(batch)
+        return step_batch(self, batch, *args)
+
+    with (
+        mock.patch.object(type(optim), "_bring", noting),
+        mock.patch.object(type(optim), "_step_batch", stepping),
+    ):
+        step(model, optim)
+    assert 2 < len(optim._batches) == len(stepped)
+    ahead = [batch for batch in came if batch in stepped[:4]]
+    assert stepped[:4] == ahead[:4]
+    assert stepped[0].params[0] is not model[0].weight
+
+
+@body
+def an_optimizer_that_is_dropped_before_its_step() -> None:
+    """Its states were on their way: nobody has their memory before they have come."""
+    for _ in range(3):
+        model = deep().to("sim")
+        optim = fsdp2.optim.offload_states(torch.optim.AdamW(model.parameters()), max_bytes=1 << 20)
+        step(model, optim)
+        model(torch.ones(2, 32, device="sim")).square().mean().backward()
+        assert any(batch.event is not None for batch in optim._batches)
+        del optim
+        gc.collect()
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 @pytest.mark.parametrize("name", BODIES)
