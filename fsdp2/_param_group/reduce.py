@@ -240,9 +240,8 @@ class Reducer(Observable):
         self.unreduced = Unreduced()
         self.planner = ReducePlanner(params, data, residence, ids, self.unreduced)
         self.has_waited = False  # the last gradients had to wait for a reduction
-        self.deliveries = (
-            0  # reductions that brought gradients: to one that is there they are added
-        )
+        # reductions that brought gradients: to one that is there they are added
+        self.deliveries = 0
 
     @property
     def device(self) -> torch.device:
@@ -339,9 +338,10 @@ class Reducer(Observable):
             self._widen_gradients(plan, with_graph)
             return None
         grads, missing, is_mixed = self._take_gradients(plan, with_graph)
-        sums = self.unreduced.own_sums + (missing < len(grads))
-        is_whole = settings.all_reduce_grads or self.data.summed.size == 1
-        self.unreduced.own_sums = 0 if is_whole else sums
+        if settings.all_reduce_grads or self.data.summed.size == 1:
+            self.unreduced.own_sums = 0
+        else:
+            self.unreduced.own_sums += missing < len(grads)
         behind = plan.complete
         absent: list[int] = []
         if missing:
