@@ -193,7 +193,7 @@ def _advise_steps(files: Sequence[RankFile], left: dict[str, UnitWaits]) -> list
                 f"at most {100 * idle:.2g} % of a step",
             )
         )
-    return found
+    return found if waited >= idle else found[::-1]  # what costs more comes first
 
 
 def _carried(files: Sequence[RankFile]) -> tuple[int, float]:

@@ -103,6 +103,11 @@ CAUSES: dict[str, tuple[dict[str, int], list[str], str]] = {
         ["between the units", "a"],
         "between the units: 59 % of the time of steps no unit computes",
     ),
+    "a link, and a slower host": (
+        {"compute": 10, "link": 30, "gap": 40},
+        ["between the units", "the links", "a"],
+        "between the units: 50 % of the time",
+    ),
     "compute alone": ({"compute": 500}, [], "compute: 99.8 % of the time of steps"),
 }
 
