@@ -12,14 +12,48 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+aten = torch.ops.aten
+
+
+def _of_attention(count: Callable[..., float], first: int) -> Callable[..., float]:
+    """Count attention whose keys and values have fewer heads, which torch 2.11 refuses to count.
+
+    Its kernels do the same work as with a copy of them for each head of the query. ``first``: where
+    the query is among the arguments; key and value follow.
+    """
+
+    def counted(*args: Any, **kwargs: Any) -> float:
+        query, *rest = args[first : first + 3]
+        heads = query.shape[1]
+        whole = [
+            tensor.new_empty((), device="meta").expand(tensor.shape[0], heads, *tensor.shape[2:])
+            for tensor in rest
+        ]
+        return count(*args[: first + 1], *whole, *args[first + 3 :], **kwargs)
+
+    return counted
+
+
+_FORWARD = aten._scaled_dot_product_flash_attention
+_BACKWARD = aten._scaled_dot_product_flash_attention_backward
+_EFFICIENT = aten._scaled_dot_product_efficient_attention
+_CUDNN = aten._scaled_dot_product_cudnn_attention
+
 FLOPS: dict[Any, Callable[..., float]] = {
     **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ],
+    **dict.fromkeys(
+        (_FORWARD, aten._scaled_dot_product_flash_attention_for_cpu, _EFFICIENT, _CUDNN),
+        _of_attention(flop_registry[_FORWARD], 0),
+    ),
+    **dict.fromkeys(
+        (
+            _BACKWARD,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            aten._scaled_dot_product_efficient_attention_backward,
+            aten._scaled_dot_product_cudnn_attention_backward,
+        ),
+        _of_attention(flop_registry[_BACKWARD], 1),
+    ),
 }
 """Operations of products, by what is called. Torch's list lacks attention on a CPU."""
 
