@@ -374,11 +374,19 @@ class LocalOptimizer:
         return room
 
     def _blocks_of(self, param: DTensor) -> StatesInBlocks | None:
-        """Return what the class keeps in blocks for a parameter; None: nothing."""
+        """Return what the class keeps in blocks for a parameter; None: nothing, as far as it says.
+
+        It says nothing while it refuses to step, as schedulefree's classes do in evaluation.
+        """
         if self._plain_class in ELEMENTWISE:
             return None
         name = f"fsdp2.optim.local({self._plain_class.__name__}): {_name_of(param)}"
-        return StatesInBlocks.of(name, param, self._probe_for(param))
+        try:
+            return StatesInBlocks.of(name, param, self._probe_for(param))
+        except FSDPError:
+            raise
+        except Exception:  # of the class's step, whatever it raises
+            return None
 
     def _probe_for(self, param: Tensor) -> Probe:
         """Return what makes states of a shape as the class makes them for a parameter."""

@@ -253,3 +253,37 @@ def test_shards_that_divide_blocks_are_told(tmp_path: Path) -> None:
         fsdp2.checkpoint.save(tmp_path / "c", short, optimizer)
     assert not (tmp_path / "a").exists()
     assert not (tmp_path / "c").exists()
+
+
+class Moody(torch.optim.Optimizer):
+    """Steps in training alone, as optimizers without schedules do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"trains": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["trains"]:
+                raise RuntimeError("not in training")
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].setdefault("z", torch.clone(param)).sub_(param.grad)
+                    param.sub_(param.grad)
+
+
+@ranks(3)
+def test_a_class_that_refuses_to_step_is_saved() -> None:
+    """Two rows over three ranks: the rank without one asks the class what states would be."""
+    model = nn.Linear(4, 2)
+    fsdp2.fully_shard(model)
+    optimizer = fsdp2.optim.local(Moody, model.parameters(), elementwise=True)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    expected = optimizer.state_dict()["state"]
+    for group in optimizer.param_groups:
+        group["trains"] = False
+    found = optimizer.state_dict()["state"]
+    assert found.keys() == expected.keys()
+    for number, entry in found.items():
+        assert entry.keys() == expected[number].keys()
