@@ -4,6 +4,7 @@ Owns the description. It changes nothing and communicates nothing.
 """
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,14 +118,30 @@ class UnitInfo:
 
 
 def tied_lines(module: nn.Module) -> list[str]:
-    """Return ``"tied: <names>"`` for each tied parameter of a module's unit, as seen from it."""
-    unit = unit_of(module)
-    if unit is None or module is not unit.modules[0]:
+    """Return ``"tied: <names>"`` for each tied parameter that this sharded module has to tell of.
+
+    That is the innermost sharded module in which all of its names are: its unit may be two modules.
+    """
+    params = [
+        param
+        for unit in units_below(module)
+        for group in unit.own_groups
+        for param in group.params
+        if len(param.sites) > 1
+    ]
+    if not params:
         return []
-    params = [param for group in unit.own_groups for param in group.params]
-    tied = [param for param in params if len(param.sites) > 1]
-    names = _names_below(module) if tied else {}
-    return [f"tied: {' = '.join(_names_of(param, names))}" for param in tied]
+    names = _names_below(module)
+    inner = [set(part.modules()) for part in names if part is not module and unit_of(part)]
+
+    def has_all(parts: Container[nn.Module], param: FSDPParam) -> bool:
+        return all(site.module in parts for site in param.sites)
+
+    return [
+        f"tied: {' = '.join(_names_of(param, names))}"
+        for param in params
+        if has_all(names, param) and not any(has_all(parts, param) for parts in inner)
+    ]
 
 
 def units(model: nn.Module) -> list[UnitInfo]:

@@ -185,7 +185,7 @@ class FSDPModule(nn.Module, ControlSurface, torch_modules.FSDPModule):
         return result
 
     def extra_repr(self) -> str:
-        """Say which parameters of this unit are tied, in lines of their own, after the module's."""
+        """Say which parameters in this module are tied, in lines of their own, after its own."""
         return "\n".join(filter(None, (super().extra_repr(), *tied_lines(self))))
 
     def zero_grad(self, set_to_none: bool = True) -> None:

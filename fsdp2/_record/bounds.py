@@ -79,7 +79,7 @@ class UnitWaits:
         return sum(self.seconds.values())
 
 
-def waits_of(files: Sequence[RankFile]) -> dict[str, UnitWaits]:
+def _waits_of(files: Sequence[RankFile]) -> dict[str, UnitWaits]:
     found: dict[str, UnitWaits] = {}
     for file in files:
         complete = {row["step"] for row in steps_of(file)}
@@ -103,15 +103,14 @@ class Bounds(NamedTuple):
 
 def find_bounds(files: Sequence[RankFile], aligned: Aligned, arrived: Sequence[Arrivals]) -> Bounds:
     """Judge what costs the most; what follows from a rank's lateness is no fault of a unit."""
-    waits = waits_of(files)
+    waits = _waits_of(files)
     late = stragglers(files, arrived)
     held_up = delays_of(late, delays(aligned) if late else ())
     left = _without(waits, caused(held_up))
     of_steps = [*_advise_ranks(files, late, held_up), *_advise_steps(files, left)]
     of_units = _advise_units(files, left)
-    return Bounds(
-        _headline(files, of_steps, of_units), (*of_steps, *of_units), waits, list(held_up)
-    )
+    headline = _headline(files, of_steps, of_units)
+    return Bounds(headline, (*of_steps, *of_units), waits, held_up)
 
 
 def _headline(

@@ -638,6 +638,12 @@ def test_a_planted_straggler_is_named(tmp_path: Path, rank: int) -> None:
     found = fsdp2.read_recordings(tmp_path)
     assert [one.rank for one in found.stragglers] == [1]
     page = found.page()
+    name, headline, *changes = str(found).split("\n")
+    assert name == repr(found)
+    assert page.headline is not None
+    assert headline == page.headline.text
+    assert headline.startswith("rank 1: the others waited ")
+    assert changes[0].startswith("  rank 1: look at what this rank does")
     first = page.advice[0]  # the others, if any, are about what it did not cause
     assert first.about == "rank 1"
     assert first.found.startswith("the others waited ")

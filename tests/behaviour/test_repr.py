@@ -127,3 +127,8 @@ def test_ties_are_shown(rank: int, world_size: int) -> None:
     texts = [str(unit) for unit in fsdp2.units(ours)]
     assert texts[1].endswith("sharded over 2; tied: 0.embedding.weight = 0.head.weight")
     assert "tied" not in texts[0]
+    both = Tied()
+    fsdp2.fully_shard([both.embedding, both.head])
+    fsdp2.fully_shard(both)
+    assert "(embedding): FSDPEmbedding(29, 13)" in repr(both), "one module of two has one name"
+    assert "FSDPTied(\n  tied: embedding.weight = head.weight\n" in repr(both)
