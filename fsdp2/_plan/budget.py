@@ -299,8 +299,10 @@ def code_of(changes: Mapping[str, Any]) -> str:
         parts.append("fsdp2.offload_activations around each unit")
     if changes.get("offload_states"):
         parts.append("fsdp2.optim.offload_states(optimizer)")
-    if isinstance(made := changes.get("optimizer"), functools.partial):
-        parts.append(f"{made.func.__name__}(..., fused=True)")
+    if "optimizer" in changes:
+        made = changes["optimizer"]
+        is_fused = isinstance(made, functools.partial) and made.keywords == {"fused": True}
+        parts.append(f"{made.func.__name__}(..., fused=True)" if is_fused else "another optimizer")
     if "memory" in changes:
         parts.append(f"model.set_memory({changes['memory']!r})")
     parts += [f"another {name}" for name in changes if name not in TOLD]

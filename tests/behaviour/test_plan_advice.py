@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 import fsdp2
 from fsdp2 import ConfigError
 from fsdp2._pages.content import Advice
-from fsdp2._plan.budget import Search, Suggestion, largest_batch, size_of
+from fsdp2._plan.budget import Search, Suggestion, code_of, largest_batch, size_of
 from fsdp2._plan.plan import search_of
 from fsdp2._plan.values import MemoryPoint, StepPlan
 from tests._meshes import shared_mesh
@@ -353,6 +353,8 @@ def test_what_fits_is_tried_with_faster_settings() -> None:
 def test_a_fused_step_is_tried_where_the_optimizer_takes_the_most() -> None:
     assert not any("optimizer" in one.changes for one in search(budget=2, fused=None))
     assert any("optimizer" in one.changes for one in search(budget=2, fused=FUSED))
+    assert code_of({"optimizer": torch.optim.SGD}) == "another optimizer"
+    assert code_of({"optimizer": functools.partial(fused, lr=0.1)}) == "another optimizer"
     plan = fsdp2.plan(
         Model(), mesh=8, policy={Block}, batch=TOKENS, optimizer=torch.optim.AdamW, hardware="h100"
     )
