@@ -76,6 +76,18 @@ def _(mended: bool) -> None:
     train(model)
 
 
+@way("FS202", "Linear", "around it", name="a layer in a list, after the block around it")
+def _(mended: bool) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    first, block = model[0], model[1]
+    if mended:
+        fsdp2.fully_shard([first, block[0]])
+    fsdp2.fully_shard(block)
+    if not mended:
+        fsdp2.fully_shard([first, block[0]])
+    train(fsdp2.fully_shard(model))
+
+
 @way("FS203", "Net", "replicate")
 def _(mended: bool) -> None:
     from torch.distributed._composable import replicate
