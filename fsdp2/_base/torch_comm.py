@@ -51,7 +51,6 @@ _backends: weakref.WeakKeyDictionary[dist.ProcessGroup, frozenset[str]] = (
 
 # Process groups of some ranks, and how long they wait.
 
-_naming = threading.RLock()
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -73,32 +72,49 @@ def group_of(ranks: Sequence[int], what: str, backend: str | None = None) -> dis
     world = dist.group.WORLD
     assert world is not None
     key = tuple(sorted(ranks))
-    with _naming:
-        count = _made.setdefault(world, Counter())
-        count[key] += 1
-        digest = hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
-        with _group_called(f"fsdp2_{count[key]}_{digest}"), _unbound(world):
-            made: dist.ProcessGroup | None = dist.new_group(
-                list(key),
-                timeout=timeout_of(world),
-                backend=backend,
-                use_local_synchronization=True,
-                group_desc=f"fsdp2 {what}",
-            )
+    count = _made.setdefault(world, Counter())
+    count[key] += 1
+    digest = hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
+    with _group_called(f"fsdp2_{count[key]}_{digest}"), _unbound(world):
+        made: dist.ProcessGroup | None = dist.new_group(
+            list(key),
+            timeout=timeout_of(world),
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=f"fsdp2 {what}",
+        )
     assert made is not None
     return made
 
 
+@functools.cache
+def _names() -> threading.local:
+    """Return what holds ``name``, if any, of the next process group of a thread. No public way.
+
+    torch's function is replaced once, and for good. Ranks may be threads of one process, and wait
+    for each other while they make a group: a function replaced for that time alone would need a
+    lock, and the rank that holds it would wait for ranks that wait for it.
+    """
+    module, names = vars(distributed_c10d), threading.local()
+    original = module["_process_group_name"]
+
+    def name(*args: Any, **kwargs: Any) -> str:
+        chosen: str = getattr(names, "name", None) or original(*args, **kwargs)
+        return chosen
+
+    module["_process_group_name"] = name
+    return names
+
+
 @contextlib.contextmanager
 def _group_called(name: str) -> Iterator[None]:
-    """Let the next process group have this name. No public way exists."""
-    module = vars(distributed_c10d)
-    original = module["_process_group_name"]
-    module["_process_group_name"] = lambda ranks, use_hashed_name: name
+    """Let the next process group of this thread have this name."""
+    names = _names()
+    names.name = name
     try:
         yield
     finally:
-        module["_process_group_name"] = original
+        names.name = None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,48 @@
+"""Promise: ranks may be threads of one process, as in torch's multi-threaded test harness.
+
+If a thread holds something that all threads share while it waits for another rank, all ranks hang.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.common_distributed import MultiThreadedTestCase
+
+import fsdp2
+
+WORLD = 4
+MODEL = nn.Sequential(nn.Linear(3, 13), nn.ReLU(), nn.Linear(13, 29), nn.Linear(29, 1))
+BATCH = torch.randn(2 * WORLD, 3)
+
+
+class TestRanksAsThreads(MultiThreadedTestCase):
+    """Each test runs on four threads at once, and fails if it fails in one of them."""
+
+    world_size = WORLD
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_threads()
+
+    def test_training_equals_an_unsharded_model(self) -> None:
+        for reshard in (2, True, False, None):
+            self._train(reshard)
+
+    def _train(self, reshard: bool | int | None) -> None:
+        model, twin = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
+        fsdp2.fully_shard([model[0], model[2]], reshard_after_forward=reshard)
+        fsdp2.fully_shard(model, reshard_after_forward=reshard)
+        ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+        for _ in range(2):
+            model(BATCH.chunk(WORLD)[self.rank]).mean().backward()
+            twin(BATCH).mean().backward()
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert isinstance(one, DTensor) and isinstance(one.grad, DTensor)
+                torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
