@@ -7,7 +7,8 @@ Owns the walk over the module tree, ties, and every check of a parameter. It cha
 A parameter that is registered in several places is one ``FSDPParam`` with several sites, and stays
 one object under every name. Places in different units are joined as the calls arrive, bottom up:
 the first unit takes the parameter, later ones add their sites, and the first unit that contains
-every site takes it over, because only that unit's forward spans all its uses.
+every path to a site takes it over, because only that unit's forward spans all its uses. A unit may
+contain every site and not every path: another module around it may contain a site, too.
 """
 
 from __future__ import annotations
@@ -277,22 +278,23 @@ def _unitless(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
-    """Find the parameters of units below that have sites outside their unit but inside ours.
+    """Find the parameters of units below that are used outside of their unit but inside ours.
 
     Raises:
         ConfigError: such a parameter lies on a mesh that this call does not use.
     """
-    inside = {module for top in modules for module in top.modules()}
+    parents: dict[nn.Module, list[nn.Module]] = {}
     for unit in dict.fromkeys(unit for module in modules for unit in units_below(module)):
-        own: set[nn.Module] | None = None
         for group in unit.own_groups:
             for param in group.params:
                 places = param.places + collected.shared.get(param, [])
                 places += [site.module for site in collected.tied.get(param, [])]
-                if len(places) == 1 or not inside.issuperset(places):
+                if len(places) == 1:
                     continue
-                own = own or {module for top in unit.modules for module in top.modules()}
-                if own.issuperset(places):
+                parents = parents or _parents(modules)
+                if not all(place in parents for place in places):
+                    continue
+                if not _is_reached_outside(unit, places, parents):
                     continue
                 if group.data not in collected.meshes:
                     meshes = " and ".join(str(data.mesh) for data in collected.meshes)
@@ -303,6 +305,32 @@ def _find_escaped(collected: Collected, modules: Sequence[nn.Module]) -> None:
                         "the outer one.",
                     )
                 collected.escaped.setdefault(unit, []).append(param)
+
+
+def _parents(modules: Sequence[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """Return all modules that contain each module as a child; none for ``modules``."""
+    parents: dict[nn.Module, list[nn.Module]] = {top: [] for top in modules}
+    for top in modules:
+        for module in top.modules():
+            for child in module.children():
+                parents.setdefault(child, []).append(module)
+    return parents
+
+
+def _is_reached_outside(
+    unit: Unit, places: Iterable[nn.Module], parents: dict[nn.Module, list[nn.Module]]
+) -> bool:
+    """Return True if a path from the outermost modules to a place does not lead through a unit."""
+    seen, pending = set(unit.modules), list(places)
+    while pending:
+        module = pending.pop()
+        if module in seen:
+            continue
+        if not parents[module]:
+            return True
+        seen.add(module)
+        pending += parents[module]
+    return False
 
 
 def _managed(

@@ -41,7 +41,8 @@ class TestRanksAsThreads(MultiThreadedTestCase):
             model(BATCH.chunk(WORLD)[self.rank]).mean().backward()
             twin(BATCH).mean().backward()
             for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-                assert isinstance(one, DTensor) and isinstance(one.grad, DTensor)
+                assert isinstance(one, DTensor)
+                assert isinstance(one.grad, DTensor)
                 torch.testing.assert_close(one.grad.full_tensor(), other.grad)
             for optimizer in (ours, theirs):
                 optimizer.step()

@@ -26,7 +26,7 @@ from tests._models import (
 )
 from tests._parity import Pair, assert_same, names_of
 from tests._pool import ranks
-from tests._slow import with_slow
+from tests._slow import slow, with_slow
 
 TIED = ["tied_within", "tied_lm", "tied_blocks", "shared_block"]
 
@@ -163,6 +163,36 @@ def test_a_module_under_two_names_is_sharded_once() -> None:
 
     pair = Pair(Case(build, lambda m: each_block(m)[:3], floats))
     assert pair.model.blocks[3] is pair.model.blocks[0]
+    pair.train(steps=2)
+
+
+def _used_around(*inner: nn.Module) -> nn.Module:
+    """Two modules in a block, and each in another block as well."""
+    return nn.Sequential(
+        nn.Sequential(*inner), *map(nn.Sequential, inner), nn.Linear(WIDTH, 3, bias=False)
+    )
+
+
+def _tied_layers() -> nn.Module:
+    one, other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    other.weight = one.weight
+    return _used_around(one, other)
+
+
+def _layer_of_two_units() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    return _used_around(nn.Sequential(layer), nn.Sequential(layer))
+
+
+@pytest.mark.parametrize("build", [_tied_layers, slow(_layer_of_two_units)])
+@ranks(2)
+def test_a_tie_moves_to_the_unit_around_every_path_to_it(build: Any) -> None:
+    """The block contains both modules, and is a unit; but two other blocks use them, too."""
+    pair = Pair(Case(build, lambda model: [*model[0], model[0]], floats))
+    units = [unit_of(module) for module in (*pair.model[0], pair.model[0], pair.model)]
+    names = [[p.fqn for group in unit.own_groups for p in group.params] for unit in units]
+    assert any("weight" in name for name in names[3])
+    assert not any("weight" in name for own in names[:3] for name in own)
     pair.train(steps=2)
 
 
