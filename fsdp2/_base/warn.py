@@ -5,7 +5,9 @@ first rank shows one, and another rank shows only what the first one does not co
 about one stage of a pipeline.
 
 All ranks issue it all the same: where filters make errors of warnings, every rank must raise, or
-the others would wait for it.
+the others would wait for it. And a rank whose program looks at warnings sees its own: one that
+records them (``catch_warnings(record=True)``, ``pytest.warns``), replaced ``warnings.showwarning``
+(as ``logging.captureWarnings`` does), or has a filter for this warning.
 
 ``FSDP2_WARNINGS=every_rank`` shows them everywhere, as where ranks are looked at one by one.
 """
@@ -13,6 +15,7 @@ the others would wait for it.
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import threading
 import time
@@ -53,7 +56,7 @@ def warn(code: str, text: str, category: type[Warning] = UserWarning) -> None:
         category: of the warning.
     """
     message, level = coded(code, text), _level_outside()
-    if _is_shown_here(message):
+    if _is_shown_here(message) or _has_filter(message, category):
         warnings.warn(message, category, stacklevel=level)
         return
     silence = warnings.showwarning = _Silence(warnings.showwarning)
@@ -75,8 +78,16 @@ def _level_outside() -> int:
     return level + 1
 
 
+def _has_filter(message: str, category: type[Warning]) -> bool:
+    """Return True if the program has a filter for a warning. Python has none for ours."""
+    return any(
+        issubclass(category, of) and (text is None or text.match(message))
+        for _, text, of, _, _ in warnings.filters
+    )
+
+
 class _Silence:
-    """In the place of ``warnings.showwarning``: shows nothing of this thread, until it is over.
+    """In the place of ``warnings.showwarning``: prints nothing of this thread, until it is over.
 
     Another thread may find it there, and put it back when it is long over.
     """
@@ -94,6 +105,15 @@ class _Silence:
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if self.is_over or self.thread != threading.get_ident():
             self.shown(*args, **kwargs)
+            return
+        shown = self.shown
+        while isinstance(shown, _Silence):  # of another thread
+            shown = shown.shown
+        if shown.__module__ == "warnings":
+            # Python's own: it prints to a file that nobody reads, or appends to what is recorded
+            shown(*args[:4], io.StringIO())
+        else:
+            shown(*args, **kwargs)
 
 
 def _is_shown_here(message: str) -> bool:

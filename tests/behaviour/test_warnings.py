@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import logging
 import os
 import pickle
 import threading
@@ -22,14 +25,17 @@ from fsdp2._base.warn import warn
 from tests._pool import ranks
 
 
-def shown(text: str, *, action: str = "always") -> list[warnings.WarningMessage]:
-    """Return what this rank shows of a warning, as a user's program would."""
+def shown(text: str) -> list[str]:
+    """Return what this rank prints of a warning, without filters, as Python starts with for it."""
     alone = {name: value for name, value in os.environ.items() if name != "FSDP2_WARNINGS"}
-    environment = mock.patch.dict(os.environ, alone, clear=True)
-    with environment, warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter(action)  # type: ignore[arg-type]
+    with (
+        mock.patch.dict(os.environ, alone, clear=True),
+        warnings.catch_warnings(),
+        contextlib.redirect_stderr(io.StringIO()) as printed,
+    ):
+        warnings.resetwarnings()
         warn("FS709", text)
-    return found
+    return [line for line in printed.getvalue().splitlines() if "[FS709]" in line]
 
 
 def on_all(count: int) -> list[int]:
@@ -55,15 +61,64 @@ def test_what_the_first_rank_does_not_come_to_another_one_shows() -> None:
 
 @ranks(2)
 def test_a_filter_that_makes_errors_of_warnings_does_so_on_every_rank() -> None:
-    with pytest.raises(UserWarning, match="an error on all"):
-        shown("an error on all", action="error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="an error on all"):
+            warn("FS709", "an error on all")
 
 
+def recorded(text: str) -> int:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.resetwarnings()
+        warn("FS709", text)
+    return len(found)
+
+
+def expected(text: str) -> int:
+    with pytest.warns(UserWarning, match=text) as found:
+        warn("FS709", text)
+    return len(found)
+
+
+def logged(text: str) -> int:
+    found: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = found.append  # type: ignore[method-assign]
+    logger = logging.getLogger("py.warnings")
+    logger.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        shown(text)
+    finally:
+        logging.captureWarnings(False)
+        logger.removeHandler(handler)
+    return len(found)
+
+
+def filtered(text: str) -> int:
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()) as printed:
+        warnings.resetwarnings()
+        warnings.filterwarnings("always", message=text[:4])
+        warn("FS709", text)
+    return printed.getvalue().count("[FS709]")
+
+
+@ranks(2)
+def test_a_rank_that_looks_at_warnings_sees_its_own() -> None:
+    alone = {name: value for name, value in os.environ.items() if name != "FSDP2_WARNINGS"}
+    with mock.patch.dict(os.environ, alone, clear=True):
+        for way in (recorded, expected, logged, filtered):
+            assert on_all(way(f"seen by {way.__name__}")) == [1, 1], way
+            assert on_all(len(shown(f"seen by {way.__name__}"))) == [1, 0], way
+
+
+@ranks(1, with_process_group=False)
 def test_without_ranks_every_process_warns() -> None:
     (found,) = shown("alone")
-    assert Path(found.filename).name == "test_warnings.py"
+    assert Path(found.partition(":")[0]).name == "test_warnings.py"
 
 
+@ranks(1, with_process_group=False)  # pytest records warnings of its own process
 def test_threads_that_hide_a_warning_at_once_hide_nothing_else() -> None:
     """The first one to begin ends first, when the other one has seen what it put there."""
     both, first_is_over = threading.Barrier(2, timeout=60), threading.Event()
@@ -86,14 +141,15 @@ def test_threads_that_hide_a_warning_at_once_hide_nothing_else() -> None:
     other = threading.Thread(target=hide, args=("second",))
     with (
         mock.patch("fsdp2._base.warn._is_shown_here", return_value=False),
-        warnings.catch_warnings(record=True) as found,
+        warnings.catch_warnings(),
+        contextlib.redirect_stderr(io.StringIO()) as printed,
     ):
-        warnings.simplefilter("always")
+        warnings.resetwarnings()
         hide("first")
         other.join()
-        assert not found
-        warnings.warn("of the user's", stacklevel=1)
-    assert [str(one.message) for one in found] == ["of the user's"]
+        assert not printed.getvalue()
+        warnings.warn("from the program", stacklevel=1)
+    assert printed.getvalue().count("Warning: ") == 1
 
 
 @ranks(2, with_process_group=False)
