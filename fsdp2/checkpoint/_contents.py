@@ -190,8 +190,10 @@ class Contents:
             content = Content(path, value)
             if isinstance(value, Tensor):
                 held = grids.hold(_name(path), value)
-                content = Content(path, held.local)
-                if isinstance(value, DTensor):
+                has_elements = value.numel() > 0  # else no rank has a block to write
+                local = held.local if has_elements else held.local.new_empty(value.shape)
+                content = Content(path, local)
+                if isinstance(value, DTensor) and has_elements:
                     if held.grid not in lines:
                         lines[held.grid] = tuple(grids.ranks_of(held.grid) or ())
                     on = lines[held.grid]

@@ -180,6 +180,13 @@ class _Content(Source):
             for name, fields in tree.get("state", {}).items()
         }
         named = rekey(loaded, "name", model=model, optimizer=optimizer)
+        # Older saves left out tensors without elements: a state that lacks them begins anew.
+        named["state"] = {
+            name: fields
+            for name, fields in named["state"].items()
+            if not (name in params and params[name].numel() == 0)
+            or any(isinstance(value, Tensor) and not value.numel() for value in fields.values())
+        }
 
         def note(name: str, key: str, value: Tensor) -> Tensor:
             if id(value) in on_meta:
