@@ -25,11 +25,13 @@ from typing import Any
 import torch
 
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
+from fsdp2._base.names import printable
 from fsdp2._base.regular_files import read_regular
 from fsdp2._transfer.chunk_plan import Region
 from fsdp2.checkpoint._checksums import DamagedError, said, split
 from fsdp2.checkpoint._pickle_machine import ELEMENTS, RefusedError, StandIn
 from fsdp2.checkpoint._publish import Stamp, file_in, plain_name
+from fsdp2.checkpoint._torch_files import DEPTH
 from fsdp2.checkpoint._unpickling import DTYPES, plain_names, unpickle
 
 METADATA = ".metadata"
@@ -48,6 +50,12 @@ CLASSES = (
     "_MEM_FORMAT_ENCODING",
 )
 """What a pickle of metadata is made of."""
+
+DIMS = 64
+"""Most dims of a tensor: what torch's operations take."""
+
+NAME_NCHARS = 4096
+"""Most characters of a key in a path: each entry may repeat it in two bytes."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,7 @@ class _Reader:
         self._metadata = metadata
         self._told = told
         self._where = where
+        self._left = len(metadata.storage_data)  # places, one for each part
         self._infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
         for index, info in metadata.storage_data.items():
             offset = getattr(index, "offset", None)
@@ -195,9 +204,10 @@ class _Reader:
         paths = paths if isinstance(paths, dict) else {}
         found = []
         for key, meta in self._metadata.state_dict_metadata.items():
-            path = tuple(paths[key]) if key in paths else (key,)
-            if not isinstance(key, str) or not all(isinstance(p, str | int) for p in path):
-                raise DamagedError(f"{key!r} is no name")
+            path = paths.get(key, (key,))
+            path = tuple(path) if type(path) in (tuple, list) and len(path) <= DEPTH else path
+            if problem := problem_of(path) if isinstance(key, str) else "is of no name":
+                raise DamagedError(f"the path of {printable(key)} {problem}")
             if type(meta).__name__ == "BytesStorageMetadata":
                 found.append(Entry(key, path, None, None, (self._part(key, None, None),)))
             else:
@@ -211,6 +221,9 @@ class _Reader:
         if not isinstance(dtype, torch.dtype):
             raise DamagedError(f"{key} has no dtype")
         shape = _ints(meta.size)
+        self._left -= len(meta.chunks)
+        if self._left < 0:
+            raise DamagedError(f"it names more parts of {printable(key)} than places")
         parts = []
         for chunk in meta.chunks:
             region = Region(_ints(chunk.offsets), _ints(chunk.sizes))
@@ -246,11 +259,26 @@ class _Reader:
         return Part(region, name, start, length, found)
 
 
+def problem_of(path: Any) -> str:
+    """Return why a value under this path is neither saved nor loaded; nothing if it is."""
+    if type(path) not in (tuple, list):
+        return "is no list of keys"
+    if not 0 < len(path) <= DEPTH:
+        return f"has {len(path)} keys, and may have 1 to {DEPTH}"
+    if not all(isinstance(k, str) or (isinstance(k, int) and k.bit_length() < 64) for k in path):
+        return "has a key that is neither a text nor a number of 63 bits"
+    longest = max(len(key) for key in ("", *path) if isinstance(key, str))
+    if longest > NAME_NCHARS:
+        return f"has a key of {longest} characters, and may have up to {NAME_NCHARS}"
+    return ""
+
+
 def _require_tree(entries: list[Entry]) -> None:
     """Raise unless each path ends at one value: what is inside of a value is no path's."""
     paths = {entry.path for entry in entries}
-    inside = {path[:end] for path in paths for end in range(1, len(path))}
-    if len(paths) != len(entries) or not paths.isdisjoint(inside):
+    lengths = sorted({len(path) for path in paths})
+    inside = (path[:end] in paths for path in paths for end in lengths if end < len(path))
+    if len(paths) != len(entries) or any(inside):
         raise DamagedError("it has two values at one place of the dict that was saved")
 
 
@@ -265,7 +293,8 @@ def _require_apart(entries: list[Entry]) -> None:
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    found = tuple(values) if type(values) in ELEMENTS else ("something else",)
-    if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in found):
-        raise DamagedError(f"{found} are no sizes")
-    return found
+    if type(values) not in ELEMENTS or not len(values) <= DIMS:
+        raise DamagedError(f"it has a {type(values).__name__} where up to {DIMS} sizes must be")
+    if not all(type(v) is int and 0 <= v < 1 << 63 for v in values):
+        raise DamagedError("it has a size that is no number of 63 bits")
+    return tuple(values)
