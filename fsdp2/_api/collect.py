@@ -107,6 +107,7 @@ def collect(
     """
     collected = Collected([data], set(ignored.tensors))
     found: dict[nn.Parameter, tuple[str, list[Site]]] = {}
+    giving: set[nn.Module] = set()  # modules of the call with a parameter that it takes
     for top, prefix, module in _managed(modules, ignored, collected.left_alone):
         for name, param in module._parameters.items():
             if param is None or param in ignored:
@@ -117,8 +118,10 @@ def collect(
                 found.setdefault(param, (fqn, []))[1].append(site)
             elif any(s.module is module and s.name == name for s in owner.sites):
                 collected.shared.setdefault(owner, []).append(top)  # a module of two units
+                continue
             else:
                 collected.tied.setdefault(owner, []).append(site)
+            giving.add(top)
         collected.buffers += [
             BufferSite(module, name)
             for name, buffer in module._buffers.items()
@@ -150,8 +153,7 @@ def collect(
             f"fully_shard: found parameters on meta ({', '.join(on_meta)}) beside real ones in "
             "one group. Materialise all of them, or none, or shard their modules separately.",
         )
-    if not collected.own and not collected.tied:
-        _refuse_inside(collected.shared)
+    _refuse_inside(collected.shared, giving)
     _find_escaped(collected, modules)
     return collected
 
@@ -177,13 +179,16 @@ def count_dealt(collected: Collected) -> None:
             give(axis.pg, claim, layout.deal, axis.size)
 
 
-def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]]) -> None:
-    """Raise ConfigError for a module whose parameters a call for a module around it has taken."""
+def _refuse_inside(shared: dict[FSDPParam, list[nn.Module]], giving: set[nn.Module]) -> None:
+    """Raise ConfigError for a module whose parameters a call for a module around it has taken.
+
+    ``giving``: modules that have others, too.
+    """
     for param, users in shared.items():
         for outer in param.tops:
             inside = set(outer.modules())
             for module in users:
-                if module is not outer and module in inside:
+                if module is not outer and module in inside and module not in giving:
                     raise ConfigError(
                         "FS202",
                         f"fully_shard: the parameters of this {class_name(module)} are taken: "

@@ -76,6 +76,14 @@ def _(mended: bool) -> None:
     train(model)
 
 
+@way("FS202", "Linear", "around it", name="the model before a list with its layer")
+def _(mended: bool) -> None:
+    other, model = nn.Linear(WIDTH, WIDTH), Net()
+    for module in ([other, model[0]], model) if mended else (model, [other, model[0]]):
+        fsdp2.fully_shard(module)
+    train(model)
+
+
 @way("FS203", "Net", "replicate")
 def _(mended: bool) -> None:
     from torch.distributed._composable import replicate
