@@ -204,35 +204,29 @@ class Machine:
         stack[-count:] = [tuple(stack[-count:])]
 
     def _append(self, values: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) in LISTS:
-            self._require_own(target)
-        elif id(target) not in self._own:
-            raise self._not_own(target)
-        target.extend(values)
+        self._target(LISTS).extend(values)
 
     def _set_items(self, values: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) in DICTS:
-            self._require_own(target)
-        elif id(target) not in self._own:
-            raise self._not_own(target)
-        keys = values[::2]
+        target, keys = self._target(DICTS), values[::2]
         require_keys(keys)
         for key, value in zip(keys, values[1::2], strict=True):
             target[key] = value
 
     def _add_items(self) -> None:
-        values, target = self._marked(), self._stack[-1]
-        if type(target) is not set:
-            raise self._not_own(target)
-        self._require_own(target)
+        values = self._marked()
+        target = self._target((set,))
         require_keys(values)
         target.update(values)
 
-    def _require_own(self, target: Any) -> None:
-        if id(target) in self._foreign:
+    def _target(self, kinds: tuple[type, ...]) -> Any:
+        """Return what is to be changed: a container, or an instance, of this pickle's own."""
+        target = self._stack[-1]
+        is_own = (
+            id(target) not in self._foreign if type(target) in kinds else id(target) in self._own
+        )
+        if not is_own:
             raise self._not_own(target)
+        return target
 
     def _not_own(self, target: Any) -> UnpicklingError:
         """Return the error for a change of what others use, or of what cannot be changed."""

@@ -29,6 +29,7 @@ from fsdp2.checkpoint._pickle_machine import RefusedError
 from fsdp2.checkpoint._publish import file_in
 from fsdp2.checkpoint._saved import METADATA, Entry, Part, Saved
 from fsdp2.checkpoint._torch_files import read_torch_file
+from fsdp2.checkpoint._unpickling import not_plain
 
 CUT_DIMS = 5
 """Most dims along which a tensor is in parts: a part has a corner for each choice of ends."""
@@ -126,12 +127,7 @@ class Reader(contextlib.ExitStack):
                 verify = self._verify and not is_summed
                 return read_torch_file(file, part.offset, part.length, verify=verify)
         except RefusedError as error:
-            raise ConfigError(
-                "FS616",
-                f"load: {printable(entry.key)} is no plain data: it needs {error}, and loading "
-                "that could run any code. Pass trust=True if you know who wrote it, or allow its "
-                "class with torch.serialization.add_safe_globals. Nothing was changed.",
-            ) from error
+            raise not_plain(printable(entry.key), error) from error
         except (ConfigError, MemoryError):
             raise
         except Exception as error:  # a damaged file lacks entries, has no text, ...

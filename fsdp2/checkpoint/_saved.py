@@ -29,7 +29,7 @@ from fsdp2._base.names import printable
 from fsdp2._base.regular_files import read_regular
 from fsdp2._transfer.chunk_plan import Region
 from fsdp2.checkpoint._checksums import DamagedError, said, split
-from fsdp2.checkpoint._pickle_machine import ELEMENTS, RefusedError, StandIn
+from fsdp2.checkpoint._pickle_machine import RefusedError, StandIn
 from fsdp2.checkpoint._publish import Stamp, file_in, plain_name
 from fsdp2.checkpoint._torch_files import DEPTH
 from fsdp2.checkpoint._unpickling import DTYPES, plain_names, unpickle
@@ -106,11 +106,6 @@ def _names() -> dict[tuple[str, str], Any]:
     def nothing(*args: Any) -> None:
         """Stand for what only describes: layouts, memory formats, the path it was saved to."""
 
-    def shape(values: Any = ()) -> tuple[Any, ...]:
-        if type(values) not in ELEMENTS:
-            raise DamagedError("a shape is no tuple")
-        return tuple(values)
-
     where = "torch.distributed.checkpoint"
     found = {(f"{where}.metadata", name): type(name, (StandIn,), {}) for name in CLASSES}
     found[f"{where}.filesystem", "_StorageInfo"] = type("_StorageInfo", (StandIn,), {})
@@ -121,7 +116,7 @@ def _names() -> dict[tuple[str, str], Any]:
     plain = plain_names()
     functions: dict[tuple[str, str], Any] = {
         **{("torch", name): dtype for name, dtype in DTYPES.items()},
-        ("torch", "Size"): shape,
+        ("torch", "Size"): plain["torch", "Size"],
         ("torch.serialization", "_get_layout"): nothing,
         ("builtins", "getattr"): nothing,  # Python 3.11 looks members of enums up so
         ("collections", "OrderedDict"): plain["collections", "OrderedDict"],
@@ -293,7 +288,7 @@ def _require_apart(entries: list[Entry]) -> None:
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    if type(values) not in ELEMENTS or not len(values) <= DIMS:
+    if not isinstance(values, tuple | list) or len(values) > DIMS:
         raise DamagedError(f"it has a {type(values).__name__} where up to {DIMS} sizes must be")
     if not all(type(v) is int and 0 <= v < 1 << 63 for v in values):
         raise DamagedError("it has a size that is no number of 63 bits")
