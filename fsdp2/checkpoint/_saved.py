@@ -17,7 +17,6 @@ and one of all this: see ``_checksums``. A file that says it has them and has no
 from __future__ import annotations
 
 import hashlib
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
 from fsdp2._base.names import printable
 from fsdp2._base.regular_files import read_regular
 from fsdp2._transfer.chunk_plan import Region
+from fsdp2.checkpoint._archive import shared
 from fsdp2.checkpoint._checksums import DamagedError, said, split
 from fsdp2.checkpoint._pickle_machine import RefusedError, StandIn
 from fsdp2.checkpoint._publish import Stamp, file_in, plain_name
@@ -279,17 +279,15 @@ def _require_tree(entries: list[Entry]) -> None:
 
 def _require_apart(entries: list[Entry]) -> None:
     """Raise if two values lie in the same bytes: a small file could hold any number of them."""
-    parts = sorted(
-        (part.file, part.offset, part.length) for entry in entries for part in entry.parts
-    )
-    for (file, offset, length), (next_file, next_offset, _) in itertools.pairwise(parts):
-        if file == next_file and offset + length > next_offset:
-            raise DamagedError(f"two values lie at byte {next_offset} of {file}")
+    parts = ((part.file, part.offset, part.length) for entry in entries for part in entry.parts)
+    for file, offset, _ in shared(parts):
+        raise DamagedError(f"two values lie at byte {offset} of {file}")
 
 
 def _ints(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or len(values) > DIMS:
-        raise DamagedError(f"it has a {type(values).__name__} where up to {DIMS} sizes must be")
+        found = f"{len(values)} sizes" if isinstance(values, tuple | list) else "something else"
+        raise DamagedError(f"it has {found} where up to {DIMS} sizes must be")
     if not all(type(v) is int and 0 <= v < 1 << 63 for v in values):
         raise DamagedError("it has a size that is no number of 63 bits")
     return tuple(values)
