@@ -120,9 +120,11 @@ def collect(
                 found.setdefault(param, (fqn, []))[1].append(site)
             elif any(s.module is module and s.name == name for s in owner.sites):
                 collected.shared.setdefault(owner, []).append(top)  # a module of two units
+                continue
             else:
                 giving.add(top)
                 collected.tied.setdefault(owner, []).append(site)
+            giving.add(top)
         collected.buffers += [
             BufferSite(module, name)
             for name, buffer in module._buffers.items()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
@@ -87,7 +88,8 @@ class Archive:
             if begin + nbytes > where.begin:
                 raise DamagedError("an entry of its archive lies outside of it")
             found[name] = Stored(self._offset + begin, nbytes, crc)
-        _require_apart(found)
+        if [*shared(("", entry.offset, entry.length) for entry in found.values())]:
+            raise DamagedError("two entries of its archive lie at one place")
         return found
 
     def _read(self, place: int, count: int) -> bytes:
@@ -145,8 +147,8 @@ def _in_full(numbers: list[int], extra: bytes) -> list[int]:
     return found
 
 
-def _require_apart(entries: dict[str, Stored]) -> None:
-    ordered = sorted(entries.values(), key=lambda entry: (entry.offset, entry.length))
-    for one, other in itertools.pairwise(ordered):
-        if one.offset + one.length > other.offset:
-            raise DamagedError("two entries of its archive lie at one place")
+def shared(places: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield places, each a file, an offset and a length, that begin inside the place before."""
+    for (file, offset, length), place in itertools.pairwise(sorted(places)):
+        if file == place[0] and offset + length > place[1]:
+            yield place

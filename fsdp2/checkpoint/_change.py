@@ -139,14 +139,17 @@ def compare(
     extra: Mapping[str, Any],
     strict: bool,
 ) -> IncompatibleKeys:
-    """Compare a state that is to be loaded with the model. A tie needs one of its names.
+    """Compare a state that is to be loaded with the model.
+
+    A tie needs one of its names, and a tensor without elements none: nothing of it can be lost.
 
     Raises:
         ConfigError: a shape differs; with ``strict``, a name that only one of the two has.
     """
     offered = {**told.model, **told.extra}
     given = {id(tensors[name]) for name in told.model if name in tensors}
-    missing = [n for n, tensor in tensors.items() if n not in offered and id(tensor) not in given]
+    needed = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    missing = [n for n, tensor in needed.items() if n not in offered and id(tensor) not in given]
     missing += [name for name in extra if name not in offered]
     unexpected = [name for name in offered if name not in tensors and name not in extra]
     wrong = [

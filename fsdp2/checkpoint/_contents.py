@@ -29,9 +29,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp2._base.errors import ConfigError
+from fsdp2._base.names import printable
 from fsdp2._comm.process_mesh import Grid
 from fsdp2._transfer.chunk_plan import Blocks, Region
 from fsdp2._transfer.redistribute import Grids
+from fsdp2.checkpoint._saved import problem_of
 
 Path = tuple[str | int, ...]
 NOTHING = Region((), (0,))
@@ -46,6 +48,11 @@ def flat(state: Mapping[str, Any]) -> dict[Path, Any]:
     found: dict[Path, Any] = {}
 
     def visit(path: Path, value: Any) -> None:
+        if path and (problem := problem_of(path)):
+            raise ConfigError(
+                "FS102",
+                f"save: the path of {printable(path)} in the state {problem}. Save it in extra.",
+            )
         if isinstance(value, Mapping):
             for key, item in value.items():
                 visit((*path, str(key)), item)
@@ -190,8 +197,10 @@ class Contents:
             content = Content(path, value)
             if isinstance(value, Tensor):
                 held = grids.hold(_name(path), value)
-                content = Content(path, held.local)
-                if isinstance(value, DTensor):
+                has_elements = value.numel() > 0  # else no rank has a block to write
+                local = held.local if has_elements else held.local.new_empty(value.shape)
+                content = Content(path, local)
+                if isinstance(value, DTensor) and has_elements:
                     if held.grid not in lines:
                         lines[held.grid] = tuple(grids.ranks_of(held.grid) or ())
                     on = lines[held.grid]

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp2._base.arguments import check_key, check_path
 from fsdp2._base.errors import ConfigError, StateError
-from fsdp2._base.names import clean, named_parameters
+from fsdp2._base.names import clean, named_parameters, printable
 from fsdp2._comm.process_mesh import operation
 from fsdp2._engine.between_steps import require_idle
 from fsdp2._transfer.redistribute import Grids, LocalShard, checked_together
@@ -156,7 +156,8 @@ class _Content(Source):
         """
         own = [entry for entry in self._reader.entries if entry.is_under(self._optim_key)]
         if not any(entry.path[1] == "param_groups" for entry in own):
-            found = sorted({str(entry.path[0]) for entry in self._reader.entries})
+            keys = {str(entry.path[0]) for entry in self._reader.entries}
+            found = [printable(key) for key in sorted(keys)[:5]]
             raise ConfigError(
                 "FS602",
                 "load: an optimizer was passed, and the checkpoint has none under "
@@ -180,6 +181,13 @@ class _Content(Source):
             for name, fields in tree.get("state", {}).items()
         }
         named = rekey(loaded, "name", model=model, optimizer=optimizer)
+        # Older saves left out tensors without elements: a state that lacks them begins anew.
+        named["state"] = {
+            name: fields
+            for name, fields in named["state"].items()
+            if not (name in params and params[name].numel() == 0)
+            or any(isinstance(value, Tensor) and not value.numel() for value in fields.values())
+        }
 
         def note(name: str, key: str, value: Tensor) -> Tensor:
             if id(value) in on_meta:

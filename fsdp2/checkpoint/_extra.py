@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp2._base.errors import ConfigError
 from fsdp2.checkpoint._checksums import DamagedError
 from fsdp2.checkpoint._pickle_machine import RefusedError
 from fsdp2.checkpoint._torch_files import read_torch_file
-from fsdp2.checkpoint._unpickling import plain_names, unpickle
+from fsdp2.checkpoint._unpickling import not_plain, plain_names, unpickle
 
 EXTRA = "fsdp2_extra"
 EXTRA_TENSORS = "fsdp2_extra_tensors"
@@ -90,10 +89,4 @@ def unpacked(kept: Any, whole: Any, *, trust: bool) -> Any:
         pickled = file["pickled"]
         return unpickle(pickled, plain_names(), trust=trust, persistent=tensors.__getitem__)
     except RefusedError as error:
-        raise ConfigError(
-            "FS616",
-            f"load: extra is no plain data: it needs {error}, and loading that could run any code. "
-            "Pass trust=True if you know who wrote it, allow its class with "
-            "torch.serialization.add_safe_globals, or save numbers, strings, tensors, lists and "
-            "dicts only. Nothing was changed.",
-        ) from error
+        raise not_plain("extra", error) from error

@@ -104,7 +104,7 @@ def renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
 def with_clean_names(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state under names without wrappers in them: old ones have them."""
     listed = [name for group in state["param_groups"] for name in group["params"]]
-    found = renamed(state, {name: clean(name) for name in listed})
+    found = renamed(state, {name: clean(name) for name in dict.fromkeys(listed)})
     return {**found, "state": cleaned(state["state"])}
 
 

@@ -11,10 +11,11 @@ holds. So nothing that lives in this process is altered, whatever the table has.
 
 [Note: bounds]
 No instruction takes more memory than the pickle has bytes. A length is compared with what is left
-before anything is made of it, numbers in the memo are keys of a dict, and who makes a container of
-another one pays for each element out of as many as the pickle has bytes: a pickle says each element
-once, while a memo could repeat a long one in two bytes. A key is hashed at once, element by
-element, so it may have a thousand.
+before anything is made of it, and numbers in the memo are keys of a dict. Arguments of a call,
+containers among them, and the state of an object are copied: each of their elements is charged
+against a budget of the pickle's size in bytes. A pickle says each element once, while a memo could
+repeat a long container in two bytes. A key is hashed whole each time, so it may have a thousand
+elements, or words of a number.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ELEMENTS = (str, bytes, bytearray, tuple, list, set, frozenset, *DICTS, deque)
 """What a container may be made of, and pays for: not a range, of any length in a few bytes."""
 
 KEY_NELEMENTS = 1000
-"""Most elements of a tuple that is a key: it is hashed whole, and those in it again for each."""
+"""Most elements of a tuple, or words of a number, that is a key: see [Note: bounds]."""
 
 OLD_MODULES = {"__builtin__": "builtins"}
 OLD_NAMES = {("builtins", "xrange"): "range", ("builtins", "long"): "int"}
@@ -203,35 +204,29 @@ class Machine:
         stack[-count:] = [tuple(stack[-count:])]
 
     def _append(self, values: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) in LISTS:
-            self._require_own(target)
-        elif id(target) not in self._own:
-            raise self._not_own(target)
-        target.extend(values)
+        self._target(LISTS).extend(values)
 
     def _set_items(self, values: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) in DICTS:
-            self._require_own(target)
-        elif id(target) not in self._own:
-            raise self._not_own(target)
-        keys = values[::2]
+        target, keys = self._target(DICTS), values[::2]
         require_keys(keys)
         for key, value in zip(keys, values[1::2], strict=True):
             target[key] = value
 
     def _add_items(self) -> None:
-        values, target = self._marked(), self._stack[-1]
-        if type(target) is not set:
-            raise self._not_own(target)
-        self._require_own(target)
+        values = self._marked()
+        target = self._target((set,))
         require_keys(values)
         target.update(values)
 
-    def _require_own(self, target: Any) -> None:
-        if id(target) in self._foreign:
+    def _target(self, kinds: tuple[type, ...]) -> Any:
+        """Return what is to be changed: a container, or an instance, of this pickle's own."""
+        target = self._stack[-1]
+        is_own = (
+            id(target) not in self._foreign if type(target) in kinds else id(target) in self._own
+        )
+        if not is_own:
             raise self._not_own(target)
+        return target
 
     def _not_own(self, target: Any) -> UnpicklingError:
         """Return the error for a change of what others use, or of what cannot be changed."""
@@ -275,6 +270,7 @@ class Machine:
     def _called(self, function: Any, args: Any, named: Any, *, is_class: bool) -> Any:
         if type(args) is not tuple or type(named) is not dict:
             raise UnpicklingError("arguments are no tuple")
+        self._pay(args)
         found = self._callable.get(id(function))
         if found is None:
             raise UnpicklingError(f"a {type(function).__name__} is called")
@@ -287,13 +283,21 @@ class Machine:
             return made
         if named:
             raise UnpicklingError("a call with names")
-        self._left -= sum(len(arg) for arg in args if type(arg) in ELEMENTS)
+        for arg in args:
+            self._pay(arg)
+        return found(*args)
+
+    def _pay(self, copied: Any) -> None:
+        """Charge for the elements of a container that is copied. See [Note: bounds]."""
+        if type(copied) in ELEMENTS:
+            self._left -= len(copied)
         if self._left < 0:
             raise UnpicklingError("it says more elements than it has bytes")
-        return found(*args)
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
+        for part in state if type(state) is tuple and len(state) == 2 else (state,):
+            self._pay(part if type(part) is dict else ())
         if isinstance(target, StandIn):
             StandIn.__setstate__(target, state)
         elif type(target) in STATEFUL and id(target) not in self._foreign:
@@ -340,17 +344,19 @@ def _set_state(target: Any, state: Any) -> None:
 
 
 def require_keys(keys: Iterable[Any]) -> None:
-    """Raise ValueError for tuples that take long to hash, or are deeper than Python's stack."""
+    """Raise ValueError for what takes long to hash, or is deeper than Python's stack."""
     for key in keys:
-        if not isinstance(key, tuple):
-            continue
         left, count = [key], 0
         while left:
             inner = left.pop()
-            count += len(inner)
+            if isinstance(inner, int):
+                count += inner.bit_length() >> 6
+            elif isinstance(inner, tuple):
+                count += len(inner)
             if count > KEY_NELEMENTS:
                 raise UnpicklingError("a key has too many elements")
-            left += [element for element in inner if isinstance(element, tuple)]
+            if isinstance(inner, tuple):
+                left += inner
 
 
 def _attributes(state: Any) -> dict[str, Any]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -26,6 +29,10 @@ from fsdp2.checkpoint._pickle_machine import RefusedError
 from fsdp2.checkpoint._publish import file_in
 from fsdp2.checkpoint._saved import METADATA, Entry, Part, Saved
 from fsdp2.checkpoint._torch_files import read_torch_file
+from fsdp2.checkpoint._unpickling import not_plain
+
+CUT_DIMS = 5
+"""Most dims along which a tensor is in parts: a part has a corner for each choice of ends."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +100,13 @@ class Reader(contextlib.ExitStack):
         inside = [overlap(part.region, region) for part in entry.parts if part.region is not None]
         found = [both for both in inside if both is not None]
         covered, key = sum(both.numel for both in found), printable(entry.key)
-        if any_overlap(found):
-            problem = f"two parts of {key} cover the same elements"
+        cut = [d for d, size in enumerate(region.sizes) if any(b.sizes[d] < size for b in found)]
+        if len(cut) > CUT_DIMS:
+            problem = f"it cuts {key} along {len(cut)} dims, and may along {CUT_DIMS}"
         elif covered != region.numel:
             problem = f"it names {covered} of {region.numel} elements of a part of {key}"
+        elif covered and corners(found, cut) != corners([region], cut):
+            problem = f"two parts of {key} cover the same elements"
         else:
             return
         raise self.damaged(f"{self._saved.folder / METADATA} is damaged: {problem}.")
@@ -117,12 +127,7 @@ class Reader(contextlib.ExitStack):
                 verify = self._verify and not is_summed
                 return read_torch_file(file, part.offset, part.length, verify=verify)
         except RefusedError as error:
-            raise ConfigError(
-                "FS616",
-                f"load: {printable(entry.key)} is no plain data: it needs {error}, and loading "
-                "that could run any code. Pass trust=True if you know who wrote it, or allow its "
-                "class with torch.serialization.add_safe_globals. Nothing was changed.",
-            ) from error
+            raise not_plain(printable(entry.key), error) from error
         except (ConfigError, MemoryError):
             raise
         except Exception as error:  # a damaged file lacks entries, has no text, ...
@@ -180,24 +185,19 @@ class Reader(contextlib.ExitStack):
         return StateError("FS618", f"load: {problem} Take another checkpoint; nothing was changed.")
 
 
-def any_overlap(regions: list[Region]) -> bool:
-    """True if two regions have an element in common.
+def corners(regions: Iterable[Region], dims: Sequence[int]) -> Counter[tuple[int, ...]]:
+    """Count the corners of regions: 1, or -1 if it is the end along an odd number of dims.
 
-    They are ordered along the dim that tells most of them apart, so that few are compared.
+    Two lists of regions cover each element equally often if and only if their counts are equal: the
+    counts are the differences, along all dims, of how often an element is covered.
     """
-    if len(regions) < 2:
-        return False
-    dims = range(len(regions[0].starts))
-    dim = max(dims, key=lambda d: len({region.starts[d] for region in regions}), default=None)
-    if dim is None:  # numbers, of one element each
-        return True
-    near: list[Region] = []
-    for region in sorted(regions, key=lambda one: one.starts[dim]):
-        near = [one for one in near if one.starts[dim] + one.sizes[dim] > region.starts[dim]]
-        if any(overlap(one, region) is not None for one in near):
-            return True
-        near.append(region)
-    return False
+    found: Counter[tuple[int, ...]] = Counter()
+    for region in regions:
+        begins, sizes = region.starts, region.sizes
+        ends = (((begins[d], 1), (begins[d] + sizes[d], -1)) for d in dims)
+        for corner in itertools.product(*ends):
+            found[tuple(at for at, _ in corner)] += math.prod(sign for _, sign in corner)
+    return found
 
 
 def overlap(a: Region, b: Region) -> Region | None:

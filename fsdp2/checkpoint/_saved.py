@@ -17,7 +17,6 @@ and one of all this: see ``_checksums``. A file that says it has them and has no
 from __future__ import annotations
 
 import hashlib
-import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,14 @@ from typing import Any
 import torch
 
 from fsdp2._base.errors import ConfigError, StateError, UnsupportedError
+from fsdp2._base.names import printable
 from fsdp2._base.regular_files import read_regular
 from fsdp2._transfer.chunk_plan import Region
+from fsdp2.checkpoint._archive import shared
 from fsdp2.checkpoint._checksums import DamagedError, said, split
-from fsdp2.checkpoint._pickle_machine import ELEMENTS, RefusedError, StandIn
+from fsdp2.checkpoint._pickle_machine import RefusedError, StandIn
 from fsdp2.checkpoint._publish import Stamp, file_in, plain_name
+from fsdp2.checkpoint._torch_files import DEPTH
 from fsdp2.checkpoint._unpickling import DTYPES, plain_names, unpickle
 
 METADATA = ".metadata"
@@ -48,6 +50,12 @@ CLASSES = (
     "_MEM_FORMAT_ENCODING",
 )
 """What a pickle of metadata is made of."""
+
+DIMS = 64
+"""Most dims of a tensor: what torch's operations take."""
+
+NAME_NCHARS = 4096
+"""Most characters of a key in a path: each entry may repeat it in two bytes."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +106,6 @@ def _names() -> dict[tuple[str, str], Any]:
     def nothing(*args: Any) -> None:
         """Stand for what only describes: layouts, memory formats, the path it was saved to."""
 
-    def shape(values: Any = ()) -> tuple[Any, ...]:
-        if type(values) not in ELEMENTS:
-            raise DamagedError("a shape is no tuple")
-        return tuple(values)
-
     where = "torch.distributed.checkpoint"
     found = {(f"{where}.metadata", name): type(name, (StandIn,), {}) for name in CLASSES}
     found[f"{where}.filesystem", "_StorageInfo"] = type("_StorageInfo", (StandIn,), {})
@@ -113,7 +116,7 @@ def _names() -> dict[tuple[str, str], Any]:
     plain = plain_names()
     functions: dict[tuple[str, str], Any] = {
         **{("torch", name): dtype for name, dtype in DTYPES.items()},
-        ("torch", "Size"): shape,
+        ("torch", "Size"): plain["torch", "Size"],
         ("torch.serialization", "_get_layout"): nothing,
         ("builtins", "getattr"): nothing,  # Python 3.11 looks members of enums up so
         ("collections", "OrderedDict"): plain["collections", "OrderedDict"],
@@ -180,6 +183,7 @@ class _Reader:
         self._metadata = metadata
         self._told = told
         self._where = where
+        self._left = len(metadata.storage_data)  # places, one for each part
         self._infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
         for index, info in metadata.storage_data.items():
             offset = getattr(index, "offset", None)
@@ -195,9 +199,10 @@ class _Reader:
         paths = paths if isinstance(paths, dict) else {}
         found = []
         for key, meta in self._metadata.state_dict_metadata.items():
-            path = tuple(paths[key]) if key in paths else (key,)
-            if not isinstance(key, str) or not all(isinstance(p, str | int) for p in path):
-                raise DamagedError(f"{key!r} is no name")
+            path = paths.get(key, (key,))
+            path = tuple(path) if type(path) in (tuple, list) and len(path) <= DEPTH else path
+            if problem := problem_of(path) if isinstance(key, str) else "is of no name":
+                raise DamagedError(f"the path of {printable(key)} {problem}")
             if type(meta).__name__ == "BytesStorageMetadata":
                 found.append(Entry(key, path, None, None, (self._part(key, None, None),)))
             else:
@@ -211,6 +216,9 @@ class _Reader:
         if not isinstance(dtype, torch.dtype):
             raise DamagedError(f"{key} has no dtype")
         shape = _ints(meta.size)
+        self._left -= len(meta.chunks)
+        if self._left < 0:
+            raise DamagedError(f"it names more parts of {printable(key)} than places")
         parts = []
         for chunk in meta.chunks:
             region = Region(_ints(chunk.offsets), _ints(chunk.sizes))
@@ -246,26 +254,40 @@ class _Reader:
         return Part(region, name, start, length, found)
 
 
+def problem_of(path: Any) -> str:
+    """Return why a value under this path is neither saved nor loaded; nothing if it is."""
+    if type(path) not in (tuple, list):
+        return "is no list of keys"
+    if not 0 < len(path) <= DEPTH:
+        return f"has {len(path)} keys, and may have 1 to {DEPTH}"
+    if not all(isinstance(k, str) or (isinstance(k, int) and k.bit_length() < 64) for k in path):
+        return "has a key that is neither a text nor a number of 63 bits"
+    longest = max(len(key) for key in ("", *path) if isinstance(key, str))
+    if longest > NAME_NCHARS:
+        return f"has a key of {longest} characters, and may have up to {NAME_NCHARS}"
+    return ""
+
+
 def _require_tree(entries: list[Entry]) -> None:
     """Raise unless each path ends at one value: what is inside of a value is no path's."""
     paths = {entry.path for entry in entries}
-    inside = {path[:end] for path in paths for end in range(1, len(path))}
-    if len(paths) != len(entries) or not paths.isdisjoint(inside):
+    lengths = sorted({len(path) for path in paths})
+    inside = (path[:end] in paths for path in paths for end in lengths if end < len(path))
+    if len(paths) != len(entries) or any(inside):
         raise DamagedError("it has two values at one place of the dict that was saved")
 
 
 def _require_apart(entries: list[Entry]) -> None:
     """Raise if two values lie in the same bytes: a small file could hold any number of them."""
-    parts = sorted(
-        (part.file, part.offset, part.length) for entry in entries for part in entry.parts
-    )
-    for (file, offset, length), (next_file, next_offset, _) in itertools.pairwise(parts):
-        if file == next_file and offset + length > next_offset:
-            raise DamagedError(f"two values lie at byte {next_offset} of {file}")
+    parts = ((part.file, part.offset, part.length) for entry in entries for part in entry.parts)
+    for file, offset, _ in shared(parts):
+        raise DamagedError(f"two values lie at byte {offset} of {file}")
 
 
 def _ints(values: Any) -> tuple[int, ...]:
-    found = tuple(values) if type(values) in ELEMENTS else ("something else",)
-    if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in found):
-        raise DamagedError(f"{found} are no sizes")
-    return found
+    if not isinstance(values, tuple | list) or len(values) > DIMS:
+        found = f"{len(values)} sizes" if isinstance(values, tuple | list) else "something else"
+        raise DamagedError(f"it has {found} where up to {DIMS} sizes must be")
+    if not all(type(v) is int and 0 <= v < 1 << 63 for v in values):
+        raise DamagedError("it has a size that is no number of 63 bits")
+    return tuple(values)

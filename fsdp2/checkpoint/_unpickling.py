@@ -16,12 +16,19 @@ import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from pickle import UnpicklingError
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from fsdp2.checkpoint._pickle_machine import DICTS, ELEMENTS, Allowed, Machine, require_keys
+from fsdp2._base.errors import ConfigError
+from fsdp2.checkpoint._pickle_machine import (
+    DICTS,
+    ELEMENTS,
+    Allowed,
+    Machine,
+    RefusedError,
+    require_keys,
+)
 
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 OF_TORCH = ("torch.distributed.", "torch.nested.", "torch._dynamo.")
@@ -72,9 +79,9 @@ def plain_names() -> dict[tuple[str, str], Any]:
     """Return the table for plain data. See [Note: what a pickle may name]."""
     made: dict[Any, Callable[..., Any]] = {}
     made |= {kind: _maker(kind) for kind in (int, float, complex, range, slice, torch.device)}
-    made |= {kind: _maker_of_empty(kind) for kind in (bool, str, tuple)}
-    made |= {kind: _maker_of_elements(kind) for kind in (list, set, frozenset, deque, torch.Size)}
-    made |= {kind: _maker_of_pairs(kind) for kind in (dict, OrderedDict, Counter)}
+    made |= {kind: _maker(kind, ()) for kind in (bool, str, tuple)}
+    made |= {kind: _maker(kind, ELEMENTS) for kind in (list, set, frozenset, deque, torch.Size)}
+    made |= {kind: _maker(kind, DICTS) for kind in (dict, OrderedDict, Counter)}
     made |= {bytes: _maker_of_bytes(bytes), bytearray: _maker_of_bytes(bytearray)}
     kinds = {id(function): kind for kind, function in made.items()}
 
@@ -97,28 +104,16 @@ def plain_names() -> dict[tuple[str, str], Any]:
     return names
 
 
-def _maker(kind: type) -> Callable[..., Any]:
-    return lambda *args: kind(*args)
+def _maker(kind: Any, kinds: tuple[type, ...] = (object,)) -> Callable[..., Any]:
+    """Return a function that calls a class, with a value of one of ``kinds`` first, or nothing."""
 
-
-def _maker_of_empty(kind: type) -> Callable[..., Any]:
-    return lambda: kind()
-
-
-def _maker_of_elements(kind: Any) -> Callable[..., Any]:
-    def make(elements: Any = (), *more: Any) -> Any:
-        _require_kind(elements, ELEMENTS)
-        if kind in (set, frozenset):
-            require_keys(elements)
-        return kind(elements, *more)
-
-    return make
-
-
-def _maker_of_pairs(kind: Any) -> Callable[..., Any]:
-    def make(pairs: Any = MappingProxyType({})) -> Any:
-        _require_kind(pairs, (*DICTS, MappingProxyType))
-        return kind(pairs)
+    def make(*args: Any) -> Any:
+        for first in args[:1]:
+            if kinds != (object,):
+                _require_kind(first, kinds)
+            if kind in (set, frozenset):
+                require_keys(first)
+        return kind(*args)
 
     return make
 
@@ -135,6 +130,17 @@ def _encode(text: Any, codec: Any) -> bytes:
     if codec not in LATIN:
         raise UnpicklingError("bytes in another codec")
     return bytes(text, "latin-1")
+
+
+def not_plain(what: str, error: RefusedError) -> ConfigError:
+    """Return the error for a value that is loaded only if it is trusted."""
+    return ConfigError(
+        "FS616",
+        f"load: {what} is no plain data: it needs {error}, and loading that could run any code. "
+        "Pass trust=True if you know who wrote it, allow its class with "
+        "torch.serialization.add_safe_globals, or save numbers, strings, tensors, lists and dicts "
+        "only. Nothing was changed.",
+    )
 
 
 def _require_kind(given: Any, kinds: tuple[type, ...]) -> None:

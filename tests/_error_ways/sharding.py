@@ -76,16 +76,12 @@ def _(mended: bool) -> None:
     train(model)
 
 
-@way("FS202", "Linear", "around it", name="a layer in a list, after the block around it")
+@way("FS202", "Linear", "around it", name="the model before a list with its layer")
 def _(mended: bool) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
-    first, block = model[0], model[1]
-    if mended:
-        fsdp2.fully_shard([first, block[0]])
-    fsdp2.fully_shard(block)
-    if not mended:
-        fsdp2.fully_shard([first, block[0]])
-    train(fsdp2.fully_shard(model))
+    other, model = nn.Linear(WIDTH, WIDTH), Net()
+    for module in ([other, model[0]], model) if mended else (model, [other, model[0]]):
+        fsdp2.fully_shard(module)
+    train(model)
 
 
 @way("FS203", "Net", "replicate")

@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import os
+import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,9 +17,13 @@ import torch.nn as nn
 
 import fsdp2
 from fsdp2 import checkpoint
+from fsdp2._transfer.chunk_plan import Region
 from fsdp2.checkpoint import _dcp, _safetensors
+from fsdp2.checkpoint._reading import corners
 from tests._slow import slow
 from tests.hostile._by_hand import INDEX, PLACES, model_of, several, trials, values_of
+from tests.hostile._growing import WRITES
+from tests.hostile._growing import load as load_both
 from tests.hostile._kinds import KINDS, OTHER
 from tests.hostile._many import faults_of, tried_many
 from tests.hostile._tried import REFUSED, tried
@@ -55,6 +62,70 @@ def test_a_file_that_was_made_to_do_harm(tmp_path: Path, name: str) -> None:
     found = tried(lambda: load(folder))
     assert found.what == ("loaded" if name in HARMLESS else REFUSED), found
     assert found.nbytes < MOST_NBYTES, found
+
+
+GROWN = ("a deep path", "one list of parts", "strips", "one tuple of arguments in .metadata")
+"""Of each kind of bound one, in a size that hung or took a gigabyte without it."""
+
+
+@pytest.mark.parametrize("name", [n if n in GROWN else slow(n) for n in WRITES])
+def test_time_and_memory_grow_with_a_file_and_not_faster(tmp_path: Path, name: str) -> None:
+    """Sizes are such that what is quadratic in them hangs, or takes more than a process has."""
+    for size in (4_000, 16_000):
+        folder = tmp_path / str(size)
+        WRITES[name](folder, size)
+        found = tried(lambda folder=folder: load_both(folder))  # type: ignore[misc]
+        assert found.what in (REFUSED, "loaded"), found
+        assert found.nbytes < MOST_NBYTES, found
+        assert "rank 0 failed with" not in found.text, found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_that_cover_each_element_once(seed: int) -> None:
+    """Compared with a count of each element, of parts that are right and of others."""
+    draw, right = random.Random(seed), 0
+    for _ in range(300):
+        shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
+        parts = [([0] * len(shape), list(shape))]
+        for _ in range(draw.randint(0, 4)):
+            starts, sizes = parts[place := draw.randrange(len(parts))]
+            dim = draw.randrange(len(shape))
+            at = draw.randint(1, sizes[dim])
+            if at < sizes[dim]:
+                first, rest, moved = [*sizes], [*sizes], [*starts]
+                first[dim], rest[dim], moved[dim] = at, sizes[dim] - at, starts[dim] + at
+                parts[place : place + 1] = [(starts, first), (moved, rest)]
+        if draw.random() < 0.5:
+            starts, sizes = draw.choice(parts)
+            starts[:] = [draw.randint(0, n - size) for n, size in zip(shape, sizes, strict=True)]
+        regions = [Region(tuple(starts), tuple(sizes)) for starts, sizes in parts]
+        every = itertools.chain(*(itertools.product(*_ranges(one)) for one in regions))
+        whole = Region((0,) * len(shape), tuple(shape))
+        is_right = Counter(every) == Counter(itertools.product(*_ranges(whole)))
+        right += is_right
+        dims = range(len(shape))
+        assert (corners(regions, dims) == corners([whole], dims)) == is_right
+    assert 50 < right < 290
+
+
+def _ranges(region: Region) -> list[range]:
+    return [range(s, s + n) for s, n in zip(region.starts, region.sizes, strict=True)]
+
+
+@pytest.mark.parametrize(("depth", "problem"), [(201, "201 keys"), (3, "5000 characters")])
+def test_what_no_load_reads_is_not_saved(tmp_path: Path, depth: int, problem: str) -> None:
+    class Deep(nn.Linear):
+        def get_extra_state(self) -> object:
+            value: object = 1
+            for _ in range(depth - 2):
+                value = {"a" * (5000 if depth == 3 else 1): value}
+            return value
+
+        def set_extra_state(self, state: object) -> None: ...
+
+    with pytest.raises(fsdp2.FSDPError, match=problem):
+        checkpoint.save(tmp_path / "saved", Deep(2, 2))
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("count", [20, slow(1000)])
