@@ -116,13 +116,11 @@ def collect(
             fqn = f"{prefix}.{name}" if prefix else name
             site, owner = Site(module, name), OwnerMark.owner_of(param)
             if owner is None:
-                giving.add(top)
                 found.setdefault(param, (fqn, []))[1].append(site)
             elif any(s.module is module and s.name == name for s in owner.sites):
                 collected.shared.setdefault(owner, []).append(top)  # a module of two units
                 continue
             else:
-                giving.add(top)
                 collected.tied.setdefault(owner, []).append(site)
             giving.add(top)
         collected.buffers += [

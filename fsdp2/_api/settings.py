@@ -560,8 +560,9 @@ class ControlSurface:
         Args:
             min_bytes: bytes of the whole parameter in the dtype that it is computed in. ``None``:
                 all parameters of a unit share one collective, as they do with custom collectives.
-                The default is 131072 on a CPU. On a device it is 524288 for each rank, and then
-                only where a rank's part is a multiple of 128 bytes, which NCCL moves faster.
+                The default is 131072 on a CPU. On a device it is 524288 for each rank on up to 64
+                ranks, 33554432 on up to 512, and 65536 for each rank on more; and then only where a
+                rank's part is a multiple of 128 bytes, which NCCL moves faster.
             recurse: for the units below this one too.
 
         torch has no such method.

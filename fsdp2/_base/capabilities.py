@@ -16,12 +16,13 @@ ZERO_COPY_NBYTES = 131072
 Measured on gloo (docs/decisions/0013).
 """
 ZERO_COPY_PIECE_NBYTES = 512 * 1024
-"""The same for a device: bytes that each rank has of such a parameter.
+"""The same for a device with up to 64 ranks: bytes of a parameter on each rank.
 
-A collective of its own costs a hop of a few us on each link; so many bytes take 10 us on a link of
-50 GB/s, and the copy that is saved as long or longer. Not measured: docs/decisions/0013 has the
-clock's figures.
+With more ranks the whole parameter's size counts, 32 MiB, because the copy that is saved takes 23
+us on any number of ranks. But each rank has to hold at least ``LEAST_PIECE_NBYTES`` of it. Not
+measured: docs/decisions/0013 has the clock's figures.
 """
+LEAST_PIECE_NBYTES = 64 * 1024
 
 
 class ZeroCopy(NamedTuple):
@@ -57,7 +58,9 @@ class Capabilities:
         if self.zero_copy_nbytes is not None:
             return ZeroCopy(self.zero_copy_nbytes)
         piece = self.zero_copy_piece_nbytes
-        return None if piece is None else ZeroCopy(piece * ranks, ROW_NBYTES)
+        if piece is None:
+            return None
+        return ZeroCopy(max(LEAST_PIECE_NBYTES * ranks, piece * min(ranks, 64)), ROW_NBYTES)
 
 
 _KINDS = {

@@ -89,7 +89,7 @@ class Nowhere(Wire):
         self, outputs: Sequence[Tensor], sent: Tensor, axis: MeshAxis, async_op: bool
     ) -> Any:  # they land where they are used
         nbytes = sum(output.nbytes for output in outputs)
-        return self._send("all_gather", nbytes, axis, SHARD)
+        return self._send("all_gather", nbytes, axis, SHARD, axis.size)
 
     def reduce_scatter_uneven(
         self,
@@ -107,7 +107,7 @@ class Nowhere(Wire):
             made = output.new_empty((axis.size, output.numel()))
             self._watch.tag(made, COMMUNICATION)
             return _Holding(made)
-        return self._send("reduce_scatter", sent.nbytes, axis, SHARD)
+        return self._send("reduce_scatter", sent.nbytes, axis, SHARD, axis.size)
 
     def _copy(self, shard: Tensor) -> None:
         """Take the time of a copy between a device and the host that keeps its shards."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -494,12 +495,21 @@ def _gather_line(line: Tensor, axis: MeshAxis) -> None:
             torch_comm.all_gather_single(line, parts[axis.rank], group=axis.pg)
 
 
+_connected: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
 def _pass_on(part: Tensor, axis: MeshAxis, sender: int, receiver: int) -> None:
-    """Send a part from one rank of an axis to another one."""
-    if sender == receiver or axis.rank not in (sender, receiver):
+    """Send a part from one rank of an axis to another one. Collective over the axis."""
+    if sender == receiver:
         return
     assert axis.pg is not None
     through_host = not part.is_cpu and torch_comm.is_gloo(axis.pg, part.device.type)
+    if not (part.is_cpu or through_host or axis.pg in _connected):
+        # NCCL makes a communicator at the first operation, which has to be one of all ranks
+        _connected.add(axis.pg)
+        dist.all_reduce(part.new_zeros(1), group=axis.pg)
+    if axis.rank not in (sender, receiver):
+        return
     carried = part.cpu() if through_host else part
     act, peer = (dist.isend, receiver) if axis.rank == sender else (dist.irecv, sender)
     with carrying():

@@ -40,11 +40,10 @@ def test_a_row_changes_what_is_done_on_a_kind(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_parameter_travels_alone_by_what_each_rank_has_of_it() -> None:
-    """On a device the bound grows with the ranks, and rows are aligned."""
-    piece = capabilities.ZERO_COPY_PIECE_NBYTES
+    """On a device the bound grows with the ranks up to 64, and again from 512 on."""
     device, host = (capabilities.capabilities(torch.device(kind)) for kind in (KIND, "cpu"))
-    for ranks in (1, 8, 512):
-        assert device.zero_copy(ranks) == ZeroCopy(piece * ranks, capabilities.ROW_NBYTES)
+    for ranks, kib in ((1, 512), (3, 1536), (64, 32768), (512, 32768), (520, 33280)):
+        assert device.zero_copy(ranks) == ZeroCopy(kib * 1024, capabilities.ROW_NBYTES)
         assert host.zero_copy(ranks) == ZeroCopy(capabilities.ZERO_COPY_NBYTES)
     # a backend that takes one collective at a time, or none
     for kind in ("mps", "meta"):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp2._plan.costs import ALIGNMENT_NBYTES, MISALIGNED, SHORTEST_KERNEL, Costs, sustained
+from fsdp2._plan.costs import (
+    ALIGNMENT_NBYTES,
+    CHANNELS,
+    MISALIGNED,
+    SHORTEST_KERNEL,
+    Costs,
+    sustained,
+)
 from fsdp2._plan.device_clock import DeviceClock
 from fsdp2._plan.hardware import HARDWARE
 
@@ -178,4 +185,8 @@ def test_what_things_cost() -> None:
     assert aligned == pytest.approx(7 / 8 * 1e-3 + 9e-6, rel=1e-3)  # 3 hops
     assert costs.collective("all_gather", 360 * 10**6, 8, 1, 2) == MISALIGNED * aligned
     assert costs.collective("all_gather", 360 * 10**6, 8, 1, ALIGNMENT_NBYTES) == aligned
+    # collectives issued as one wait for each other's hops only if a channel has several of them
+    assert costs.collective("all_gather", 360 * 10**6, 8, 1, pieces=CHANNELS) == aligned
+    more = costs.collective("all_gather", 360 * 10**6, 8, 1, pieces=CHANNELS + 1) - aligned
+    assert more == pytest.approx(3 * machine.latency, rel=1e-3)
     assert costs.copy(50e6) == pytest.approx(1e-3)

@@ -62,10 +62,10 @@ def test_rows_of_a_device_are_filled_up(size: int, counts_used: bool) -> None:
 
 @pytest.mark.parametrize(
     ("device", "size", "pieces"),
-    [("cpu", 8, 8), ("cpu", 512, 8), ("cuda", 8, 8), ("cuda", 64, 6), ("cuda", 512, 1)],
+    [("cpu", 8, 8), ("cpu", 512, 8), ("cuda", 8, 8), ("cuda", 64, 6), ("cuda", 512, 6)],
 )
 def test_pieces_of_a_block(device: str, size: int, pieces: int) -> None:
-    """On a device a piece is what each rank has 512 KiB of; smaller ones travel together."""
+    """On a device a piece has 512 KiB a rank or 32 MiB; smaller ones travel together."""
     found = plan(device, size)
     assert len(found.gathers) == len(found.reduces) == pieces
     assert sorted(i for piece in found.gathers for i in piece.indices) == list(range(COUNT))

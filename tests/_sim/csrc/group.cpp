@@ -291,6 +291,13 @@ class SimGroup final : public c10d::Backend {
   WorkPtr run(c10d::OpType type, const std::string& name, bool asynchronous, const Tensors& inputs,
               const Tensors& outputs, const std::function<void()>& move) {
     sequence_++;
+    // NCCL makes a communicator at the first operation, which waits for all ranks of the group. Only
+    // a pair that is not in a batch gets one of its own (ProcessGroupNCCL::pointToPoint).
+    bool is_pair = !coalescing_ && (type == c10d::OpType::SEND || type == c10d::OpType::RECV);
+    if (!connected_ && !is_pair) {
+      connected_ = true;
+      if (host_) host_->barrier()->wait();
+    }
     for (const Tensors* list : {&inputs, &outputs}) {
       for (const at::Tensor& tensor : *list) {
         TORCH_CHECK(is_here(tensor), "Tensors must be CUDA and dense");
@@ -440,6 +447,7 @@ class SimGroup final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> host_;
   int own_;
   uint64_t sequence_ = 0;
+  bool connected_ = false;
   bool coalescing_ = false;
   Tensors coalesced_;
   int coalesced_stream_ = -1;

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp2
 from fsdp2.checkpoint._saving import Saving
@@ -78,6 +79,18 @@ def full_states(world: World) -> Values:
         learn(other.model, other.inputs[step])
         other.update()
     return world.values(run.model, other.model)
+
+
+@scenario(3)
+def an_owned_one_is_loaded_first(world: World) -> Values:
+    """A pair of ranks sends before any collective did: NCCL's communicator is not made yet."""
+    backend = "cpu:gloo,sim:sim" if world.is_simulated else "gloo"  # objects travel over gloo
+    mesh = DeviceMesh.from_group(dist.new_group(backend=backend), world.kind)
+    model = world.build(lambda: nn.Linear(13, 29, bias=False))
+    world.shard(model, mesh=mesh, shard_placement_fn=lambda param: fsdp2.Whole(owner=1))
+    state = {"model": {"weight": world.tensor(29, 13, seed=9, by_rank=False)}}
+    fsdp2.checkpoint.load_full_state(model, state if world.rank == 0 else None)
+    return world.values(model)
 
 
 @scenario(2, slow=True)
