@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -155,6 +156,33 @@ def test_custom_collectives(library: str, blocking: bool, world_size: int) -> No
     assert comms[0].groups == [group] * 2 * 3  # forward and backward
     assert comms[1].groups == [group] * 3
     assert all(comm.in_flight == 0 and all(comm.asynchronous) for comm in comms)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    with_slow(
+        itertools.product([torch.float32, torch.bfloat16, torch.float16], [None, 2.0, 3.0]),
+        [(torch.bfloat16, 2.0)],
+    ),
+)
+@ranks(slow(2), 4)
+def test_no_reduction_is_a_scaled_sum(
+    dtype: torch.dtype, factor: float | None, world_size: int
+) -> None:
+    """Up to torch 2.13 NCCL's scaled sum reads factors as 0 in bf16 (pytorch#190745)."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    model: Any = fsdp2.fully_shard(nn.Linear(13, 29), mesh=mesh_of(world_size), mp_policy=policy)
+    custom = scatter()
+    model.set_custom_reduce_scatter(custom)
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as summed:
+        model(torch.ones(2, 13)).sum().backward()
+    ops = custom.ops + [call.args[1] for call in summed.call_args_list]
+    assert len(ops) == (2 if world_size == 4 else 1)  # a reduction for each axis
+    assert all(op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) for op in ops)
+    expected = torch.full((29,), 2.0 * world_size / (factor or world_size))
+    torch.testing.assert_close(model.bias.grad.full_tensor(), expected, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize(
