@@ -89,6 +89,16 @@ def test_latency_and_links() -> None:
     assert (half.near, half.far, half.flops[FP32]) == (10, 1, 0.5)
 
 
+@pytest.mark.parametrize(("size", "hops"), [(16, 4), (17, 2 * 5), (512, 32 * 9)])
+def test_uneven_pieces_take_the_hops_of_their_broadcasts(size: int, hops: int) -> None:
+    """A broadcast for each rank, on 16 channels: one gather, and one reduction."""
+    hardware = machine(flops={FP32: math.inf}, near=1e15, far=1e15, device_type="cuda", latency=1.0)
+    model, batch = nn.Linear(13, 29, bias=False), torch.zeros(5, 13)
+    given: dict[str, Any] = {"mesh": size, "hardware": hardware}
+    step = step_of(model, batch, shard_placement_fn=lambda param: fsdp2.Whole(), **given)
+    assert step.seconds == pytest.approx(2 * hops, rel=1e-3)
+
+
 @pytest.mark.parametrize("memory", ["low", "balanced", "fast"])
 def test_lanes_do_one_thing_at_a_time_and_lose_nothing(memory: str) -> None:
     """Spans of a lane follow each other; compute takes what the plain model's products do."""
