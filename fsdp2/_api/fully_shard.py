@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, overload
 
 import torch.nn as nn
 from torch import Tensor
@@ -59,7 +59,6 @@ from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.optimizer_steps import watch_optimizers
 from fsdp2._param_group.param import FSDPParam, leave_alone
 
-M = TypeVar("M", nn.Module, list[nn.Module])
 STEPS_OF_OURS = (
     attach,
     enter,
@@ -79,8 +78,44 @@ STEPS_OF_OURS = (
 ShardPlacementFn = Callable[[nn.Parameter], Placement | ShardPlacementResult | None]
 
 
+@overload
 def fully_shard(
-    module: M,
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
+    shard: str = "parameters",
+    shard_outer: str | None = None,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    conditional: bool = False,
+    ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
+    shard: str = "parameters",
+    shard_outer: str | None = None,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -93,7 +128,7 @@ def fully_shard(
     ignored_states: Iterable[nn.Module] | Iterable[Tensor] | None = None,
     shard: str = "parameters",
     shard_outer: str | None = None,
-) -> M:
+) -> Any:
     """Shard the parameters of a module, in place, over the data-parallel ranks.
 
     The parameters of ``module`` that no earlier call took become one group. The group is gathered
@@ -159,7 +194,9 @@ def fully_shard(
             that, and the one with gradient sync then over the outer one.
 
     Returns:
-        ``module`` itself.
+        ``module`` itself, whose class is a subclass of ``FSDPModule`` and of its own class now. A
+        type checker sees an ``FSDPModule``, as with torch's own: keep the name that the module had
+        for attributes of its own class.
 
     Raises:
         ConfigError: an argument or a parameter cannot be used. Nothing was changed.

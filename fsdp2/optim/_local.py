@@ -11,7 +11,7 @@ import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -65,15 +65,16 @@ CACHE_LINE_NBYTES = 64
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 Groups = list[dict[str, Any]]
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 def local(
-    cls: type[Optimizer],
+    cls: type[OptimizerT],
     params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
     *,
     elementwise: bool = False,
     **kwargs: Any,
-) -> Any:
+) -> OptimizerT:
     """Make an optimizer of class ``cls`` whose steps run on local shards.
 
     It is an instance of ``cls``, with its arguments, param groups, hooks and state, so learning
@@ -120,7 +121,7 @@ def local(
     check_flag(who, "elementwise", elementwise)
     _check_class(cls, elementwise)
     try:
-        optimizer = _local_class(cls)(params, **kwargs)
+        optimizer: OptimizerT = _local_class(cls)(params, **kwargs)
         check_groups(cls, optimizer.param_groups)
     except FSDPError:
         raise

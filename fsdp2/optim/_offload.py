@@ -46,7 +46,7 @@ from fsdp2._base.capabilities import capabilities
 from fsdp2._base.errors import ConfigError, UnsupportedError
 from fsdp2._offload.host_memory import CopyLanes, HostBuffer, HostMemory
 from fsdp2._param_group.param import OwnerMark
-from fsdp2.optim._local import ELEMENTWISE, LocalOptimizer, needs_closure, plain_step
+from fsdp2.optim._local import ELEMENTWISE, LocalOptimizer, OptimizerT, needs_closure, plain_step
 from fsdp2.optim._owned_step import WholeOptimizer
 from fsdp2.optim._several import Several
 
@@ -63,8 +63,8 @@ Groups = list[dict[str, Any]]
 
 
 def offload_states(
-    optimizer: Optimizer, *, max_bytes: int | None = None, by_itself: bool = False
-) -> Any:
+    optimizer: OptimizerT, *, max_bytes: int | None = None, by_itself: bool = False
+) -> OptimizerT:
     """Keep an optimizer's states in pinned memory of the host, between its steps.
 
     The step runs on the device, unit by unit: while one unit steps, the states of the next one come
@@ -105,8 +105,9 @@ def offload_states(
     check_flag(who, "by_itself", by_itself)
     if max_bytes is not None:
         check_count(who, "max_bytes", max_bytes)
-    if isinstance(optimizer, OffloadedStates):
-        optimizer._set_most(max_bytes)
+    found: Any = optimizer
+    if isinstance(found, OffloadedStates):
+        found._set_most(max_bytes)
         return optimizer
     plain: type[Optimizer] = getattr(optimizer, "_plain_class", type(optimizer))
     if isinstance(optimizer, WholeOptimizer | Several) or needs_closure(plain):
@@ -137,7 +138,7 @@ def offload_states(
     made._begin()
     made.state = state
     made._set_most(max_bytes)
-    return made
+    return optimizer
 
 
 class Home(NamedTuple):

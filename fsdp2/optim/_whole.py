@@ -26,7 +26,7 @@ from fsdp2._base.arguments import (
 )
 from fsdp2._base.errors import ConfigError, FSDPError, UnsupportedError
 from fsdp2._param_group.deals import newton_schulz_flops
-from fsdp2.optim._local import ELEMENTWISE, local, needs_closure
+from fsdp2.optim._local import ELEMENTWISE, OptimizerT, local, needs_closure
 from fsdp2.optim._options import options_of
 from fsdp2.optim._owned_step import WHO, How, WholeOptimizer, step_together
 from fsdp2.optim._owners import MAX_BYTES, Cost
@@ -41,7 +41,7 @@ NEEDS_ALL = frozenset(
 
 
 def whole(
-    cls: type[Optimizer],
+    cls: type[OptimizerT],
     params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
     *,
     owners: str | Cost = "balanced",
@@ -49,7 +49,7 @@ def whole(
     max_bytes: int | None = None,
     batches: bool | None = None,
     **kwargs: Any,
-) -> Any:
+) -> OptimizerT:
     """Make an optimizer of class ``cls`` that steps on whole matrices, each on one rank.
 
     For optimizers that need all of a matrix (Muon, Shampoo, SOAP, Adafactor, LAMB), unmodified.
@@ -116,8 +116,8 @@ def whole(
         odd = [g for g in given if not isinstance(g, Mapping)]
         if odd:
             raise wrong_type(WHO, "params", "dicts, if one of them has 'cls'", odd[0])
-        return _several(cls, given, how, kwargs)
-    return _make(cls, given, how, kwargs)
+        return cast(OptimizerT, _several(cls, given, how, kwargs))
+    return cast(OptimizerT, _make(cls, given, how, kwargs))
 
 
 def _several(cls: type[Optimizer], groups: list[Any], how: How, kwargs: Any) -> Any:
