@@ -6,6 +6,7 @@ If a thread holds something that all threads share while it waits for another ra
 from __future__ import annotations
 
 import copy
+import unittest
 
 import torch
 import torch.nn as nn
@@ -51,7 +52,7 @@ class Threads(MultiThreadedTestCase):
 
 
 def test_training_equals_an_unsharded_model() -> None:
-    result = Threads("train").run()
-    assert result is not None
+    result = unittest.TestResult()
+    Threads("train").run(result)
     assert result.testsRun == 1
     assert not result.errors + result.failures, str(result.errors + result.failures)
