@@ -8,7 +8,13 @@ from collections import defaultdict
 from tests.docs._blocks import ROOT
 
 BELIEFS = ROOT / "benchmarks" / "results" / "gpu" / "beliefs.md"
-PLACES = ("README.md", "docs/**/*.md", "benchmarks/README.md", "fsdp2/_plan/*.py", "fsdp2/_base/*.py")
+PLACES = (
+    "README.md",
+    "docs/**/*.md",
+    "benchmarks/README.md",
+    "fsdp2/_plan/*.py",
+    "fsdp2/_base/*.py",
+)
 MARK = re.compile(
     r"\b[Aa]ssumed\b|model's word|\bNo (GPU|cluster) has|No test captures|"
     r"[Nn]ot measured\b|never (been )?run on|has been measured"
