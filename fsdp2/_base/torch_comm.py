@@ -87,6 +87,9 @@ def group_of(ranks: Sequence[int], what: str, backend: str | None = None) -> dis
     return made
 
 
+_installing = threading.Lock()
+
+
 @functools.cache
 def _names() -> threading.local:
     """Return what holds ``name``, if any, of the next process group of a thread. No public way.
@@ -109,7 +112,8 @@ def _names() -> threading.local:
 @contextlib.contextmanager
 def _group_called(name: str) -> Iterator[None]:
     """Let the next process group of this thread have this name."""
-    names = _names()
+    with _installing:  # held for no wait
+        names = _names()
     names.name = name
     try:
         yield
