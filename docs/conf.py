@@ -127,7 +127,7 @@ NAVIGATION = {
         ]
     },
     "docs/decisions/README": {"": ["0*"]},
-    "benchmarks/README": {"": ["results/*"]},
+    "benchmarks/README": {"": ["results/*", "results/gpu/*"]},
     "fsdp2/_errors/README": {
         "": [
             "arguments",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch.nn as nn
 from torch import Tensor
@@ -59,6 +59,7 @@ from fsdp2._param_group.group import ParamGroup
 from fsdp2._param_group.optimizer_steps import watch_optimizers
 from fsdp2._param_group.param import FSDPParam, leave_alone
 
+M = TypeVar("M", bound=nn.Module)  # a list of subclasses is no list of modules
 STEPS_OF_OURS = (
     attach,
     enter,
@@ -98,7 +99,7 @@ def fully_shard(
 
 @overload
 def fully_shard(
-    module: Sequence[nn.Module],
+    module: list[M],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -115,7 +116,7 @@ def fully_shard(
 
 
 def fully_shard(
-    module: nn.Module | Sequence[nn.Module],
+    module: nn.Module | list[M],
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,

@@ -172,13 +172,18 @@ def test_no_reduction_is_a_scaled_sum(
     """Up to torch 2.13 NCCL's scaled sum reads factors as 0 in bf16 (pytorch#190745)."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     model: Any = fsdp2.fully_shard(nn.Linear(13, 29), mesh=mesh_of(world_size), mp_policy=policy)
-    custom = scatter()
-    model.set_custom_reduce_scatter(custom)
     if factor is not None:
         model.set_gradient_divide_factor(factor)
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as summed:
+    scatters = mock.patch.object(
+        torch_comm, "reduce_scatter_single", wraps=torch_comm.reduce_scatter_single
+    )
+    with (
+        scatters as scattered,
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as summed,
+    ):
         model(torch.ones(2, 13)).sum().backward()
-    ops = custom.ops + [call.args[1] for call in summed.call_args_list]
+    ops = [call.args[2] for call in scattered.call_args_list]
+    ops += [call.args[1] for call in summed.call_args_list]
     assert len(ops) == (2 if world_size == 4 else 1)  # a reduction for each axis
     assert all(op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) for op in ops)
     expected = torch.full((29,), 2.0 * world_size / (factor or world_size))

@@ -38,9 +38,12 @@ def shard() -> Net:
     root.set_requires_gradient_sinc(False)  # type: ignore[operator]
     pair = fsdp2.fully_shard([nn.Linear(4, 4), nn.Linear(4, 4)])
     pair[0].unshard(async_op=True)
+    modules: list[nn.Module] = [*model.layers]
+    assert_type(fsdp2.fully_shard(modules), list[fsdp2.FSDPModule])
+    model = fsdp2.fully_shard(model)  # type: ignore[assignment]
     pair.unshard()  # type: ignore[attr-defined]
     fsdp2.fully_shard(model, reshard_after_foward=True)  # type: ignore[call-overload]
-    fsdp2.fully_shard("model")  # type: ignore[arg-type]
+    fsdp2.fully_shard("model")  # type: ignore[call-overload]
     assert_type(model.depth(), int)  # the module keeps its own class under its own name
     return model
 
