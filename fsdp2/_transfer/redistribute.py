@@ -506,8 +506,9 @@ def _pass_on(part: Tensor, axis: MeshAxis, sender: int, receiver: int) -> None:
     through_host = not part.is_cpu and torch_comm.is_gloo(axis.pg, part.device.type)
     if not (part.is_cpu or through_host or axis.pg in _connected):
         # NCCL makes a communicator at the first operation, which has to be one of all ranks
+        with carrying():
+            dist.all_reduce(part.new_zeros(1), group=axis.pg)
         _connected.add(axis.pg)
-        dist.all_reduce(part.new_zeros(1), group=axis.pg)
     if axis.rank not in (sender, receiver):
         return
     carried = part.cpu() if through_host else part

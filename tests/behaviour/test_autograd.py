@@ -346,6 +346,21 @@ def test_hooks_on_modules_see_whole_parameters_and_fire_once() -> None:
 
 
 @ranks(2)
+def test_autograd_does_not_find_shards_by_name() -> None:
+    """docs/differences.md says so. torch's own does the same, and a step after it is right."""
+    pair = Pair("stack")
+    params = list(pair.model.parameters())
+    (x,) = pair.local(pair.batch()).args
+    found = torch.autograd.grad(pair.model(x).sum(), params, allow_unused=True)
+    assert found == (None,) * len(params)
+    with pytest.raises(RuntimeError, match="allow_unused"):
+        torch.autograd.grad(pair.model(x).sum(), params)
+    pair.model(x).sum().backward(inputs=params)
+    assert all(param.grad is None for param in params)
+    pair.train(steps=2)
+
+
+@ranks(2)
 def test_forward_hooks_may_change_inputs_and_outputs() -> None:
     pair = Pair("stack")
     for model in (pair.model, pair.reference):

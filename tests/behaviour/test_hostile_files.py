@@ -82,7 +82,7 @@ def test_time_and_memory_grow_with_a_file_and_not_faster(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("seed", range(3))
 def test_parts_that_cover_each_element_once(seed: int) -> None:
-    """Compared with a count of each element, of parts that are right and of others."""
+    """The check agrees with a count of each element, for valid and for invalid lists of parts."""
     draw, right = random.Random(seed), 0
     for _ in range(300):
         shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 3))]
