@@ -1,0 +1,1 @@
+"""Questions to one GPU: a driver with limits, and a file for each stage (``scripts/gpu``)."""
