@@ -1,4 +1,4 @@
-"""The driver of `scripts/gpu`: order, limits, stages that raise or hang; a rehearsal of all stages."""
+"""The driver of `scripts/gpu`, and a rehearsal of all its stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import pytest
 from benchmarks.gpu.__main__ import SECONDS
 from benchmarks.gpu._driver import Stage, run_stages
 
-ADD = "import json, os; add = lambda **r: print(json.dumps(r), file=open(os.environ['FSDP2_GPU_ROWS'], 'a'))\n"
+ADD = (
+    "import json, os\n"
+    "add = lambda **r: print(json.dumps(r), file=open(os.environ['FSDP2_GPU_ROWS'], 'a'))\n"
+)
 HANGS = ADD + (
     "import subprocess, sys, time; add(what='before')\n"
     "sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"

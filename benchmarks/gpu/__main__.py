@@ -39,6 +39,8 @@ def main() -> int:
     given = parser.parse_args()
     minutes = given.minutes or (REHEARSAL_MINUTES if given.rehearse else 8.0)
     environment = dict(os.environ)
+    # torch's other way to count devices must not be called before ranks are forked
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if given.rehearse:
         environment |= {"FSDP2_GPU_REHEARSES": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"OMP_NUM_THREADS": "1"}

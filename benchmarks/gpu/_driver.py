@@ -159,17 +159,24 @@ def _write(out: Path, about: str, outcomes: Sequence[Outcome]) -> None:
     """Write both files whole or not at all."""
     results = {"about": about, "stages": [asdict(outcome) for outcome in outcomes]}
     parts = [f"# gpu\n\n{about}\n", *(_to_markdown(outcome) for outcome in outcomes)]
-    for name, text in (("results.json", json.dumps(results, indent=1)), ("tables.md", "\n".join(parts))):
+    for name, text in (
+        ("results.json", json.dumps(results, indent=1)),
+        ("tables.md", "\n".join(parts)),
+    ):
         new = out / f".{name}"
         new.write_text(text + "\n")
         new.replace(out / name)
 
 
 def _to_markdown(outcome: Outcome) -> str:
-    parts = [f"## {outcome.name}\n\n{outcome.verdict}, {outcome.seconds:.0f} s: {outcome.headline}\n"]
+    parts = [
+        f"## {outcome.name}\n\n{outcome.verdict}, {outcome.seconds:.0f} s: {outcome.headline}\n"
+    ]
     for table in dict.fromkeys(row.get("table", "") for row in outcome.rows):
         rows = [row for row in outcome.rows if row.get("table", "") == table]
-        columns = [name for name in dict.fromkeys(k for row in rows for k in row) if name != "table"]
+        columns = [
+            name for name in dict.fromkeys(k for row in rows for k in row) if name != "table"
+        ]
         lines = [columns, ["---"] * len(columns)]
         lines += [[_show(row.get(name, "")) for name in columns] for row in rows]
         text = "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,6 +1,6 @@
-"""The device that stages run on, and a CPU in its place in a rehearsal: the one file that calls CUDA.
+"""The device that stages run on, and a CPU in its place in a rehearsal.
 
-Times in ms, memory in bytes. A CPU knows its time and nothing of its memory.
+Stages call CUDA through this file. Times in ms, memory in bytes. A CPU knows its time and nothing of its memory.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ def need_a_gpu() -> None:
 
 def name() -> str:
     return "a CPU" if REHEARSES else torch.cuda.get_device_name()
+
+
+def clock_mhz() -> float:
+    """Return cycles a microsecond of the device's clock."""
+    return 0.0 if REHEARSES else torch.cuda.get_device_properties(0).clock_rate / 1e3
 
 
 def wait() -> None:
@@ -116,17 +121,6 @@ def median_ms(work: Callable[[], object], rounds: int = 5) -> float:
     return statistics.median(time_once(work).device_ms for _ in range(1 if REHEARSES else rounds))
 
 
-def replayed(work: Callable[[], object]) -> Callable[[], object]:
-    """Return what runs the work's kernels without the host: a captured graph."""
-    if REHEARSES:
-        return work
-    work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
-
-
 def find_peak(step: Callable[[], None]) -> int:
     """Return the most bytes allocated in one step above its start."""
     step()
@@ -144,15 +138,18 @@ def side_stream(priority: int = -1) -> Any:
 
 @contextmanager
 def beside(stream: Any) -> Iterator[None]:
-    """Run what follows in a stream, behind what is in the current one; join it in the end."""
+    """Run what follows in a stream, behind what is in the current one; see ``join``."""
     if stream is None:
         yield
         return
-    current = torch.cuda.current_stream()
-    stream.wait_stream(current)
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
-    current.wait_stream(stream)
+
+
+def join(stream: Any) -> None:
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def profiled(step: Callable[[], None]) -> list[dict[str, Any]]:

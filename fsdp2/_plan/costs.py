@@ -4,7 +4,7 @@ Owns figures, each with its source or the word "assumed", and the time of one ke
 collective or call. It must not know what happens when: ``device_clock`` does.
 
 Figures are of one H100 (or of what its sources measured) where a machine's description has none.
-They say how things compare, not what a cluster takes: measure that (``scripts/bench gpu``).
+They say how things compare, not what a cluster takes: measure that (``scripts/gpu``).
 """
 
 from __future__ import annotations
