@@ -6,6 +6,7 @@ own, because torch's table of costs is loaded by nothing that a training program
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,3 +60,22 @@ FLOPS: dict[Any, Callable[..., float]] = {
 
 VIEW_OF_A_PRODUCT = torch.ops.aten._unsafe_view.default
 """A view that does not say so: the only one without a public name."""
+
+
+@functools.cache
+def written_arguments(func: Any) -> tuple[tuple[int | str, bool], ...]:
+    """Return the position or keyword of each argument that an operation writes to.
+
+    The second of each pair is true if it is only written: an ``out``, or the target of a copy or a
+    fill. No public way exists to ask an operation for its schema.
+    """
+    schema = func._schema
+    is_overwritten = schema.name.removeprefix("aten::").rstrip("_") in _OVERWRITES
+    return tuple(
+        (argument.name if argument.kwarg_only else place, argument.is_out or is_overwritten)
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+_OVERWRITES = {"copy", "fill", "zero", "_foreach_copy", "_foreach_zero"}

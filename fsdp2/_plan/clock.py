@@ -163,15 +163,21 @@ class ComputeTime(DispatchMode):
     ) -> float:
         """Return the longer of computing and of moving what is read and written."""
         hardware = self.clock.hardware
-        if func in TAKES_NOTHING or not (made_tensors := _tensors_in(made)):
+        written = torch_flops.written_arguments(func)
+        if func in TAKES_NOTHING or not (written or _tensors_in(made)):
             return 0.0
-        tensors = [*_tensors_in((args, kwargs)), *made_tensors]
-        if tensors[0].is_meta:  # DTensor asks for shapes only
+        tensors = _tensors_in((args, kwargs, made))
+        if not tensors or tensors[0].is_meta:  # DTensor asks for shapes only
             return 0.0
         if func in READS_ROWS:
             nbytes = 2 * made.nbytes
-        else:
-            nbytes = sum({id(one): one.nbytes for one in tensors}.values())
+        else:  # what is read or made, and what is written in place besides
+            moved = {id(one): one.nbytes for one in tensors}
+            nbytes = sum(moved.values())
+            for key, is_only_written in written:
+                given = kwargs.get(key) if isinstance(key, str) else args[key : key + 1]
+                if not is_only_written:
+                    nbytes += sum(one.nbytes for one in _tensors_in(given))
         moving: float = nbytes / hardware.memory_bandwidth
         count = torch_flops.FLOPS.get(func.overloadpacket)
         if count is None:
