@@ -126,9 +126,14 @@ def repeated(step: Callable[[], None], count: int) -> None:
 
 
 def measure_variant(
-    variant: Variant, shape: Shape, tokens: int, rounds: int, machine: Machine
+    variant: Variant,
+    shape: Shape,
+    tokens: int,
+    rounds: int,
+    machine: Machine,
+    look: Callable[[Callable[[], None]], dict[str, float]] = lambda step: {},
 ) -> list[Figure]:
-    """Train a model for a few steps."""
+    """Train a model for a few steps. ``look`` is given the step, and adds figures."""
     torch.manual_seed(0)
     with machine.device:
         model: Any = Decoder(shape, shape.blocks)
@@ -173,6 +178,7 @@ def measure_variant(
         "start GB": start / GB,
         "last loss": float(losses[-1]),
         "pinned GB": pinned_nbytes(model, optim) / GB,
+        **look(step),
     }
     return [Figure(case, variant.name, name, value) for name, value in figures.items()]
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from datetime import date
 from pathlib import Path
 
 from benchmarks.gpu._driver import FAILED, LATE, Stage, run_stages
@@ -50,7 +51,9 @@ def main() -> int:
         if given.only is None or name in given.only
     ]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a stage does not outlive this
-    about = "A rehearsal: its figures mean nothing." if given.rehearse else ""
+    about = f"`scripts/gpu --minutes {minutes:g}`, {date.today()}."
+    if given.rehearse:
+        about = "A rehearsal: its figures mean nothing."
     outcomes = run_stages(
         stages, minutes * 60, given.out, environment, about, lambda line: print(line, flush=True)
     )

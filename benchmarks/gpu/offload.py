@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import offload
@@ -23,8 +24,29 @@ TOKENS = (32,) if _machine.REHEARSES else (8192, 4096)
 ROUNDS = 2 if _machine.REHEARSES else 5
 
 
+def copies_of(step: Callable[[], None]) -> dict[str, float]:
+    """Return how long a step copies each way, and how much of it beside a kernel."""
+    events = [e for e in _machine.profiled(step) if e.get("cat") in _machine.ON_DEVICE]
+    spans = {
+        name: [(e["ts"], e["ts"] + e["dur"]) for e in events if way in e["name"]]
+        for name, way in (("in", "Pinned -> Device"), ("out", "Device -> Pinned"))
+    }
+    kernels = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["cat"] == "kernel"]
+    found = {}
+    for name, ones in spans.items():
+        both = sum(
+            max(0.0, min(end, its_end) - max(start, its_start))
+            for start, end in ones
+            for its_start, its_end in kernels
+        )
+        found[f"{name}, ms"] = sum(end - start for start, end in ones) / 1e3
+        found[f"{name} beside kernels, ms"] = both / 1e3
+    return found
+
+
 def measure(variant: offload.Variant, tokens: int) -> dict[str, Any]:
-    figures = offload.measure_variant(variant, llama(8), tokens, ROUNDS, offload.Machine())
+    machine = offload.Machine()
+    figures = offload.measure_variant(variant, llama(8), tokens, ROUNDS, machine, copies_of)
     _machine.empty()
     return {figure.quantity: figure.value for figure in figures}
 

@@ -16,12 +16,12 @@ import torch
 from fsdp2._plan.hardware import Hardware, flops_of, seconds_of
 
 SHORTEST_KERNEL = 2e-6
-"""Seconds that a kernel takes at least, to start and to end. Assumed; 0.85e-6 in a replayed graph.
+"""Seconds that a kernel takes at least, to start and to end. Assumed; 1.15e-6 in a replayed graph.
 
-What is measured here and below is of one H200 (benchmarks/results/costs.md, 2026-11-27).
+What is measured here and below is of one H200 (benchmarks/results/gpu/h200-2026-11-27.md).
 """
 SHARE_OF_PRODUCTS = 0.70
-"""What large products of matrices reach of a data sheet's peak. Assumed; 0.70 to 0.80 measured."""
+"""What large products of matrices reach of a data sheet's peak. Assumed; 0.69 to 0.80 measured."""
 SHARE_OF_MEMORY = 0.867
 """What copies reach of a data sheet's bandwidth: 2,903 of 3,350 GB/s on an H100.
 
@@ -47,13 +47,14 @@ CHANNELS = 16
 NCCL 2.28 itself counts a ring's latency once per channel's operation: ``divUp(operations,
 channels)`` times (src/enqueue.cc, ncclPrepareTasks; src/graph/tuning.cc, ncclTopoGetAlgoTime). Its
 logs on 8 GPUs a node name 16 or 24 "coll channels". Not measured.
+Two ranks on one GPU, over sockets with two channels, took a latency for each two pieces.
 """
 
 LAUNCH = 4e-6
 """Host seconds of one operation: dispatch, autograd's node, the launch. Assumed.
 
-The host of the H200 took 12e-6, and 35e-6 for a collective, 1.7e-6 for an event. It was a virtual
-machine, and three times as slow as assumed in all of these alike.
+The hosts of two H200 took 8e-6 and 12e-6, 22e-6 and 35e-6 for a collective, 0.9e-6 and 1.7e-6 for an
+event. They were virtual machines, up to three times as slow as assumed in all of these alike.
 """
 LAUNCH_COLLECTIVE = 15e-6
 """Host seconds of one collective: c10d's checks and records, and NCCL's own launch. Assumed."""
